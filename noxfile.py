@@ -85,6 +85,13 @@ def bench_ranks(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_page(session: nox.Session) -> None:
+    """Measure the time to write the page, and its speed in Chromium: python -m tests.benchmarks.page."""
+    install(session, *group("test"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.page", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def findings(session: nox.Session) -> None:
     """Train the healthy and the faulty models of the corpus and print their findings, with precision and recall."""
     install(session, *group("test"), constraints=group("pins"))

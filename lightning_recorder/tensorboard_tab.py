@@ -63,7 +63,7 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
 
     @override
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
-        return {"/index.js": self._index, "/page": self._answer, "/data": self._answer}
+        return {"/index.js": self._index, "/page": self._answer, "/data": self._answer, "/site": self._answer}
 
     @Request.application  # type: ignore[arg-type]  # it also takes methods
     def _index(self, request: Request) -> Response:
@@ -76,6 +76,8 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
             names = request.args.getlist("run")
             if request.path.endswith("/page"):
                 return Response(page.html(names), content_type="text/html")
+            if request.path.endswith("/site"):
+                return Response(page.site(dict(request.args.lists())), content_type="text/plain")
             text = page.text(names, request.args.get("after", ""))
             return Response(status=204) if text is None else Response(text, content_type="text/plain")
         except (RecorderError, OSError) as error:

@@ -21,9 +21,11 @@ from lightning_recorder.callbacks.arguments import check_compiled, check_name, c
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
-from lightning_recorder.errors import check_bool, describe_error, warn
+from lightning_recorder.errors import DumpError, check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.page import summary_html
 from lightning_recorder.portable import Lost, Portable, unwrap
+from lightning_recorder.recordings import open_recording
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 from lightning_recorder.switch import VARIABLE, is_switched_off, setting
 
@@ -318,6 +320,16 @@ class RecorderCallback(GuardedCallback):
         if sink is not None:
             sink.flush()
             sink.replay()
+
+    def _repr_html_(self) -> str | None:
+        """Return a summary of the recorded run for a notebook; ``None`` if nothing is recorded yet."""
+        if self._directory is None:
+            return None
+        log_dir = self._directory.parent
+        try:
+            return summary_html(open_recording(log_dir).runs, f"open_recording({str(log_dir)!r}).page()")
+        except DumpError:
+            return None
 
     def __getstate__(self) -> dict[str, Any]:
         of_a_run = {*self._idle(), *SET_BY_LIGHTNING, "state_key"}

@@ -62,6 +62,9 @@ class Outputs:
             function returns true for any of its sites.
         findings: Examine the records of a fit for dead layers, missing gradients, NaN and other faults, log the
             findings, and write them to ``<log_dir>/recorder/findings.json``.
+        report: Write the page with findings, graph and all layers to ``<log_dir>/recorder/report.html`` when the fit
+            ends; see :meth:`Run.page`. It takes up to a second, or a few for long records. By default, it is written
+            if it takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
         upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
         max_upload_bytes: The maximum size of all uploads in bytes.
         max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
@@ -88,6 +91,7 @@ class Outputs:
     dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
     dump_when: Callable[[SiteStatistics], object] | str | None = None
     findings: bool = True
+    report: bool | None = None
     upload: bool = False
     max_upload_bytes: int = 2**28
     max_total_bytes: int | None = None
@@ -96,6 +100,8 @@ class Outputs:
     def __post_init__(self) -> None:
         for flag in ("records", "plots", "numbered_tags", "findings", "upload"):
             check_bool(flag, getattr(self, flag))
+        if self.report is not None:
+            check_bool("report", self.report)
         checked_histograms(self.histograms)
         for limit, least in (("max_images", 0), ("max_upload_bytes", 0), ("max_bytes", 1)):
             check_integer(limit, getattr(self, limit), least)

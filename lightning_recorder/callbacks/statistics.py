@@ -222,7 +222,8 @@ class StatisticsCallback(ResumingCallback):
             if self.outputs.findings and trainer.state.fn == "fit":
                 self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
                 has_file = directory is not None and self.outputs.records
-                self._results.consumers.append(self._findings.begin(label, self.group, has_file=has_file))
+                examined = self._findings.begin(label, self.group, has_file=has_file, report=self.outputs.report)
+                self._results.consumers.append(examined)
 
     def _found_so_far(self) -> Sequence[Finding]:
         return () if self._findings is None else self._findings.current()

@@ -184,6 +184,14 @@ def _add_view(commands: Any) -> None:
     )
     view.add_argument("paths", metavar="PATH", nargs="+", help=_PATH)
     view.add_argument("--output", metavar="FILE", help="write the page to a file instead of serving it")
+    view.add_argument(
+        "--limit",
+        metavar="MB",
+        type=int,
+        default=10,
+        help="the size of all statistics in the page; beyond it, neighboring records are joined so that extremes are "
+        "kept, and the served page loads the rest of a layer when it is opened (default 10)",
+    )
     view.add_argument("--port", type=int, default=0, help="the port of the server; by default any that is free")
     view.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_recorder.commands.terminal import printable
-from lightning_recorder.page import page_data, page_html
+from lightning_recorder.page import page_document
 from lightning_recorder.page.live import PageServer
 from lightning_recorder.recordings import open_recording
-from lightning_recorder.temporary import write_whole
 
 __all__ = ["run"]
 
@@ -20,7 +19,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     """Write the page to a file, or serve it until Ctrl-C."""
     if arguments.output is not None:
         return _write(arguments, out)
-    server = PageServer(arguments.paths, arguments.port)
+    server = PageServer(arguments.paths, arguments.port, limit=arguments.limit * 1_000_000)
     out.write(f"{server.address}\nThe page follows the run; Ctrl-C ends the server.\n")
     out.flush()
     if not arguments.no_browser:
@@ -36,8 +35,6 @@ def _write(arguments: Namespace, out: TextIO) -> int:
         for name, run in open_recording(path).runs.items()
     }
     path = Path(arguments.output)
-    title = next(iter(runs))
-    html = page_html(page_data(runs), f"{title} · lightning_recorder")
-    write_whole(path, lambda file: file.write(html.encode()))
+    page_document(runs, path, limit=arguments.limit * 1_000_000)
     out.write(f"{printable(str(path))}\n")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
@@ -25,6 +26,7 @@ from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
 from lightning_recorder.inputs import checked_depth, shapes_in
+from lightning_recorder.notebook import framed
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
 
@@ -41,6 +43,8 @@ _TORCHVIEW = {
     "collect_attributes": "drawing.graph.module(node), which returns the module of a node",
 }
 """The code to write instead of the other arguments of torchview's ``draw_graph``."""
+
+_NOTEBOOK_PX = 520  # the largest height in a notebook
 
 
 def make_dot(
@@ -157,6 +161,15 @@ class Drawing:
     def _repr_svg_(self) -> str:
         with TemporaryFolder() as folder:
             return self.save(folder.path / "graph.svg").read_text(encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """Return the picture in a frame, as wide as the notebook at most; its links work, and it shares no names."""
+        svg = self._repr_svg_()
+        svg = svg[svg.index("<svg") :]
+        size = re.match(r'<svg width="([\d.]+)\w*" height="([\d.]+)', svg)
+        height = min(_NOTEBOOK_PX, math.ceil(float(size[2]) * 4 / 3) + 24) if size else _NOTEBOOK_PX
+        html = f"<!doctype html><style>svg{{max-width:100%;height:auto}}</style>{svg}"
+        return framed(html, height_px=height)
 
 
 @with_replacements(_TORCHVIEW)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRec
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import examine
+from lightning_recorder.recordings.record_format import RECORDS
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import Record
@@ -25,11 +27,16 @@ from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dt
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
-__all__ = ["FINDINGS", "ExaminedRecords", "RunFindings"]
+__all__ = ["FINDINGS", "REPORT", "ExaminedRecords", "RunFindings"]
 
 FINDINGS = "findings.json"
 
+REPORT = "report.html"
+
 _MOST_LISTED = 3
+_SHARE = 0.02  # of the time of the fit, for the report
+_REPORT_S = 0.5  # of a short run, with the import of its code
+_REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
 _FIRST_CHECK = 5  # records of each recorder
 _GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
 _NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
@@ -48,6 +55,7 @@ class RunFindings:
         types: The class names of the modules.
         graph: A function that returns the recorded graph, if there is one by now.
         strict: Raise errors.
+        clock: A function that returns a time in seconds.
     """
 
     def __init__(
@@ -58,7 +66,10 @@ class RunFindings:
         types: Mapping[str, str],
         graph: Callable[[], Graph | None],
         strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock, self._began = clock, clock()
+        self._report_wanted: list[bool | None] = []
         self._run = None if directory is None else Run(directory.parent.name, directory)
         self._log, self._graph, self._strict = log, graph, strict
         self._examination = Examination(types=types)
@@ -76,20 +87,24 @@ class RunFindings:
         self._said: set[tuple[str, str, str]] = set()
         self._joined: set[str] = set()
         self._watched: list[Finding] = []
+        self._findings: list[Finding] = []  # when the run has ended
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
         return label in self._groups or label in self._joined
 
-    def begin(self, label: str, group: str, *, has_file: bool) -> ExaminedRecords:
+    def begin(self, label: str, group: str, *, has_file: bool, report: bool | None = None) -> ExaminedRecords:
         """Begin the records of a recorder, and return the consumer that receives them.
 
         Args:
             label: The label of the recorder.
             group: The kind of tensors.
             has_file: True if its records are written to a file.
+            report: Write ``report.html`` at the end; ``None`` if it takes little of the time of the fit. True of any
+                recorder comes before False, and False before ``None``.
         """
         self._open.add(label)
+        self._report_wanted.append(report)
         self._groups[label] = group
         self._due = _FIRST_CHECK * len(self._groups)
         self._are_files_complete &= has_file
@@ -143,6 +158,7 @@ class RunFindings:
                 return False
             if self._records or self._watched:
                 self._contained(partial(self._finish, sink))
+            self._write_report()
             return True
 
     def _contained(self, job: Callable[[], object]) -> None:
@@ -203,12 +219,42 @@ class RunFindings:
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
         findings = with_watched(examine(run), self._watched) if run is not None and in_files else self._examined()
+        self._findings = findings
         self._write(findings)
         bad = [each for each in findings if not each.is_note]
         if bad:
             self._log(_listed(bad, None if run is None else run.log_dir))
             if sink is not None:
                 sink.write_text(self._last_step, {"recorder/findings": _markdown(bad)})
+
+    def _write_report(self) -> None:
+        """Write the page of the run. The findings are complete, and so are the files of the recorders."""
+        if self._run is None or not self._records or not self._is_report_due(self._run):
+            return
+        try:
+            from lightning_recorder.page import page_data, page_html
+
+            run = self._run
+            run.refresh()
+            findings = None if self._has_failed else {run.name: self._findings}
+            html = page_html(page_data({run.name: run}, findings=findings), f"{run.name} · lightning_recorder").encode()
+            path = run.directory / REPORT
+            attempt(path, len(html), partial(write_whole, path, lambda file: file.write(html)))
+        except Exception as error:
+            if self._strict:
+                raise
+            warn(f"{REPORT} was not written: {describe_error(error)}")
+
+    def _is_report_due(self, run: Run) -> bool:
+        if not self._are_files_complete:
+            return False
+        asked = [each for each in self._report_wanted if each is not None]
+        if asked:
+            return any(asked)
+        graph = run.directory / "graph.json"
+        size = sum(path.stat().st_size for path in (run.directory / RECORDS).glob("*.jsonl"))
+        size += 4 * graph.stat().st_size if graph.exists() else 0  # a byte of it takes longer to read
+        return _REPORT_S + size * _REPORT_S_PER_BYTE <= _SHARE * (self._clock() - self._began)
 
     def _write(self, findings: list[Finding]) -> None:
         if self._run is not None:

@@ -12,7 +12,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-__all__ = ["encoded", "page_html"]
+from lightning_recorder.notebook import framed
+
+__all__ = ["PageDocument", "encoded", "page_html"]
 
 _LEVEL = 6  # of gzip: level 9 saves 2 % and takes three times as long
 
@@ -57,6 +59,18 @@ def page_html(data: Mapping[str, Any], title: str) -> str:
         f'<script type="text/plain" id="data">{encoded(data)}</script>\n'
         f'<script type="module">{script}</script>\n</body>\n</html>\n'
     )
+
+
+class PageDocument(str):
+    """The page as HTML. A notebook shows it in a frame that nothing outside of it can reach."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<page of {len(self.encode()):,} bytes>"
+
+    def _repr_html_(self) -> str:
+        return framed(self, height_px=620, allow="allow-scripts allow-downloads allow-popups")
 
 
 @cache

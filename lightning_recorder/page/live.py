@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecorderError, describe_error
 from lightning_recorder.names import closest_names
-from lightning_recorder.page.data import page_data
+from lightning_recorder.page.data import page_data, site_data
 from lightning_recorder.page.html import encoded, page_html
 from lightning_recorder.recordings import Recording, Run, open_recording
 
@@ -31,10 +32,12 @@ class LivePage:
 
     Args:
         paths: Each as for :func:`~lightning_recorder.open_recording`.
+        limit: The number of bytes for all statistics, as for :func:`~lightning_recorder.page.page_data`.
     """
 
-    def __init__(self, paths: Sequence[str | Path]) -> None:
+    def __init__(self, paths: Sequence[str | Path], limit: int = 10_000_000) -> None:
         self._paths = [Path(path) for path in paths]
+        self._limit = limit
         self._lock = threading.Lock()
         self._recording: Recording | None = None
         self._known: tuple[tuple[str, ...], str, dict[str, Any]] | None = None
@@ -56,7 +59,7 @@ class LivePage:
             for run in runs.values():
                 run.refresh()
             available = list(self._recording.runs) if self._recording else list(runs)
-            data = {**page_data(runs), "live": True, "version": version, "available": available}
+            data = {**page_data(runs, limit=self._limit), "live": True, "version": version, "available": available}
             self._known = tuple(runs), version, data
         return self._known[2]
 
@@ -81,6 +84,23 @@ class LivePage:
         """Return the encoded data, or ``None`` if they are those of the version ``after``."""
         data = self.data(names)
         return None if data["version"] == after else encoded(data)
+
+    def site(self, asked: Mapping[str, Sequence[str]]) -> str:
+        """Return all records of one site, encoded.
+
+        Args:
+            asked: The values of ``run``, ``recorder``, ``stage``, ``loader``, ``module`` and ``path``.
+
+        Raises:
+            ArgumentError: If there is no such site.
+            DumpError: If a file is damaged.
+        """
+        name, recorder, stage, loader, module, path = (
+            asked.get(key, [""])[0] for key in ("run", "recorder", "stage", "loader", "module", "path")
+        )
+        with self._lock:
+            series = self._runs([name])[name][recorder].of(stage, int(loader) if loader.isdecimal() else None)
+            return encoded(site_data(series[module, path]))
 
     def html(self, names: Sequence[str] = ()) -> str:
         """Return the page."""
@@ -109,14 +129,15 @@ class PageServer:
     Args:
         paths: Each as for :func:`~lightning_recorder.open_recording`.
         port: The port; by default any that is free.
+        limit: The number of bytes for all statistics; the rest of a layer is sent when it is opened.
 
     Raises:
         DumpError: If nothing was recorded there.
         OSError: If the port is taken.
     """
 
-    def __init__(self, paths: Sequence[str | Path], port: int = 0) -> None:
-        self._page = LivePage(paths)
+    def __init__(self, paths: Sequence[str | Path], port: int = 0, limit: int = 10_000_000) -> None:
+        self._page = LivePage(paths, limit)
         self._page.data()  # an error is raised here and not in the browser
         self._token = secrets.token_urlsafe(16)
         self._server = ThreadingHTTPServer((_ADDRESS, port), self._handler())
@@ -144,11 +165,13 @@ class PageServer:
         # The name of another site that leads to this machine must not reach the data.
         if host not in hosts or len(parts) != 3 or not hmac.compare_digest(parts[1].encode(), self._token.encode()):
             return HTTPStatus.NOT_FOUND, "text/plain", "not found"
-        asked = parse_qs(address.query)
+        asked = parse_qs(address.query, keep_blank_values=True)
         names = asked.get("run", [])
         try:
             if parts[2] == "":
                 return HTTPStatus.OK, "text/html", self._page.html(names)
+            if parts[2] == "site":
+                return HTTPStatus.OK, "text/plain", self._page.site(asked)
             if parts[2] == "data":
                 text = self._page.text(names, asked.get("after", [""])[0])
                 return (
@@ -171,8 +194,8 @@ class PageServer:
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
-                self.end_headers()
-                if body:
+                with suppress(ConnectionError):  # the browser needs the answer no more
+                    self.end_headers()
                     self.wfile.write(body)
 
             @override

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_recorder.recordings.recording import Run
     from lightning_recorder.recordings.series import Series
 
-__all__ = ["examine"]
+__all__ = ["examine", "records_of"]
 
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 
@@ -34,7 +34,7 @@ def examine(run: Run) -> list[Finding]:
     """
     examination = Examination(run.graph, run.receipt)
     # The watch on every step finds what its records show while it records.
-    records = (record for label in run if label != WATCH for record in _records(label, run[label]))
+    records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         examination.add(record)
     return with_watched(examination.findings(), _watched(run))
@@ -52,7 +52,8 @@ def _watched(run: Run) -> list[Finding]:
     return sorted(found, key=lambda each: each.first_step)
 
 
-def _records(label: str, series: Series) -> Iterator[SiteRecords]:
+def records_of(label: str, series: Series) -> Iterator[SiteRecords]:
+    """Yield the records of a recorder as the rules see them."""
     group = next((str(each.about.get("group", "")) for each in series.sessions), "") or label.partition("-")[0]
     places: dict[RecordSchema, list[int]] = {}
     for key, part in series.parts.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.recordings.packed_counts import counts_of
-from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, parse, read_row
+from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, SchemaCache, parse, read_row
 from lightning_recorder.recordings.vectors import unpack_vectors
 from lightning_recorder.taps import Site
 
@@ -156,7 +156,7 @@ class History:
         self.skipped = 0
         self.is_read = False
         self._tail = Tail(self.path)
-        self._layouts: dict[RecordSchema, RecordSchema] = {}
+        self._schemas = SchemaCache()
 
     def refresh(self) -> int:
         """Read the lines appended since the last call; read the whole file again if it was replaced.
@@ -190,7 +190,7 @@ class History:
                 self._take_session(found)
                 return False
             found.pop("vectors", None)  # like histograms, they stay in the file
-            row = read_row(found, self._layouts)
+            row = read_row(found, self._schemas)
         except DumpError:
             self._begin()  # the next call raises again, and a partly read file is never mistaken for a complete one
             raise
@@ -227,6 +227,16 @@ class History:
         """
         place = entry.row.layout.places[site]
         return self._again(entry, lambda found: unpack_vectors(found.get("vectors", ()), place))
+
+    def all_vectors(self, entry: Entry) -> dict[Site, dict[str, Tensor]]:
+        """Read the vectors of all sites in a record from the file; a site without any is left out.
+
+        Raises:
+            DumpError: If the line has changed since it was first read.
+        """
+        packed: list[list[Any]] = self._again(entry, lambda found: found.get("vectors", []))
+        places = sorted({int(each[0]) for each in packed})
+        return {entry.row.layout.sites[place]: unpack_vectors(packed, place) for place in places}
 
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
         """Read a line again."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, DumpError
 
-__all__ = ["counts_of", "from_base64", "pack_counts", "packed_counts", "to_base64", "unpack_counts"]
+__all__ = ["counts_of", "from_base64", "pack_counts", "packed_counts", "pairs_of", "to_base64", "unpack_counts"]
 
 _MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes at most two bytes, a count below 2**63 nine
 _LONGEST = 2 * _MOST_BYTES  # characters; incompressible data grows by a third in base64
@@ -92,19 +92,28 @@ def unpack_counts(text: object) -> Tensor:
             histogram, so a malicious text cannot exhaust memory.
     """
     try:
-        if isinstance(text, str) and len(text) <= _LONGEST:
-            text = _inflated(from_base64(text), _MOST_BYTES)
-        if not isinstance(text, bytes):
-            raise ValueError("its length is wrong")
         bins = [0] * BINS
         place = -1
-        numbers = _numbers(text)
+        numbers = _numbers(pairs_of(text))
         for gap, count in zip(numbers, numbers, strict=True):
             place += gap + 1
             bins[place] = count
         return torch.tensor(bins, dtype=torch.int64)
     except (ValueError, IndexError, RuntimeError) as error:
         raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
+
+
+def pairs_of(text: object) -> bytes:
+    """Return the pairs of gap and count that :func:`pack_counts` has compressed, or those of :func:`counts_of`.
+
+    Raises:
+        ValueError: If this is not an encoded histogram.
+    """
+    if isinstance(text, str) and len(text) <= _LONGEST:
+        text = _inflated(from_base64(text), _MOST_BYTES)
+    if not isinstance(text, bytes):
+        raise ValueError("its length is wrong")
+    return text
 
 
 def counts_of(found: Mapping[str, Any]) -> list[object]:

@@ -41,6 +41,7 @@ __all__ = [
     "WATCH",
     "RecordSchema",
     "Row",
+    "SchemaCache",
     "SiteRecord",
     "SiteTable",
     "header_line",
@@ -276,12 +277,39 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> Row:
+class SchemaCache:
+    """The schemas of the records read so far, so that equal schemas share one object."""
+
+    def __init__(self) -> None:
+        self._known: dict[RecordSchema, RecordSchema] = {}
+        self._last: tuple[list[Any], tuple[str, ...], RecordSchema] | None = None
+
+    def schema_of(self, entries: list[Any], columns: tuple[str, ...]) -> RecordSchema:
+        """Return the schema for the sites in a parsed line.
+
+        Raises:
+            ValueError, LookupError, TypeError: If they are not valid.
+        """
+        # Nearly all lines of a file have the same sites, and comparing them is much faster than checking them.
+        if self._last is not None and self._last[0] == entries and self._last[1] == columns:
+            return self._last[2]
+        sites = tuple(Site(_text(entry[0]), _text(entry[1])) for entry in entries)
+        dtypes = tuple(None if entry[2] is None else _text(entry[2]) for entry in entries)
+        shapes = tuple(None if entry[3] is None else tuple(map(_whole, entry[3])) for entry in entries)
+        if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
+            raise ValueError("a site or a column appears twice")
+        layout = RecordSchema(sites, dtypes, shapes, columns)
+        layout = self._known.setdefault(layout, layout)
+        self._last = entries, columns, layout
+        return layout
+
+
+def read_row(found: dict[str, Any], known: SchemaCache) -> Row:
     """Convert a parsed line to a record.
 
     Args:
         found: The JSON object of the line; this function modifies it.
-        known: The schemas seen so far, so that equal schemas share one object.
+        known: The schemas seen so far.
 
     Raises:
         ValueError: If the line is not a valid record.
@@ -290,17 +318,12 @@ def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> 
         columns = tuple(_text(name) for name in found.pop("columns"))
         is_old = "sites" in found
         entries = found.pop("sites" if is_old else "layout")
-        sites = tuple(Site(_text(entry[0]), _text(entry[1])) for entry in entries)
-        dtypes = tuple(None if entry[2] is None else _text(entry[2]) for entry in entries)
-        shapes = tuple(None if entry[3] is None else tuple(map(_whole, entry[3])) for entry in entries)
-        values, further = _values(entries, len(columns)) if is_old else _table(found, len(sites), len(columns))
+        layout = known.schema_of(entries, columns)
+        read = _values(entries, len(columns)) if is_old else _table(found, len(entries), len(columns))
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
-    layout = RecordSchema(sites, dtypes, shapes, columns)
-    if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
-        raise ValueError("a site or a column appears twice")
-    return Row(found, known.setdefault(layout, layout), values, further)
+    return Row(found, layout, *read)
 
 
 def _table(found: dict[str, Any], sites: int, columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:

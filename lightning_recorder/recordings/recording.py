@@ -6,7 +6,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
@@ -99,6 +101,25 @@ class Recording:
         """Read the records that the runs have written since the last call; return the number of new records."""
         return sum(run.refresh() for run in self.runs.values())
 
+    def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
+        """Return the page of the runs: findings, graph and the history of every layer, as one HTML file.
+
+        A notebook shows the returned document. It needs no network and no server; two runs are compared.
+
+        Args:
+            path: The file to write, if any.
+            limit: The number of bytes for all statistics; beyond it, neighboring records are joined.
+
+        Raises:
+            DumpError: If a file of a run is damaged.
+            OSError: If the file cannot be written.
+        """
+        document: str = _page().page_document(self.runs, path, limit=limit)
+        return document
+
+    def _repr_html_(self) -> str:
+        return str(_page().summary_html(self.runs, ".page()"))
+
     def __repr__(self) -> str:
         return f"<recording of {len(self.runs)} runs: {', '.join(self.runs)}>"
 
@@ -152,6 +173,11 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
     return Recording({name: found[name] for name in sorted(found, key=_by_number)})
 
 
+def _page() -> ModuleType:
+    # The page reads recordings, so it cannot be imported at the top.
+    return import_module("lightning_recorder.page")
+
+
 def _runs_below(folder: Path) -> Iterator[tuple[str, Run]]:
     for place, folders, _ in os.walk(folder):
         here = Path(place)
@@ -184,6 +210,7 @@ class Run:
         self.name = name
         self.directory = directory
         self._series: dict[str, Series] | None = None
+        self._graph: tuple[tuple[int, int], Graph] | None = None  # with the version of its file
 
     @property
     def log_dir(self) -> Path:
@@ -252,12 +279,21 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
+        path = self.directory / "graph.json"
+        about = path.stat() if path.exists() else None
+        version = None if about is None else (about.st_mtime_ns, about.st_size)
+        # A large graph takes a second to read, and examining and showing a run both need it.
+        if version is None or self._graph is None or self._graph[0] != version:
+            graph = self._read_graph(path)
+            self._graph = None if graph is None or version is None else (version, graph)
+        return None if self._graph is None else self._graph[1]
+
+    def _read_graph(self, path: Path) -> Graph | None:
         data = self._json("graph.json")
         if data is None:
             return None
         from lightning_recorder.graph.model import Graph
 
-        path = self.directory / "graph.json"
         try:
             graph = Graph.from_json(data)
             _check_graph(graph)
@@ -315,6 +351,13 @@ class Run:
         """The total size in bytes of all files in the recording folder."""
         files = (path for path in self.directory.rglob("*") if is_inside(path, self.directory))
         return sum(path.stat().st_size for path in files)
+
+    def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
+        """Return the page of the run, as :meth:`Recording.page`."""
+        return Recording({self.name: self}).page(path, limit=limit)
+
+    def _repr_html_(self) -> str:
+        return Recording({self.name: self})._repr_html_()
 
     def __repr__(self) -> str:
         return f"<run {self.name}: {', '.join(self.recorders) or 'no records'}>"

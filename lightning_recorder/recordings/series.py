@@ -217,6 +217,15 @@ class Series:
         entry = self._entry(step)
         return dict(zip(entry.row.layout.sites, self._history.packed_counts(entry), strict=True))
 
+    def all_vectors(self, step: int) -> dict[Site, dict[str, Tensor]]:
+        """Return the statistics of a record that are vectors, ``[n]`` float64; a site without any is left out.
+
+        Raises:
+            ArgumentError: If the step was not recorded.
+            DumpError: If the file has changed since it was read.
+        """
+        return self._history.all_vectors(self._entry(step))
+
     def check_statistic(self, statistic: str) -> None:
         """Raise an error if a statistic was not recorded.
 
@@ -328,8 +337,9 @@ class SiteSeries:
         return None if layout is None else layout.shapes[layout.places[self.site]]
 
     def _last_layout(self) -> RecordSchema | None:
-        entries = self._entries()
-        return entries[-1].row.layout if entries else None
+        part = self.series._part
+        layouts = (part.entries[step].row.layout for step in reversed(part.steps))
+        return next((layout for layout in layouts if self.site in layout.places), None)
 
     def statistic(self, name: str) -> Tensor:
         """Return one statistic over :attr:`steps`, ``[steps]`` float64; NaN if a record lacks it.

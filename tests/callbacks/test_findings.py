@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,9 @@ from lightning_recorder import (
 )
 from lightning_recorder.insight import findings_to_json
 from lightning_recorder.outputs import RunFindings, pipeline
+from lightning_recorder.outputs.findings import REPORT
+from lightning_recorder.page import page_data
+from lightning_recorder.recordings.examine import records_of
 from tests.sinks.events import read_events
 
 QUIET = Outputs(plots=False, dumps=False)
@@ -227,3 +234,63 @@ def test_files_hold_the_settings_that_the_rules_need(tmp_path: Path) -> None:
     assert series["head", "weight"].scalars(series.steps[-1])["learning_rate"] == 3e-3
     assert run["activations"]["act.1"].scalars(series.steps[-1])["eval_mode"] == 1.0
     assert [(each.rule, each.module) for each in run.findings if not each.is_note] == [("eval-mode", "act.1")]
+
+
+def report_of(folder: Path) -> Path:
+    """The path of the report of the run in a folder."""
+    return open_recording(folder).run.directory / REPORT
+
+
+def test_the_report_has_the_findings_and_all_records(tmp_path: Path) -> None:
+    """With ``report=True`` the fit ends with a page whose data are those of the finished recording."""
+    quiet = replace(QUIET, report=True)
+    model = Net(fault="dead")
+    make_trainer(tmp_path, recorders(quiet)).fit(model, batches())
+    html = report_of(tmp_path).read_text(encoding="utf-8")
+    (text,) = re.findall(r'<script type="text/plain" id="data">([^<]*)<', html)
+    found = json.loads(gzip.decompress(base64.b64decode(text)))
+    (expected,) = page_data(open_recording(tmp_path).runs)["runs"]
+    assert {**found["runs"][0], "name": expected["name"]} == expected
+    assert found["runs"][0]["findings"][0]["module"] == "act"
+
+
+@pytest.mark.parametrize(("seconds", "is_written"), [(20.0, False), (30.0, True)])
+def test_the_report_takes_little_of_the_time_of_the_fit(tmp_path: Path, seconds: float, is_written: bool) -> None:
+    """By default, the report of a short run is written after a fit of at least 25 seconds."""
+    make_trainer(tmp_path, recorders()).fit(Net(), batches())
+    assert not report_of(tmp_path).exists()
+    now = 0.0
+    run = open_recording(tmp_path).run
+    options: dict[str, Any] = {"log": print, "types": {}, "graph": lambda: None, "clock": lambda: now}
+    findings = RunFindings(run.directory, **options)
+    findings.begin("activations", "activations", has_file=True)
+    for record in records_of("activations", run["activations"]):
+        findings.add(record)
+    now = seconds
+    findings.end("activations", None)
+    assert report_of(tmp_path).exists() == is_written
+
+
+def test_an_error_of_the_report_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fit and the findings go on if the page cannot be made."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no page")
+
+    monkeypatch.setattr("lightning_recorder.page.page_data", fail)
+    trainer = make_trainer(tmp_path, recorders(replace(QUIET, report=True)))
+    with pytest.warns(RecorderWarning, match=r"report.html was not written: .*no page") as warned:
+        trainer.fit(Net(), batches())
+    assert len([each for each in warned if issubclass(each.category, RecorderWarning)]) == 1
+    assert not report_of(tmp_path).exists()
+    assert (report_of(tmp_path).parent / "findings.json").exists()
+
+
+def test_a_finished_callback_shows_itself(tmp_path: Path) -> None:
+    """In a notebook, a recorder is a summary of its run, and before the run it has none."""
+    recorder = ActivationRecorder(every_n_train_steps=1, outputs=QUIET)
+    assert recorder._repr_html_() is None
+    make_trainer(tmp_path, [recorder]).fit(Net(fault="dead"), batches())
+    shown = recorder._repr_html_()
+    assert shown is not None
+    assert "act returns only zeros" in shown

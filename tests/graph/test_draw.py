@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -414,3 +415,15 @@ def test_a_drawing_shows_itself(tmp_path: Path) -> None:
     shown = drawing._repr_svg_()
     assert shown == drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert re.search(r"<svg [^>]*viewBox=", shown)
+
+
+def test_a_drawing_in_a_notebook_is_a_frame() -> None:
+    """The frame holds the SVG, runs no script, and is not higher than needed."""
+    drawing = draw(small(), input_size=(1, 4))
+    shown = drawing._repr_html_()
+    inside = html.unescape(shown.partition('srcdoc="')[2].rpartition('"')[0])
+    svg = drawing._repr_svg_()
+    assert inside.endswith(svg[svg.index("<svg") :])
+    assert "allow-scripts" not in shown
+    (height,) = map(int, re.findall(r"height:(\d+)px", shown))
+    assert 100 < height <= 520

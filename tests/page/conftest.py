@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs, ParameterRecorder
+from lightning_recorder.reductions import ChannelMoments
 from tests.callbacks.models import Classifier, fit
 
 STEPS = 12
@@ -27,4 +28,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kinds = (ActivationRecorder, GradientRecorder, ParameterRecorder)
         recorders = [kind(every_n_train_steps=1, outputs=outputs) for kind in kinds]
         fit(model, folder / name, [GraphRecorder(), *recorders], max_steps=STEPS, max_epochs=-1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with another activation and one module more, which also recorded each channel."""
+    folder = tmp_path_factory.mktemp("changed")
+    torch.manual_seed(0)
+    model = Classifier()
+    model.encoder.relu = nn.GELU()  # type: ignore[assignment]  # another class than before
+    model.dropout = nn.Sequential(nn.Dropout(0.2), nn.Tanh())  # type: ignore[assignment]
+    activations = ActivationRecorder(
+        every_n_train_steps=1, extra=[ChannelMoments()], tensors=["inputs", "outputs"], outputs=Outputs(plots=False)
+    )
+    fit(model, folder, [GraphRecorder(), activations], max_steps=STEPS, max_epochs=-1)
     return folder

@@ -12,12 +12,16 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_recorder.errors import DumpError
 from lightning_recorder.page import page_data, page_html
+from lightning_recorder.page.histograms import unpack_all
 from lightning_recorder.page.html import encoded
 from lightning_recorder.recordings import WATCH, RecordWriter, Run, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings.packed_counts import pack_counts, unpack_counts
 
 
 def numbers(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -94,6 +98,65 @@ def test_no_outlier_is_lost(tmp_path_factory: pytest.TempPathFactory, step: int,
     place = int(np.flatnonzero(found)[0])
     before = recorder["steps"][place - 1] if place else -1
     assert before < step <= recorder["steps"][place]
+
+
+@given(st.lists(st.none() | st.dictionaries(st.integers(0, 2047), st.integers(0, 2**40), max_size=40), max_size=6))
+def test_histograms_are_decoded_together(given_counts: list[dict[int, int] | None]) -> None:
+    """Many histograms decoded at once are those that are decoded one by one."""
+    packed: list[object] = []
+    for counts in given_counts:
+        bins = torch.zeros(2048, dtype=torch.int64)
+        for place, count in (counts or {}).items():
+            bins[place] = count
+        packed.append(None if counts is None else pack_counts(bins))
+    index, bins_found, numbers_found = unpack_all(packed)
+    for place, text in enumerate(packed):
+        expected = torch.zeros(2048, dtype=torch.int64) if text is None else unpack_counts(text)
+        found = np.zeros(2048, dtype=np.int64)
+        found[bins_found[index == place]] = numbers_found[index == place]
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        [b"\x80"],
+        [b"\x01"],
+        [b"\x80", b"\x01\x02"],
+        [b"\x00\x01\x00", b"\x01"],
+        [b"\xff\x0f\x01\x00\x01"],
+        [b"\x00" + b"\xff" * 9 + b"\x01"],
+        ["!"],
+        [7],
+    ],
+)
+def test_a_damaged_histogram_is_an_error(packed: list[object]) -> None:
+    """A cut or surplus number, a bin that does not exist, a count that is too large, and other types are refused."""
+    with pytest.raises(DumpError, match="not a histogram"):
+        unpack_all(packed)
+
+
+def test_values_of_channels_are_those_of_the_records(changed: Path) -> None:
+    """A statistic with a value for each channel has one row for each of its records."""
+    run = open_recording(changed).run
+    (data,) = page_data({"changed": run})["runs"]
+    (recorder,) = (each for each in data["recorders"] if each["label"] == "activations")
+    found = recorder["vectors"]
+    series = run["activations"]
+    assert found["steps"] == series.steps
+    shown = {recorder["sites"][int(place)]["module"] for place in found["sites"]}
+    assert {"encoder.conv1", "encoder.conv2"} <= shown
+    for place, tables in found["sites"].items():
+        site = series.sites[int(place)]
+        expected = [series[site].vectors(step) for step in series.steps]
+        for name, text in tables.items():
+            rows = np.stack([vectors[name].numpy() for vectors in expected]).astype(np.float32)
+            np.testing.assert_array_equal(numbers(text).reshape(rows.shape), rows)
+
+
+def test_the_page_is_small(runs: Path) -> None:
+    """The page of a small run, with its program, takes less than 1.5 MB."""
+    assert len(open_recording(runs / "sick").page().encode()) < 1_500_000
 
 
 def test_names_are_data(tmp_path: Path) -> None:

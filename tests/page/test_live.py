@@ -15,6 +15,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 
@@ -23,6 +24,7 @@ from lightning_recorder.page.live import PageServer
 from lightning_recorder.recordings import RecordWriter, SiteRecord
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.browser.server import tensorboard
+from tests.page.test_data import written
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
 
@@ -78,6 +80,45 @@ def test_new_records_come_by_themselves(server: PageServer, tmp_path: Path) -> N
     after = decoded(asked(f"{server.address}data?{query}"))
     steps = next(each for each in after["runs"][0]["recorders"] if each["label"] == "activations")["steps"]
     assert steps[-1] == 500
+
+
+@pytest.fixture
+def long_server(tmp_path: Path) -> Iterator[PageServer]:
+    """The server of a run whose records have no room in the page."""
+    written(tmp_path, [[float(row % 10), 2.0] for row in range(300)], ["a", "b"])
+    made = PageServer([tmp_path], limit=100)
+    thread = threading.Thread(target=made.serve, daemon=True)
+    thread.start()
+    yield made
+    made.close()
+    thread.join(10)
+
+
+def test_all_records_of_a_site_come_on_demand(long_server: PageServer) -> None:
+    """A site that the page shows with joined records is sent with all of them; an unknown one is an error."""
+    (run,) = decoded(asked(f"{long_server.address}data"))["runs"]
+    assert len(run["recorders"][0]["steps"]) < 300
+    place = {"run": run["name"], "recorder": "activations", "stage": "train", "loader": "", "module": "a"}
+    found = decoded(asked(f"{long_server.address}site?{urllib.parse.urlencode({**place, 'path': 'out'})}"))
+    assert found["steps"] == list(range(300))
+    values = np.frombuffer(base64.b64decode(found["statistics"]["rms"]), "<f4")
+    assert values.tolist() == [float(row % 10) for row in range(300)]
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        asked(f"{long_server.address}site?{urllib.parse.urlencode({**place, 'path': 'nowhere'})}")
+
+
+@needs_browser
+@pytest.mark.browser
+def test_an_open_panel_asks_for_all_records(long_server: PageServer) -> None:
+    """The served page replaces the joined records of a layer by all of them when its panel opens."""
+    with open_page() as page:
+        asked_for: list[str] = []
+        page.on("request", lambda request: asked_for.append(request.url))
+        page.goto(f"{long_server.address}#layer=a")
+        panel = page.locator("aside.layer")
+        expect(panel).to_be_visible(timeout=20_000)
+        expect(panel.locator("h3").first).not_to_contain_text("one point for", timeout=20_000)
+        assert sum("/site?" in each for each in asked_for) == 1
 
 
 def test_nothing_recorded_is_an_error_at_once(tmp_path: Path) -> None:

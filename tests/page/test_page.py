@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from lightning_recorder.page import page_data, page_html
-from lightning_recorder.recordings import open_recording
+from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.commands.console import run as command
 from tests.page.test_data import written
@@ -99,6 +100,22 @@ def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) ->
     assert colors[0] != colors[1]
 
 
+def test_the_graph_is_saved(page: Page, files: Path, tmp_path: Path) -> None:
+    """The saved SVG is well formed, stands alone and has the box of every visible node."""
+    opened(page, files / "healthy.html", "#tab=graph")
+    page.locator("g.node").first.wait_for()
+    with page.expect_download() as waiting:
+        page.get_by_label("save the graph as SVG").click()
+    path = tmp_path / "graph.svg"
+    waiting.value.save_as(path)
+    root = ET.parse(path).getroot()
+    groups = [
+        each for each in root.iter("{http://www.w3.org/2000/svg}g") if "node" in (each.get("class") or "").split()
+    ]
+    assert len(groups) == page.locator("g.node").count()
+    assert ".node" in (root.findtext("{http://www.w3.org/2000/svg}style") or "")
+
+
 def test_modules_open_and_close(page: Page, files: Path) -> None:
     """A double click on a closed module shows its contents, one on the open module closes it."""
     opened(page, files / "healthy.html", "#tab=graph")
@@ -144,6 +161,88 @@ def test_two_runs_lie_over_each_other(page: Page, files: Path) -> None:
     expect(legend.locator("i")).to_have_count(2)
 
 
+@pytest.fixture(scope="module")
+def difference(runs: Path, changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs with different graphs."""
+    path = tmp_path_factory.mktemp("difference") / "page.html"
+    assert command("view", runs / "healthy", changed, "--output", path).status == 0
+    return path
+
+
+def test_two_graphs_are_in_one_picture(page: Page, difference: Path) -> None:
+    """What only one of two runs has, and what differs, is marked in the graph and listed on the first screen."""
+    opened(page, difference)
+    listed = page.locator(".differing button").all_inner_texts()
+    assert {"encoder.relu", "dropout"} <= {*listed}
+    page.goto(f"{difference.as_uri()}#tab=graph&layer=dropout.1")
+    relu = page.locator("g.altered", has=page.locator("text.detail", has_text="ReLU"))
+    expect(relu).to_have_count(1)
+    expect(page.locator("g.node.removed", has=page.locator("text.detail", has_text="Tanh"))).to_have_count(1)
+    expect(page.locator("g.altered", has=page.locator("text.title", has_text="conv1"))).to_have_count(0)
+    assert page.locator(".edges path.removed").count() > 0
+    page.get_by_label("run", exact=True).select_option(index=1)
+    expect(page.locator("g.node.added", has=page.locator("text.detail", has_text="Tanh"))).to_have_count(1)
+
+
+def test_channels_have_a_picture(page: Page, difference: Path) -> None:
+    """The panel shows a statistic with a value for each channel, and the tensors of the layer beside each other."""
+    opened(page, difference, "#layer=encoder.conv2")
+    page.get_by_label("run", exact=True).select_option(index=1)
+    panel = page.locator("aside.layer")
+    expect(panel).to_contain_text("channel_mean, each of 4")
+    rows = panel.locator(".tensors tbody th").all_inner_texts()
+    assert [each.split()[0] for each in rows] == ["input", "output"]
+
+
+def test_the_slider_changes_attributes_only(page: Page, files: Path) -> None:
+    """A step of the slider makes no element of the graph anew and lays nothing out."""
+    opened(page, files / "healthy.html", "#tab=graph&show=activations/rms")
+    page.locator("g.node").first.wait_for()
+    changes = page.evaluate(
+        """async () => {
+          const slider = document.querySelector("input[aria-label=step]"), seen = { childList: 0, attributes: 0 };
+          const text = (each) => each.target.nodeName === "title";
+          const watch = new MutationObserver((all) => all.forEach((each) => { if (!text(each)) seen[each.type]++; }));
+          watch.observe(document.querySelector(".graph svg"), { subtree: true, childList: true, attributes: true });
+          slider.value = 0;
+          slider.dispatchEvent(new Event("input", { bubbles: true }));
+          await new Promise((done) => setTimeout(done, 300));
+          return seen;
+        }"""
+    )
+    assert changes["childList"] == 0
+    assert 0 < changes["attributes"] < 4 * page.locator("g.node, g.frame").count()
+
+
+def test_nan_is_not_what_is_missing(page: Page, tmp_path: Path) -> None:
+    """In the strip, a record with NaN has another color than a record that lacks the site."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    nan = float("nan")
+    for step, values in enumerate([{"rms": 1.0, "count": 4.0}, {"rms": nan, "count": 4.0}, {"rms": nan, "count": nan}]):
+        writer.write(
+            {"step": step}, [SiteRecord("a", "out", values), SiteRecord("b", "out", {"rms": 2.0, "count": 4.0})]
+        )
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    opened(page, path, "#show=activations/rms")
+    pixels = page.evaluate(
+        "[...document.querySelector('.strip canvas').getContext('2d').getImageData(0, 0, 3, 1).data]"
+        ".reduce((all, each, at) => { if (at % 4 === 0) all.push([]); all.at(-1).push(each); return all; }, [])"
+    )
+    assert pixels[1][:3] == [0xD6, 0x00, 0x8B]
+    assert pixels[2][:3] == [0xE8, 0xE8, 0xEA]
+
+
+def test_the_document_works_inside_a_notebook(page: Page, runs: Path) -> None:
+    """The frame of a notebook shows the page, although it has neither an address nor rights."""
+    page.set_content(f"<h1>notebook</h1>{open_recording(runs / 'sick').page()._repr_html_()}")  # type: ignore[attr-defined]
+    inner = page.frame_locator("iframe")
+    expect(inner.locator(".findings li").first).to_contain_text("encoder.relu", timeout=20_000)
+    inner.get_by_role("tab", name="Graph").click()
+    expect(inner.locator("g.node").first).to_be_visible(timeout=20_000)
+
+
 def test_a_hostile_name_is_text(page: Page, tmp_path: Path) -> None:
     """A name made of HTML is shown as it is and runs nothing."""
     name = "<img src=x onerror=document.title='gone'>\"'&lt;</script>"
@@ -156,16 +255,35 @@ def test_a_hostile_name_is_text(page: Page, tmp_path: Path) -> None:
     expect(page.locator("aside.layer h2")).to_have_text(name)
 
 
+UNREADABLE = """() => {
+  const wrong = [], zoom = (each) => each.getScreenCTM ? each.getScreenCTM().a : 1;
+  for (const each of document.querySelectorAll(".page *")) {
+    const text = [...each.childNodes].filter((one) => one.nodeType === 3).map((one) => one.textContent.trim()).join("");
+    if (!text || each.tagName === "title" || each.tagName === "OPTION" || !each.getClientRects().length) continue;
+    const style = getComputedStyle(each), size = parseFloat(style.fontSize) * zoom(each);
+    if (size < 10.99) wrong.push(`${text} has ${size} px`);
+    if (style.overflowX === "hidden" && each.scrollWidth > each.clientWidth) wrong.push(`${text} is cut`);
+    const box = each.closest("g.node")?.querySelector("rect"), width = (one) => one.getBoundingClientRect().width;
+    if (box && width(each) > width(box)) wrong.push(`${text} is wider than its box`);
+  }
+  const places = ".page header > *, .page header span, .page td, .page th, .page .bar > *";
+  for (const each of document.querySelectorAll(places))
+    if (each.clientWidth && each.scrollWidth > each.clientWidth + 1) wrong.push(`${each.textContent} has no room`);
+  if (document.documentElement.scrollWidth > innerWidth) wrong.push("the page is wider than the window");
+  return wrong;
+}"""
+
+
 @pytest.mark.parametrize(("width", "height"), [(1400, 900), (2560, 1440)])
 def test_text_can_be_read(page: Page, files: Path, width: int, height: int) -> None:
-    """No text is smaller than 11 px, and nothing is wider than the window."""
+    """No text is smaller than 11 px on the screen, cut, or wider than its box, on any tab, with and without a layer."""
     page.set_viewport_size({"width": width, "height": height})
-    opened(page, files / "sick.html", "#layer=encoder.relu")
-    small = page.evaluate(
-        "[...document.querySelectorAll('.page *')].filter(each => each.childNodes.length"
-        " && [...each.childNodes].some(one => one.nodeType === 3 && one.textContent.trim())"
-        " && parseFloat(getComputedStyle(each).fontSize) < 11).map(each => each.outerHTML)"
-    )
-    assert small == []
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for name in ("sick", "both"):
+        for place in ("", "#layer=encoder.relu", "#tab=graph", "#tab=graph&layer=encoder.conv1"):
+            opened(page, files / f"{name}.html", place)
+            if "graph" in place:
+                page.locator("g.node").first.wait_for()
+            assert page.evaluate(UNREADABLE) == [], place
+    page.get_by_label("zoom out").click()
+    assert "px" in page.evaluate(UNREADABLE)[0]
     page.set_viewport_size({"width": 1400, "height": 900})

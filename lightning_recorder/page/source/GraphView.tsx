@@ -1,7 +1,8 @@
 /** The graph: modules that open and close, painted with a statistic at the chosen step. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { CELL, CELLS, layout, shortName, Tree, view, type Box, type Layout, type View } from "./graph";
+import { save } from "./charts";
+import { CELL, CELLS, layout, shortName, Tree, view, type Box, type Change, type Layout, type View } from "./graph";
 import { format, inkOn, NOT_FINITE, NOT_RECORDED, type NodeData } from "./model";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -22,7 +23,7 @@ function make(parent: Element, name: string, attributes: Record<string, string |
 
 export function GraphView(props: {
   tree: Tree; paint: Paint | null; layer: string; query: string; sick: Set<string>; unused: string[];
-  changed: Set<string>; onPick: (module: string) => void; onDepth?: (count: number) => void;
+  changed: Map<number, Change>; onPick: (module: string) => void; onDepth?: (count: number) => void;
 }) {
   const { tree } = props;
   const holder = useRef<SVGSVGElement>(null);
@@ -43,16 +44,21 @@ export function GraphView(props: {
       if (kept) {
         // The box that was opened stays where it is on the screen.
         setAt((now) => ({ ...now, x: anchor.current!.x - kept.x * now.zoom, y: anchor.current!.y - kept.y * now.zoom }));
-      } else fit(placed);
+      } else fit(placed, shown);
       anchor.current = null;
     });
     return () => { current = false; };
   }, [tree, open]);
 
-  const fit = (placed: Layout): void => {
-    const element = holder.current!;
-    const zoom = Math.min(1.2, Math.max(0.1, Math.min((element.clientWidth - 30) / placed.width, Math.max((element.clientHeight - 30) / placed.height, 0.55))));
-    setAt({ x: Math.max(15, (element.clientWidth - placed.width * zoom) / 2), y: 15, zoom });
+  // Text must be readable, so a large graph shows the part around the first finding, or else its begin.
+  const fit = (placed: Layout, shown: View): void => {
+    const element = holder.current!, { clientWidth: width, clientHeight: height } = element;
+    const zoom = Math.min(1.2, Math.max(1, Math.min((width - 30) / placed.width, (height - 30) / placed.height)));
+    const boxes = [...shown.boxes.values()].filter((each) => !each.open && placed.places.has(each.id));
+    const bad = boxes.find((each) => each.nodes.some((node) => [node, ...tree.below(node)].some((inner) => inner.kind === "module" && props.sick.has(inner.name))));
+    const place = placed.places.get((bad ?? boxes[0])?.id ?? "");
+    const middle = (size: number, room: number, at: number): number => size * zoom < room - 20 ? (room - size * zoom) / 2 : Math.min(15, Math.max(room - 15 - size * zoom, room / 2 - at * zoom));
+    setAt({ zoom, x: middle(placed.width, width, place ? place.x + place.width / 2 : 0), y: placed.height * zoom < height - 20 ? 15 : middle(placed.height, height, bad && place ? place.y : 0) });
   };
 
   const toggle = (box: Box, node: NodeData): void => {
@@ -73,7 +79,7 @@ export function GraphView(props: {
   };
 
   // The nodes of the SVG are made by hand: repainting three hundred of them must take less than a frame.
-  const marks = useRef<{ update: () => void }>({ update: () => undefined });
+  const update = useRef({ paint: (): void => undefined, mark: (): void => undefined });
   const latest = useRef(props);
   latest.current = props;
   useEffect(() => {
@@ -84,11 +90,11 @@ export function GraphView(props: {
     const frames = make(layer, "g", {}), edges = make(layer, "g", { class: "edges" }), nodes = make(layer, "g", {});
     for (const { line, path } of placed.paths) {
       const target = shown.boxes.get(line.target)!, source = shown.boxes.get(line.source)!;
-      const made = make(edges, "path", { d: path, class: line.back ? "back" : "", "marker-end": "url(#arrow)" });
+      const made = make(edges, "path", { d: path, class: `${line.back ? "back" : ""} ${line.side}`, "marker-end": "url(#arrow)" });
       made.dataset.source = line.source; made.dataset.target = line.target;
       make(made, "title", {}, `${source.title} → ${target.title}${line.tensor ? `: ${line.tensor}` : ""}${line.count > 1 ? ` ×${line.count}` : ""}`);
     }
-    const updates: (() => void)[] = [];
+    const paints: (() => void)[] = [], marks: (() => void)[] = [];
     for (const box of shown.boxes.values()) {
       const place = placed.places.get(box.id);
       if (!place) continue;
@@ -108,32 +114,45 @@ export function GraphView(props: {
         cell.addEventListener("click", (event) => { event.stopPropagation(); if (!moved.current) { latest.current.onPick(each.name); toggle(box, each); } });
         return cell;
       }) : [];
-      updates.push(() => {
-        const { paint, layer: chosen, query, sick, unused, changed } = latest.current;
-        const names = box.nodes.map((each) => each.name);
+      const names = box.nodes.map((each) => each.name);
+      const insides = box.nodes.map((each) => modulesInside(tree, each)), all = insides.flat();
+      const ids = box.nodes.map((each) => [each.id, ...[...tree.below(each)].map((inner) => inner.id)]);
+      const put = (element: Element | null, key: string, value: string): void => {
+        if (element && element.getAttribute(key) !== value) element.setAttribute(key, value);
+      };
+      paints.push(() => {
+        const { paint } = latest.current;
         let fill = box.open ? "" : KINDS[node.kind] ?? "#fff", worst: string | null = null;
         if (isModule && paint && !box.open) {
-          worst = worstInside(tree, box.nodes, paint);
+          worst = worstOf(all, paint);
           fill = worst === null ? NOT_RECORDED : paint.color(worst);
         }
-        box.nodes.forEach((each, order) => {
-          const inner = paint && cells[order] ? worstInside(tree, [each], paint) : null;
-          cells[order]?.setAttribute("fill", inner === null ? NOT_RECORDED : paint!.color(inner));
-          cells[order]?.classList.toggle("sick", sick.has(each.name) || [...sick].some((name) => name.startsWith(each.name + ".")));
+        cells.forEach((cell, order) => {
+          const inner = paint && worstOf(insides[order]!, paint);
+          put(cell, "fill", inner ? paint!.color(inner) : NOT_RECORDED);
         });
-        if (box.open) rectangle.removeAttribute("fill"); else rectangle.setAttribute("fill", fill);
-        const ink = box.open ? "" : inkOn(fill.length === 4 ? "#ffffff" : fill);
-        for (const text of [title, detail]) { if (ink) text?.setAttribute("fill", ink); else text?.removeAttribute("fill"); }
-        const bad = isModule && names.some((name) => sick.has(name)), badInside = isModule && !box.open && !bad && box.nodes.some((each) => [...tree.below(each)].some((inner) => inner.kind === "module" && sick.has(inner.name)));
-        group.classList.toggle("sick", bad || badInside);
+        if (!box.open) {
+          put(rectangle, "fill", fill);
+          const ink = inkOn(fill.length === 4 ? "#ffffff" : fill);
+          put(title, "fill", ink); put(detail, "fill", ink);
+        }
+        const number = worst !== null && paint ? `\n${format(paint.value(worst))}${names.includes(worst) ? "" : ` in ${worst}`}` : "";
+        const about = `${names.join(", ").slice(0, 300) || tree.data.title}\n${[node.type_name, ...(node.outputs ?? [])].filter(Boolean).join(" ")}${number}`;
+        if (tip.textContent !== about) tip.textContent = about;
+        put(group, "aria-label", `${box.title} ${box.detail}${number.replace("\n", ", ")}${tree.inside(node).length ? (box.open ? ", open" : ", closed") : ""}`);
+      });
+      marks.push(() => {
+        const { layer: chosen, query, sick, unused, changed } = latest.current;
+        insides.forEach((inside, order) => cells[order]?.classList.toggle("sick", inside.some((name) => sick.has(name))));
+        group.classList.toggle("sick", isModule && (box.open ? names : all).some((name) => sick.has(name)));
         group.classList.toggle("chosen", isModule && names.includes(chosen) && chosen !== "");
-        group.classList.toggle("changed", isModule && names.some((name) => changed.has(name)));
+        const own = box.nodes.map((each) => changed.get(each.id)), below = ids.map((inside) => inside.some((id) => changed.has(id)));
+        const change = own.every((each) => each === own[0]) && own[0] ? own[0] : !box.open && below.some(Boolean) ? "altered" : "";
+        for (const kind of ["added", "removed", "altered"]) group.classList.toggle(kind, kind === change);
+        cells.forEach((cell, order) => cell.classList.toggle("altered", below[order]));
         group.classList.toggle("unused", unused.some((name) => names.includes(name)));
         const text = query.toLowerCase();
         group.classList.toggle("found", text !== "" && (names.some((name) => name.toLowerCase().includes(text)) || (node.type_name ?? "").toLowerCase().includes(text)));
-        const number = worst !== null && paint ? `\n${format(paint.value(worst))}${names.includes(worst) ? "" : ` in ${worst}`}` : "";
-        tip.textContent = `${names.join(", ").slice(0, 300) || tree.data.title}\n${[node.type_name, ...(node.outputs ?? [])].filter(Boolean).join(" ")}${number}`;
-        group.setAttribute("aria-label", `${box.title} ${box.detail}${number.replace("\n", ", ")}${tree.inside(node).length ? (box.open ? ", open" : ", closed") : ""}`);
       });
       const pick = (): void => { if (isModule) latest.current.onPick(node.name); setFocus(box.id); };
       const change = (): void => { if (tree.inside(node).length && node !== tree.root) { if (box.nodes.length === 1) toggle(box, node); else toggle(box, box.nodes[0]!); } };
@@ -151,10 +170,12 @@ export function GraphView(props: {
         sign.addEventListener("click", (event) => { event.stopPropagation(); change(); });
       }
     }
-    marks.current.update = () => updates.forEach((each) => each());
-    marks.current.update();
+    update.current = { paint: () => paints.forEach((each) => each()), mark: () => marks.forEach((each) => each()) };
+    update.current.paint();
+    update.current.mark();
   }, [drawn]);
-  useEffect(() => marks.current.update(), [props.paint, props.layer, props.query, props.sick, props.changed]);
+  useEffect(() => update.current.paint(), [props.paint]);
+  useEffect(() => update.current.mark(), [props.layer, props.query, props.sick, props.changed]);
 
   // What comes before and after the chosen box.
   useEffect(() => {
@@ -200,6 +221,7 @@ export function GraphView(props: {
       const placed = drawn?.placed, element = holder.current!;
       if (placed) { const zoom = Math.min(1.2, (element.clientWidth - 20) / placed.width, (element.clientHeight - 20) / placed.height); setAt({ zoom, x: (element.clientWidth - placed.width * zoom) / 2, y: 10 }); }
     }],
+    ["SVG", "save the graph as SVG", () => { if (drawn) save(`${tree.data.title}.svg`, "image/svg+xml", pictureOf(holder.current!, drawn.placed)); }],
     ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(60))],
   ] as [string, string, () => void][], [drawn, tree]);
 
@@ -230,17 +252,30 @@ export function GraphView(props: {
   );
 }
 
-/** The module inside some nodes, or one of them, whose value is farthest from the usual one. */
-function worstInside(tree: Tree, nodes: NodeData[], paint: Paint): string | null {
+/** The whole graph as a file of its own, with the rules and the colors that the page gives it. */
+function pictureOf(shown: SVGSVGElement, placed: Layout): string {
+  const copy = shown.cloneNode(true) as SVGSVGElement;
+  const [width, height] = [Math.ceil(placed.width + 20), Math.ceil(placed.height + 20)];
+  for (const [key, value] of Object.entries({ xmlns: SVG, width, height, viewBox: `-10 -10 ${width} ${height}` })) copy.setAttribute(key, String(value));
+  copy.querySelector("g")!.removeAttribute("transform");
+  const rules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).map((rule) => rule.cssText)
+    .filter((text) => /^\.(node|frame|edges|sign|cell|sick|chosen|found|altered|added|removed|unused)|^#arrow|^:root/.test(text));
+  const style = document.createElementNS(SVG, "style");
+  style.textContent = rules.join("\n").replace(/:root/g, "svg");
+  copy.prepend(style);
+  return new XMLSerializer().serializeToString(copy);
+}
+
+function modulesInside(tree: Tree, node: NodeData): string[] {
+  return [node, ...tree.below(node)].filter((each) => each.kind === "module").map((each) => each.name);
+}
+
+/** The module whose value is farthest from the usual one. */
+function worstOf(modules: string[], paint: Paint): string | null {
   let worst: string | null = null, most = -1;
-  const look = (node: NodeData): void => {
-    if (node.kind !== "module") return;
-    const odd = paint.odd(node.name);
-    if (odd > most) { most = odd; worst = node.name; }
-  };
-  for (const node of nodes) {
-    look(node);
-    for (const each of tree.below(node)) look(each);
+  for (const name of modules) {
+    const odd = paint.odd(name);
+    if (odd > most) { most = odd; worst = name; }
   }
   return worst;
 }

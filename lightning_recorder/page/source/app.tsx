@@ -4,10 +4,10 @@ import { render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { COLORS, Histogram, Legend, Lines, Spark, Strip, type Curve } from "./charts";
-import { graphviz, Tree } from "./graph";
+import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, type Curve } from "./charts";
+import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
-import { decode, format, median, oddness, Recorder, Run, Scale, sharedPrefix, toNumber, type Finding, type NodeData, type PageData } from "./model";
+import { decode, floats, format, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
@@ -15,6 +15,8 @@ const COSTS: Record<string, [string, (node: NodeData) => number]> = {
   "saved memory (bytes)": ["saved_bytes", (node) => node.saved_bytes ?? NaN], "parameters": ["parameters", (node) => node.parameters ?? NaN],
 };
 const COST = "cost of a call";
+
+const UNCHANGED: Map<number, Change> = new Map();
 
 interface State { tab: "overview" | "graph"; layer: string; step: number; recorder: string; statistic: string; run: number }
 
@@ -31,21 +33,29 @@ function readHash(): Partial<State> {
   return found;
 }
 
-function usual(recorder: Recorder): string {
-  const preferred = recorder.group === "parameters" ? FIRST : FIRST.slice(1);
-  return preferred.find((each) => recorder.statistics.includes(each)) ?? recorder.statistics[0] ?? "";
+/** The statistic that is shown first, of one tensor or of all; only parameters themselves have an update ratio. */
+function usual(recorder: Recorder, column?: number): string {
+  const preferred = (recorder.group === "parameters" ? FIRST : FIRST.slice(1)).filter((each) => recorder.statistics.includes(each));
+  const found = column === undefined ? preferred[0] : preferred.find((each) => recorder.history(each, column).some(Number.isFinite)) ?? preferred[preferred.length - 1];
+  return found ?? recorder.statistics[0] ?? "";
 }
+
+/** The step that shows a finding: the first one of NaN, since later everything is NaN, or else the last one. */
+function stepOf(finding: Finding): number { return finding.rule === "non-finite" ? finding.first_step : finding.last_step; }
 
 function App(props: { data: PageData }) {
   const [data, setData] = useState(props.data);
-  const runs = useMemo(() => data.runs.map((each) => new Run(each)), [data]);
+  const runs = useMemo(() => {
+    const labels = shortRuns(data.runs.map((each) => each.name));
+    return data.runs.map((each, at) => new Run(each, labels[at]));
+  }, [data]);
   const first = runs[0]!;
   const [state, setState] = useState<State>(() => {
     const recorder = first.recorders.find((each) => each.group === "activations") ?? first.recorders[0];
-    const worst = first.data.findings.find((each) => each.trace && first.recorder(each.trace.recorder));
+    const worst = first.data.findings.find((each) => each.rule === "non-finite" || (each.trace && first.recorder(each.trace.recorder)));
     const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
     const statistic = worst?.severity !== "note" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
-    return { tab: "overview", layer: "", step: first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
+    return { tab: "overview", layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
   });
   const [query, setQuery] = useState("");
   const [playing, setPlaying] = useState(false);
@@ -132,16 +142,22 @@ function App(props: { data: PageData }) {
 
   const recorder = run.recorder(state.recorder);
   const statistic = recorder && !recorder.statistics.includes(state.statistic) ? usual(recorder) : state.statistic;
-  const tree = useMemo(() => run.data.graph ? new Tree(run.data.graph) : null, [run]);
-  const scale = useMemo(() => recorder ? new Scale(recorder.table(statistic)) : null, [recorder, statistic]);
+  const both = useMemo(() => run.data.graph && other?.data.graph ? united(run.data.graph, other.data.graph) : null, [run, other]);
+  const tree = useMemo(() => run.data.graph ? new Tree(both?.graph ?? run.data.graph) : null, [run, both]);
+  const scale = useMemo(() => recorder ? new Scale(recorder.table(statistic), statistic) : null, [recorder, statistic]);
   const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
   const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map((each) => each.module)), [run]);
+  // A module without tensors of its own is marked at those inside it.
+  const marked = useMemo(() => {
+    const names = recorder?.modules ?? [], known = new Set(names);
+    return new Set([...sick].flatMap((each) => known.has(each) ? [each] : names.filter((name) => name.startsWith(`${each}.`))));
+  }, [recorder, sick]);
   const costs = useMemo(() => tree ? Object.keys(COSTS).filter((name) => tree.data.nodes.some((each) => each.kind === "module" && COSTS[name]![1](each) > 0)) : [], [tree]);
   const cost = costs.includes(state.statistic) ? state.statistic : costs[0] ?? "";
   const painted = useMemo((): { paint: Paint; scale: Scale } | null => {
     if (recorder && scale) {
       const row = recorder.rowAt(state.step);
-      const values = new Map(recorder.modules.map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
+      const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module))).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
       const middle = median([...values.values()]);
       const value = (module: string): number => values.get(module) ?? NaN;
       return { scale, paint: { value, color: (module) => scale.color(value(module)), odd: (module) => values.has(module) ? oddness(value(module), middle, scale) : -1 } };
@@ -153,7 +169,9 @@ function App(props: { data: PageData }) {
     const value = (module: string): number => values.get(module) ?? NaN;
     return { scale: whole, paint: { value, color: (module) => whole.color(value(module)), odd: (module) => values.get(module) ?? -1 } };
   }, [recorder, scale, statistic, state.step, tree, cost]);
-  const changed = useMemo(() => other ? differences(run, other) : new Set<string>(), [run, other]);
+  const changed = both?.changes ?? UNCHANGED;
+  // Hundreds of elements that never change must not be compared for each step of the slider.
+  const choices = useMemo(() => <datalist id="modules">{[...new Set(run.recorders.flatMap((each) => each.modules))].map((each) => <option value={each} />)}</datalist>, [run]);
   const problems = run.data.findings.filter((each) => each.severity !== "note").length;
 
   const chooser = (
@@ -181,7 +199,7 @@ function App(props: { data: PageData }) {
             <select aria-label="compare with" value={other?.data.name ?? ""} onChange={(event) => setWanted([run.data.name, event.currentTarget.value].filter(Boolean))}>
               <option value="">compare with …</option>{data.available!.filter((each) => each !== run.data.name).map((each) => <option>{each}</option>)}
             </select></>
-          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.data.name}</option>)}</select> : run.data.name}
+          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.label}</option>)}</select> : run.data.name}
         </span>
         <nav role="tablist">
           <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
@@ -196,7 +214,7 @@ function App(props: { data: PageData }) {
             const match = names.find((each) => each.toLowerCase() === text) ?? names.find((each) => each.toLowerCase().includes(text));
             if (match) change({ layer: match });
           }} />
-        <datalist id="modules">{[...new Set(run.recorders.flatMap((each) => each.modules))].map((each) => <option value={each} />)}</datalist>
+        {choices}
         <span class="slider">
           <button type="button" aria-label={playing ? "pause" : "play the steps"} onClick={() => setPlaying(!playing)}>{playing ? "❚❚" : "▶"}</button>
           <input type="range" aria-label="step" min={0} max={Math.max(0, run.steps.length - 1)} value={Math.max(0, nearest(run.steps, state.step))}
@@ -206,15 +224,16 @@ function App(props: { data: PageData }) {
       </header>
       <div class="body">
         <main>
-          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={sick} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} changed={changed} />}
+          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} differing={tree ? differing(tree, changed) : []} />}
           {state.tab === "graph" && tree && (
             <section class="graphs" aria-label="graph">
-              <div class="bar">{chooser}</div>
-              <GraphView key={run.data.name} tree={tree} paint={painted?.paint ?? null} layer={state.layer} query={query} sick={sick}
+              <div class="bar">{chooser}{changed.size > 0 && <span class="key">
+                <b class="altered" /> differs <b class="added" /> only in {run.label} <b class="removed" /> only in {other!.label}</span>}</div>
+              <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree} paint={painted?.paint ?? null} layer={state.layer} query={query} sick={sick}
                 unused={run.data.graph?.unused ?? []} changed={changed} onPick={(layer) => change({ layer })} />
             </section>)}
         </main>
-        {state.layer && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} change={change} />}
+        {state.layer && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
       </div>
     </div>
   );
@@ -226,39 +245,41 @@ function nearest(steps: number[], step: number): number {
   return found;
 }
 
-/** The modules that differ between two graphs: class, arguments or shapes, or missing in the other. */
-function differences(run: Run, other: Run): Set<string> {
-  const about = (each: Run): Map<string, string> => new Map(each.data.graph?.nodes.filter((node) => node.kind === "module").map((node) => [node.name, JSON.stringify([node.type_name, node.arguments, node.outputs])]) ?? []);
-  const [one, two] = [about(run), about(other)];
-  return new Set([...one].filter(([name, text]) => name && two.size && two.get(name) !== text).map(([name]) => name));
+/** The outermost nodes that differ between two graphs. */
+function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
+  return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
 function Overview(props: {
   run: Run; other: Run | null; data: PageData; state: State; change: (part: Partial<State>) => void; prefix: string; sick: Set<string>;
-  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; changed: Set<string>;
+  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; differing: NodeData[];
 }) {
   const { run, other, state, change, recorder } = props;
   const names = [...new Set(run.curves.map((each) => each.name))];
-  const holder = useRef<HTMLDivElement>(null);
+  const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [room, setRoom] = useState(300);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
     measure();
+    // The findings and the charts above get their heights later.
+    const watch = new ResizeObserver(measure);
+    watch.observe(above.current!);
     addEventListener("resize", measure);
-    return () => removeEventListener("resize", measure);
+    return () => { watch.disconnect(); removeEventListener("resize", measure); };
   }, []);
   return (
     <section class="overview">
-      <div class="top">
+      <div class="top" ref={above}>
         <div class="findings" aria-label="findings">
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
             {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
+          {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
           {run.data.findings.length === 0 && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {run.steps.length} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
         </div>
         <div class="curves">
           {names.map((name) => {
-            const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.data.name, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
+            const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
             return <Lines title={name} curves={curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
           })}
           {names.length === 0 && <p class="none">Neither the loss nor gradients of parameters were recorded.</p>}
@@ -280,7 +301,7 @@ function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<
   const trace = finding.trace;
   const open = (): void => {
     const recorder = trace ? run.recorder(trace.recorder) : undefined;
-    change({ layer: finding.module, step: finding.last_step, ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
+    change({ layer: finding.module, step: stepOf(finding), ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
   };
   return (
     <li class={finding.severity}>
@@ -294,16 +315,124 @@ function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<
   );
 }
 
+/** All records of the sites of a module, asked from the server if the page has only some of them. */
+function useAllRecords(run: Run, module: string, live: boolean): Map<string, SiteRecords> {
+  const [found, setFound] = useState<Map<string, SiteRecords>>(new Map());
+  useEffect(() => {
+    setFound(new Map());
+    if (!live) return;
+    let current = true;
+    for (const recorder of run.recorders.filter((each) => each.data.joined > 1)) for (const column of recorder.columnsOf(module)) {
+      const address = new URL("site", location.href), { label, stage, loader } = recorder.data, path = recorder.sites[column]!.path;
+      address.search = String(new URLSearchParams({ run: run.data.name, recorder: label, stage, loader: String(loader ?? ""), module, path }));
+      void fetch(address).then(async (answer) => {
+        if (!answer.ok) return;
+        const records = await decode<SiteRecords>(await answer.text());
+        if (current) setFound((now) => new Map(now).set(`${recorder.title} ${column}`, records));
+      }).catch(() => { /* the server has ended; the joined records stay */ });
+    }
+    return () => { current = false; };
+  }, [run, module, live]);
+  return found;
+}
+
+const FOLDER = "lightning_recorder.folder";
+
+/** The line of code: a link, or, if this machine does not know the file, a field for its folder. */
+function Code(props: { node: NodeData }) {
+  const { source, link } = props.node;
+  const [folder, setFolder] = useState(() => { try { return localStorage.getItem(FOLDER) ?? ""; } catch { return ""; } });
+  const address = link ?? (folder ? `vscode://file/${encodeURI(`${folder.replace(/[\\/]+$/, "").replace(/^\/+/, "")}/${source}`)}` : "");
+  return (
+    <>
+      {address ? <a href={address}>{source}</a> : source}
+      {!link && !source!.startsWith("<") && <input class="folder" aria-label="folder of the code" placeholder="folder of the code, for a link" value={folder} onChange={(event) => {
+        setFolder(event.currentTarget.value);
+        try { localStorage.setItem(FOLDER, event.currentTarget.value); } catch { /* a frame without storage */ }
+      }} />}
+    </>
+  );
+}
+
+const OF_OPTIMIZER = /\.(?!grad$)\w+$/;
+
+/** The tensors of a module beside each other: one row each, with the values at a step and a trend. */
+function Tensors(props: { run: Run; module: string; step: number; more: boolean; onStatistic: (recorder: Recorder, statistic: string) => void }) {
+  const rows = props.run.recorders.filter((each) => each.group !== "watch" && each.data.stage === "train").flatMap((recorder) => recorder.columnsOf(props.module).filter((column) => props.more || !OF_OPTIMIZER.test(recorder.sites[column]!.path)).slice(0, props.more ? 40 : 12).map((column) => ({ recorder, column })));
+  const shown = ["rms", "min", "max", "zero_fraction", "update_ratio"].filter((name) => rows.some((each) => each.recorder.statistics.includes(name)));
+  if (!rows.length) return null;
+  return (
+    <table class="tensors">
+      <thead><tr><th>tensor</th>{shown.map((each) => <th>{{ zero_fraction: "zeros", update_ratio: "update" }[each] ?? each}</th>)}<th>over steps</th></tr></thead>
+      <tbody>{rows.map(({ recorder, column }) => {
+        const site = recorder.sites[column]!, row = recorder.rowAt(props.step), main = usual(recorder, column);
+        const kind = { activations: "output", gradients: "gradient of", parameters: "" }[recorder.group] ?? recorder.label;
+        return <tr>
+          <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && site.path.startsWith("in") ? "input" : kind} {site.path}</th>
+          {shown.map((each) => {
+            const value = recorder.statistics.includes(each) ? recorder.value(each, row, column) : NaN;
+            return <td class={Number.isFinite(value) || !recorder.statistics.includes(each) || each === "update_ratio" ? "" : "bad"}>
+              {recorder.statistics.includes(each) && !(Number.isNaN(value) && each === "update_ratio") ? <button type="button" onClick={() => props.onStatistic(recorder, each)}>{each === "zero_fraction" ? `${format(Math.round(value * 1000) / 10)}%` : format(value)}</button> : ""}</td>;
+          })}
+          <td><Spark steps={recorder.steps} values={recorder.history(main, column)} width={70} height={18} /></td>
+        </tr>;
+      })}</tbody>
+    </table>
+  );
+}
+
+/** The modules at the same place in other blocks, and the value of each over the depth. */
+function Depth(props: { run: Run; module: string; step: number; onPick: (module: string) => void }) {
+  const { run, module } = props;
+  const recorder = run.recorders.find((each) => each.columnsOf(module).length > 0);
+  if (!recorder) return null;
+  const statistic = usual(recorder), row = recorder.rowAt(props.step);
+  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each)));
+  const at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
+  const alike = order.filter((each) => pattern(each) === pattern(module)), place = alike.indexOf(module);
+  const near = alike.length > 2 ? alike.slice(Math.max(0, place - 2), place + 3) : order.slice(Math.max(0, at - 2), at + 3);
+  const value = (name: string): number => recorder.value(statistic, row, recorder.column(name));
+  return (
+    <section>
+      <h3>{alike.length > 2 ? `the same layer in ${alike.length} blocks` : "neighbors in depth"}</h3>
+      {alike.length > 2 && <Bars names={alike} values={alike.map(value)} chosen={place} label={`${statistic} at step ${props.step}`} onPick={props.onPick} />}
+      <ul class="neighbors">{near.filter((each) => each !== module).map((each) => (
+        <li><button type="button" onClick={() => props.onPick(each)}>{each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, recorder.column(each))} width={90} height={20} />
+          <small>{statistic} {format(value(each))}</small></li>))}</ul>
+    </section>
+  );
+}
+
+/** What was recorded inside a module without tensors of its own. */
+function Inside(props: { run: Run; module: string; step: number; onPick: (module: string) => void }) {
+  const { run, module } = props;
+  if (run.recorders.some((each) => each.columnsOf(module).length > 0)) return null;
+  const recorder = run.recorders.find((each) => each.modules.some((name) => module === "" || name.startsWith(`${module}.`)));
+  if (!recorder) return <p class="none">Nothing was recorded for a module of this name.</p>;
+  const inside = recorder.modules.filter((name) => module === "" || name.startsWith(`${module}.`));
+  return (
+    <section>
+      <h3>inside</h3>
+      <ul class="neighbors">{inside.slice(0, 24).map((each) => {
+        const column = recorder.column(each), statistic = usual(recorder, column);
+        return <li><button type="button" onClick={() => props.onPick(each)}>{module ? each.slice(module.length + 1) : each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, column)} width={90} height={20} />
+          <small>{statistic} {format(recorder.value(statistic, recorder.rowAt(props.step), column))}</small></li>;
+      })}</ul>
+      {inside.length > 24 && <small>and {inside.length - 24} more</small>}
+    </section>
+  );
+}
+
 /** A panel with everything that is known of one module. */
-function Layer(props: { run: Run; other: Run | null; module: string; step: number; tree: Tree | null; change: (part: Partial<State>) => void }) {
+function Layer(props: { run: Run; other: Run | null; module: string; step: number; tree: Tree | null; live: boolean; change: (part: Partial<State>) => void }) {
   const { run, other, module, step, tree, change } = props;
   const [more, setMore] = useState(false);
+  const [wanted, setWanted] = useState("");
+  useEffect(() => setWanted(""), [module]);
   const node = tree?.data.nodes.find((each) => each.kind === "module" && each.name === module);
   const findings = run.byModule.get(module) ?? [];
-  const order = [...new Set(run.recorders.flatMap((each) => each.modules))];
-  const at = order.indexOf(module);
+  const records = useAllRecords(run, module, props.live);
   const onStep = (chosen: number): void => change({ step: chosen });
-  const neighbors = at < 0 ? [] : [...order.slice(Math.max(0, at - 2), at), ...order.slice(at + 1, at + 3)];
   return (
     <aside class="layer" aria-label={`layer ${module}`}>
       <div class="head">
@@ -317,32 +446,33 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
         {node.arguments && <><dt>arguments</dt><dd>{node.arguments.map(([name, value]) => name ? `${name}=${value}` : value).join(", ")}</dd></>}
         {node.duration_ms !== undefined && <><dt>time</dt><dd>{format(node.duration_ms)} ms</dd></>}
         {node.flops !== undefined && <><dt>FLOPs</dt><dd>{format(node.flops)}</dd></>}
-        {node.source && <><dt>code</dt><dd><a href={`vscode://file/${encodeURI(node.source)}`}>{node.source}</a></dd></>}
+        {node.source && <><dt>code</dt><dd><Code node={node} /></dd></>}
       </dl>}
       {findings.map((each) => <p class={`finding ${each.severity}`}><b>{each.severity}</b> {each.verdict} <br /><b>Why</b> {each.why} <br /><b>Try</b> {each.next}</p>)}
+      <Tensors run={run} module={module} step={step} more={more} onStatistic={(recorder, statistic) => { setWanted(statistic); change({ recorder: recorder.title, statistic }); }} />
+      <Inside run={run} module={module} step={step} onPick={(layer) => change({ layer })} />
       {run.recorders.map((recorder) => recorder.columnsOf(module).slice(0, more ? 40 : 4).map((column) => {
         const site = recorder.sites[column]!;
-        const shown = more ? recorder.statistics : recorder.statistics.filter((each) => [usual(recorder), "rms", "zero_fraction", ...findings.flatMap((one) => one.trace?.recorder === recorder.label ? [one.trace.statistic] : [])].includes(each));
+        const asked = [usual(recorder, column), "rms", "zero_fraction", wanted, ...findings.flatMap((one) => one.trace?.recorder === recorder.label ? [one.trace.statistic] : [])];
+        const shown = more ? recorder.statistics : recorder.statistics.filter((each) => asked.includes(each));
         const twin = other?.recorder(recorder.title);
         const twinColumn = twin?.sites.findIndex((each) => each.module === module && each.path === site.path) ?? -1;
+        const all = records.get(`${recorder.title} ${column}`);
         return (
           <section>
-            <h3>{recorder.title} · {site.path} <small>{site.shape.join("×")} {site.dtype}</small></h3>
+            <h3>{recorder.title} · {site.path} <small>{site.shape.join("×")} {site.dtype}{recorder.data.joined > 1 && !all ? ` · one point for ${recorder.data.joined} records` : ""}</small></h3>
             {[...new Set(shown)].map((statistic) => {
-              const values = recorder.history(statistic, column);
+              const full = all?.statistics[statistic], values = full ? [...floats(full)] : recorder.history(statistic, column);
               if (values.every((each) => Number.isNaN(each))) return null;
-              const curves: Curve[] = [{ label: run.data.name, steps: recorder.steps, values, color: COLORS[0]! }];
-              if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.data.name, steps: twin.steps, values: twin.history(statistic, twinColumn), color: COLORS[1]!, dashed: true });
+              const curves: Curve[] = [{ label: run.label, steps: full ? all!.steps : recorder.steps, values, color: COLORS[0]! }];
+              if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.label, steps: twin.steps, values: twin.history(statistic, twinColumn), color: COLORS[1]!, dashed: true });
               return <Lines title={`${statistic}: ${format(recorder.value(statistic, recorder.rowAt(step), column))} at step ${recorder.steps[recorder.rowAt(step)] ?? step}`} curves={curves} step={step} height={84} onStep={onStep} />;
             })}
+            {recorder.vectors(column).map((each) => <Channels {...each} step={step} onStep={onStep} />)}
             <Histogram recorder={recorder} column={column} step={step} onStep={onStep} />
           </section>);
       }))}
-      {neighbors.length > 0 && <section><h3>neighbors in depth</h3><ul class="neighbors">{neighbors.map((each) => {
-        const recorder = run.recorders.find((one) => one.columnsOf(each).length > 0)!;
-        const statistic = usual(recorder), column = recorder.column(each);
-        return <li><button type="button" onClick={() => change({ layer: each })}>{each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, column)} width={90} height={20} /><small>{statistic} {format(recorder.value(statistic, recorder.rowAt(step), column))}</small></li>;
-      })}</ul></section>}
+      <Depth run={run} module={module} step={step} onPick={(layer) => change({ layer })} />
       <button type="button" class="more" onClick={() => setMore(!more)}>{more ? "fewer statistics" : "all statistics and tensors"}</button>
     </aside>
   );

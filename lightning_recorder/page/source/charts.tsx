@@ -1,6 +1,6 @@
 /** Charts: lines over steps, small trends, histograms over steps, and the strip of all layers. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { format, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
 
@@ -8,7 +8,7 @@ export interface Curve { label: string; steps: number[]; values: number[]; color
 
 export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 
-function save(name: string, type: string, text: string): void {
+export function save(name: string, type: string, text: string): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name.replace(/[^\w.-]+/g, "_");
@@ -71,6 +71,11 @@ export function Lines(props: {
       }))],
       hooks: {
         draw: [(self) => {
+          self.ctx.save(); self.ctx.fillStyle = NOT_FINITE; self.ctx.globalAlpha = 0.4;
+          for (const each of props.curves) each.values.forEach((value, place) => {
+            if (!Number.isFinite(value)) self.ctx.fillRect(self.valToPos(each.steps[place]!, "x", true) - 1.5, self.bbox.top, 3, self.bbox.height);
+          });
+          self.ctx.restore();
           const at = self.valToPos(chosen.current, "x", true);
           if (at < self.bbox.left || at > self.bbox.left + self.bbox.width) return;
           self.ctx.save(); self.ctx.strokeStyle = "#888"; self.ctx.setLineDash([3, 3]); self.ctx.beginPath();
@@ -169,6 +174,54 @@ export function Histogram(props: { recorder: Recorder; column: number; step: num
   );
 }
 
+/** A statistic with a value for each channel, head or expert: one row each, one column a record. */
+export function Channels(props: { statistic: string; steps: number[]; values: Float32Array; step: number; onStep: (step: number) => void }) {
+  const { statistic, steps, values } = props;
+  const holder = useRef<HTMLCanvasElement>(null);
+  const [tip, setTip] = useState("");
+  const count = values.length / steps.length, scale = useMemo(() => new Scale(values), [values]);
+  useEffect(() => {
+    const context = holder.current?.getContext("2d");
+    if (!context) return;  // a few channels are lines
+    const image = context.createImageData(steps.length, count), pixels = new Uint32Array(image.data.buffer), color = scale.pixels();
+    for (let at = 0; at < steps.length; at++) for (let row = 0; row < count; row++) pixels[row * steps.length + at] = color(values[at * count + row]!, false);
+    context.putImageData(image, 0, 0);
+  }, [values]);
+  const curves = Array.from({ length: Math.min(count, 6) }, (_, row): Curve => ({ label: String(row), steps, values: steps.map((_, at) => values[at * count + row]!), color: COLORS[row]! }));
+  if (count <= 6 && steps.length > 1) return <Lines title={`${statistic}, each of ${count}`} curves={curves} step={props.step} height={84} onStep={props.onStep} />;
+  return (
+    <figure class="chart">
+      <figcaption><span>{statistic}, each of {count}</span><small>{tip || `${format(scale.low)} to ${format(scale.high)}`}</small></figcaption>
+      <canvas ref={holder} class="channels" style={{ height: `${Math.min(160, Math.max(40, count * 6))}px` }} width={steps.length} height={count} role="img"
+        aria-label={`${statistic} of ${count} channels between ${format(scale.low)} and ${format(scale.high)}`}
+        onMouseMove={(event) => {
+          const area = event.currentTarget, at = Math.min(steps.length - 1, Math.floor(event.offsetX / area.clientWidth * steps.length)), row = Math.min(count - 1, Math.floor(event.offsetY / area.clientHeight * count));
+          setTip(`${row}: ${format(values[at * count + row]!)} at step ${steps[at]}`);
+        }}
+        onMouseLeave={() => setTip("")}
+        onClick={(event) => props.onStep(steps[Math.min(steps.length - 1, Math.floor(event.offsetX / event.currentTarget.clientWidth * steps.length))]!)} />
+    </figure>
+  );
+}
+
+/** One bar for each of some modules, in their order; a bar for NaN or ∞ is full and marked. */
+export function Bars(props: { names: string[]; values: number[]; chosen: number; label: string; onPick: (name: string) => void }) {
+  const { names, values } = props, width = 380, height = 54, each = width / names.length;
+  const finite = values.filter(Number.isFinite), most = Math.max(...finite.map(Math.abs), 0);
+  return (
+    <figure class="chart">
+      <figcaption><span>{props.label}</span><small>up to {format(most)}</small></figcaption>
+      <svg class="bars" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={`${props.label}: ${names.map((name, at) => `${name} ${format(values[at]!)}`).join(", ").slice(0, 400)}`}>
+        {names.map((name, at) => {
+          const bad = !Number.isFinite(values[at]!), tall = bad ? height : Math.max(1.5, (height - 2) * Math.abs(values[at]!) / (most || 1));
+          return <rect x={at * each + 0.5} y={height - tall} width={Math.max(1, each - 1)} height={tall} fill={bad ? NOT_FINITE : at === props.chosen ? "#d55e00" : "#0072b2"} onClick={() => props.onPick(name)}>
+            <title>{`${name}: ${format(values[at]!)}`}</title></rect>;
+        })}
+      </svg>
+    </figure>
+  );
+}
+
 /** All sites × steps for one statistic, in the order of execution. A click opens the layer. */
 export function Strip(props: {
   recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; prefix: string; layer: string;
@@ -177,21 +230,22 @@ export function Strip(props: {
   const { recorder, statistic, scale, marked, prefix } = props;
   const holder = useRef<HTMLCanvasElement>(null);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
-  const columns = recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.sites[at]!.path === "weight" || recorder.columnsOf(recorder.sites[at]!.module)[0] === at);
-  const rowHeight = Math.max(1, Math.min(18, Math.floor(props.height / Math.max(1, columns.length)) || 1));
+  const columns = recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
+  const rowHeight = Math.max(1, Math.min(18, props.height / Math.max(1, columns.length)));
   const height = Math.max(rowHeight * columns.length, 20);
   const steps = recorder.steps;
   useEffect(() => {
     const element = holder.current!;
     const context = element.getContext("2d")!;
     const image = context.createImageData(steps.length, columns.length);
-    columns.forEach((column, row) => steps.forEach((_, at) => {
-      const value = recorder.value(statistic, at, column);
-      const color = Number.isNaN(value) ? NOT_RECORDED : scale.color(value);
-      const place = (row * steps.length + at) * 4;
-      for (let part = 0; part < 3; part++) image.data[place + part] = parseInt(color.slice(1 + 2 * part, 3 + 2 * part), 16);
-      image.data[place + 3] = 255;
-    }));
+    const pixels = new Uint32Array(image.data.buffer), color = scale.pixels();
+    const table = recorder.table(statistic), width = recorder.sites.length;
+    columns.forEach((column, row) => {
+      for (let at = 0; at < steps.length; at++) {
+        const value = table[at * width + column] ?? NaN;
+        pixels[row * steps.length + at] = color(value, Number.isFinite(value) || recorder.seen(at, column));
+      }
+    });
     context.putImageData(image, 0, 0);
   }, [recorder, statistic]);
   const labels: { y: number; text: string; kind: string; module: string }[] = [];
@@ -201,7 +255,7 @@ export function Strip(props: {
     return (shortened(site.module, prefix, 36) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
   };
   const add = (row: number, kind: string): void => {
-    const y = (row + 0.5) * rowHeight, module = recorder.sites[columns[row]!]!.module;
+    const y = Math.max(8, Math.min(height - 8, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
     if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });
   };
   columns.forEach((column, row) => { if (recorder.sites[column]!.module === props.layer) add(row, "chosen"); });

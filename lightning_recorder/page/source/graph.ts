@@ -1,14 +1,18 @@
 /** The boxes of the graph that are visible, the edges between them, and their places. */
 
 import { Graphviz } from "@hpcc-js/wasm-graphviz";
-import type { GraphData, NodeData } from "./model";
+import type { EdgeData, GraphData, NodeData } from "./model";
 
 /** A box: one node, or a run of equal siblings of which none is open. */
 export interface Box {
   id: string; nodes: NodeData[]; open: boolean; children: Box[]; title: string; detail: string;
   width: number; height: number;
 }
-export interface Line { source: string; target: string; count: number; tensor: string; back: boolean }
+export interface Line { source: string; target: string; count: number; tensor: string; back: boolean; side: Side }
+/** The run that alone has an edge: this one, the other one, or neither. */
+export type Side = "" | "added" | "removed";
+/** How a node differs from the other run's; `added` are those that only this run has. */
+export type Change = "added" | "removed" | "altered";
 export interface View { root: Box; boxes: Map<string, Box>; lines: Line[] }
 export interface Placed { x: number; y: number; width: number; height: number }
 export interface Layout { width: number; height: number; places: Map<string, Placed>; paths: { line: Line; path: string }[] }
@@ -123,15 +127,57 @@ export function view(tree: Tree, open: Set<number>): View {
   const root = build([tree.root]);
   const lines = new Map<string, Line>();
   const order = new Map([...boxes.keys()].map((id, place) => [id, place]));
-  for (const [from, to, count, tensor] of tree.data.edges) {
+  for (const [from, to, count, tensor, side = ""] of tree.data.edges) {
     const source = owner.get(from), target = owner.get(to);
     if (source === undefined || target === undefined || source === target) continue;
     const key = `${source}>${target}`;
     const known = lines.get(key);
-    if (known) known.count += count;
-    else lines.set(key, { source, target, count, tensor, back: order.get(source)! > order.get(target)! });
+    if (known) { known.count += count; if (known.side !== side) known.side = ""; }
+    else lines.set(key, { source, target, count, tensor, side, back: order.get(source)! > order.get(target)! });
   }
   return { root, boxes, lines: [...lines.values()] };
+}
+
+/** Return a graph with the nodes and the edges of two runs, and how the nodes differ. */
+export function united(one: GraphData, other: GraphData): { graph: GraphData; changes: Map<number, Change> } {
+  const keys = (graph: GraphData): Map<number, string> => {
+    const found = new Map<number, string>(), counts = new Map<string, number>();
+    for (const node of graph.nodes) {
+      const around = node.parent === null ? "" : found.get(node.parent) ?? "";
+      const label = node.parent === null ? "" : `${around}\n${node.kind} ${node.name || node.type_name} ${node.call ?? 1}`;
+      const number = counts.get(label) ?? 0;
+      counts.set(label, number + 1);
+      found.set(node.id, number ? `${label} #${number}` : label);
+    }
+    return found;
+  };
+  const own = keys(one), theirs = keys(other);
+  const byKey = new Map([...own].map(([id, key]) => [key, id])), known = new Set(theirs.values());
+  const nodeOf = new Map(other.nodes.map((node) => [theirs.get(node.id)!, node]));
+  const changes = new Map<number, Change>(), about = (node: NodeData): string => JSON.stringify([node.type_name, node.arguments, node.outputs, node.parameters]);
+  for (const node of one.nodes) {
+    const twin = nodeOf.get(own.get(node.id)!);
+    if (!known.has(own.get(node.id)!)) changes.set(node.id, "added");
+    else if (node.parent !== null && twin && about(twin) !== about(node)) changes.set(node.id, "altered");
+  }
+  const first = Math.max(...one.nodes.map((node) => node.id)) + 1, mapped = new Map<number, number>();
+  const nodes = [...one.nodes];
+  let last = 0;  // a node that only the other run has comes after the one before it
+  for (const node of other.nodes) {
+    const id = byKey.get(theirs.get(node.id)!);
+    if (id !== undefined) { mapped.set(node.id, id); last = nodes.findIndex((each) => each.id === id); continue; }
+    mapped.set(node.id, first + node.id);
+    changes.set(first + node.id, "removed");
+    nodes.splice(++last, 0, { ...node, id: first + node.id, parent: mapped.get(node.parent!)!, form: node.form < 0 ? -1 : first + node.form });
+  }
+  const has = new Set(one.edges.map(([from, to]) => `${from}>${to}`));
+  const there = new Set(other.edges.map(([from, to]) => `${mapped.get(from)}>${mapped.get(to)}`));
+  const edges: EdgeData[] = one.edges.map(([from, to, count, tensor]) => [from, to, count, tensor, there.has(`${from}>${to}`) ? "" : "added"]);
+  for (const [from, to, count, tensor] of other.edges) {
+    const [source, target] = [mapped.get(from)!, mapped.get(to)!];
+    if (!has.has(`${source}>${target}`)) edges.push([source, target, count, tensor, "removed"]);
+  }
+  return { graph: { ...one, nodes, edges }, changes };
 }
 
 let engine: Promise<Graphviz> | null = null;

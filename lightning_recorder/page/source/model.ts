@@ -13,14 +13,17 @@ export interface RecorderData {
   label: string; group: string; stage: string; loader: number | null; steps: number[]; joined: number;
   sites: SiteData[]; statistics: Record<string, string>;
   histograms: { steps: number[]; sites: (HistogramData | null)[] };
+  vectors?: { steps: number[]; sites: Record<string, Record<string, string>> };
 }
+/** All records of one site, which the server sends when its panel opens. */
+export interface SiteRecords { format: string; steps: number[]; statistics: Record<string, string> }
 export interface NodeData {
   id: number; kind: string; name: string; parent: number | null; form: number;
   type_name?: string; call?: number; parameters?: number; inputs?: string[]; outputs?: string[];
   arguments?: [string, string][]; source?: string; note?: string; duration_ms?: number; flops?: number;
-  saved_bytes?: number; bytes?: number; tied?: string[]; failed?: boolean; scope?: string;
+  saved_bytes?: number; bytes?: number; tied?: string[]; failed?: boolean; scope?: string; link?: string;
 }
-export type EdgeData = [source: number, target: number, count: number, tensor: string];
+export type EdgeData = [source: number, target: number, count: number, tensor: string, side?: "" | "added" | "removed"];
 export interface GraphData {
   title: string; parameters: number; unused: string[]; nodes: NodeData[]; edges: EdgeData[];
 }
@@ -36,10 +39,16 @@ export interface PageData {
 
 export const FORMAT = "lightning_recorder.page/1";
 
-function floats(text: string): Float32Array {
-  const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
+function bytesOf(text: string): Uint8Array<ArrayBuffer> {
+  const native = (Uint8Array as unknown as { fromBase64?: (text: string) => Uint8Array<ArrayBuffer> }).fromBase64;
+  if (native) return native.call(Uint8Array, text);
+  // A loop, since `Uint8Array.from` with a function takes several times as long.
+  const plain = atob(text), bytes = new Uint8Array(plain.length);
+  for (let at = 0; at < plain.length; at++) bytes[at] = plain.charCodeAt(at);
+  return bytes;
 }
+
+export function floats(text: string): Float32Array { return new Float32Array(bytesOf(text).buffer); }
 
 /** Numbers that JSON cannot express arrive as words. */
 export function toNumber(value: number | string): number {
@@ -79,6 +88,12 @@ export class Recorder {
     return this.table(statistic)[row * this.sites.length + column] ?? NaN;
   }
 
+  /** False if a site is not in a record; one whose values are NaN is in it. */
+  seen(row: number, column: number): boolean {
+    const counted = ["count", "nan_count"].find((each) => this.statistics.includes(each));
+    return counted === undefined || !Number.isNaN(this.value(counted, row, column));
+  }
+
   history(statistic: string, column: number): number[] {
     const table = this.table(statistic), width = this.sites.length;
     return this.steps.map((_, row) => table[row * width + column] ?? NaN);
@@ -102,10 +117,26 @@ export class Recorder {
     return row;
   }
 
+  /** The statistics with a value for each channel, head or expert: a table with one row a step. */
+  vectors(column: number): { statistic: string; steps: number[]; values: Float32Array }[] {
+    const found = this.data.vectors?.sites[column] ?? {};
+    return Object.entries(found).map(([statistic, text]) => ({ statistic, steps: this.data.vectors!.steps, values: floats(text) }));
+  }
+
   histogram(column: number): { steps: number[]; first: number; rows: number; least: number; counts: Float32Array } | null {
     const found = this.data.histograms.sites[column];
     return found ? { steps: this.data.histograms.steps, ...found, counts: floats(found.counts) } : null;
   }
+}
+
+/** Names of runs without the folders that all of them share, with a letter as in the sentence about the difference. */
+export function shortRuns(names: string[]): string[] {
+  if (names.length < 2) return names;
+  const parts = names.map((each) => each.split(/[\\/]/));
+  const shared = (at: (each: string[]) => string | undefined): boolean => parts.every((each) => each.length > 1 && at(each) === at(parts[0]!));
+  while (shared((each) => each[0])) parts.forEach((each) => each.shift());
+  while (shared((each) => each[each.length - 1])) parts.forEach((each) => each.pop());
+  return parts.map((each, at) => `${String.fromCharCode(65 + at)}: ${each.join("/")}`);
 }
 
 export class Run {
@@ -114,7 +145,7 @@ export class Run {
   readonly steps: number[];
   readonly byModule = new Map<string, Finding[]>();
 
-  constructor(readonly data: RunData) {
+  constructor(readonly data: RunData, readonly label = data.name) {
     this.recorders = data.recorders.map((each) => new Recorder(each));
     this.curves = data.curves.map((each) => ({ ...each, values: [...floats(each.values)] }));
     this.steps = [...new Set(this.recorders.flatMap((each) => each.steps))].sort((one, other) => one - other);
@@ -132,10 +163,9 @@ export class Run {
 }
 
 /** Decode the data: gzip in base64, as in the file, or plain JSON, as from the server. */
-export async function decode(text: string): Promise<PageData> {
-  const bytes = Uint8Array.from(atob(text.trim()), (each) => each.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const data = JSON.parse(await new Response(stream).text()) as PageData;
+export async function decode<Data extends { format: string } = PageData>(text: string): Promise<Data> {
+  const stream = new Blob([bytesOf(text.trim())]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const data = JSON.parse(await new Response(stream).text()) as Data;
   if (data.format !== FORMAT) throw new Error(`this page reads ${FORMAT}, not ${data.format}`);
   return data;
 }
@@ -161,16 +191,21 @@ export class Scale {
   readonly kind: "linear" | "log" | "diverging";
   readonly low: number; readonly high: number;
 
-  constructor(values: Iterable<number>) {
-    const finite: number[] = [];
-    for (const each of values) if (Number.isFinite(each)) finite.push(each);
-    finite.sort((one, other) => one - other);
-    const least = finite[0] ?? 0, most = finite[finite.length - 1] ?? 1;
-    const positive = finite.filter((each) => each > 0);
-    const smallest = positive[0] ?? 0;
+  constructor(values: Iterable<number>, statistic = "") {
+    let least = Infinity, most = -Infinity, smallest = Infinity;
+    for (const each of values) {
+      if (!Number.isFinite(each)) continue;
+      if (each < least) least = each;
+      if (each > most) most = each;
+      if (each > 0 && each < smallest) smallest = each;
+    }
+    if (most < least) { least = 0; most = 1; }
+    if (smallest === Infinity) smallest = 0;
     if (least < 0) {
       this.kind = "diverging";
       this.high = Math.max(-least, most) || 1; this.low = -this.high;
+    } else if (statistic.endsWith("fraction")) {
+      this.kind = "linear"; this.low = 0; this.high = 1;
     } else if (smallest > 0 && most / smallest > 50) {
       this.kind = "log";
       // A few values that are almost zero must not take the whole range.
@@ -212,6 +247,18 @@ export class Scale {
     const spot = place * (table.length - 1), lower = Math.min(table.length - 2, Math.floor(spot));
     return mixed(table[lower]!, table[lower + 1]!, spot - lower);
   }
+
+  /** The colors as numbers for the pixels of an image. */
+  pixels(): (value: number, seen: boolean) => number {
+    const table = Uint32Array.from({ length: 512 }, (_, at) => pixel(this.at(at / 511)));
+    const missing = pixel(NOT_RECORDED), bad = pixel(NOT_FINITE);
+    return (value, seen) => Number.isFinite(value) ? table[Math.round(this.place(value) * 511)]! : seen ? bad : missing;
+  }
+}
+
+function pixel(color: string): number {
+  const [red, green, blue] = channels(color);
+  return (0xff000000 | blue! << 16 | green! << 8 | red!) >>> 0;
 }
 
 function channels(color: string): number[] { return [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)); }
