@@ -16,7 +16,7 @@ from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.selection import SelectedModules
-from lightning_recorder.statistics import RunPhase, StatisticsRecorder
+from lightning_recorder.statistics import StatisticsRecorder
 from lightning_recorder.taps import Tap
 
 __all__ = ["TensorsCallback"]
@@ -57,12 +57,20 @@ class TensorsCallback(StatisticsCallback):
             **self.options,
         )
 
+    @property
+    def _why_eager(self) -> str:
+        """The argument that recording inside compiled code does not support, or an empty string."""
+        if self.per_call:
+            return "per_call=True needs it"
+        is_gradient = self.group == "gradients" and "inputs" in self.tensors
+        return "the gradients of inputs need it; tensors='outputs' does not" if is_gradient else ""
+
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
         compiled = compiled_modules(pl_module) if self.compiled == "inside" else set()
         if modules is not None and compiled:
-            why = "per_call=True needs it" if self.per_call else why_not_traceable(pl_module, modules.values())
+            why = self._why_eager or why_not_traceable(pl_module, modules.values())
             if why:
                 warn(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
             else:
@@ -90,7 +98,7 @@ class TensorsCallback(StatisticsCallback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._traced and self._run is not None and self._run.phase is RunPhase.RECORDING:
+        if self._traced:
             self._compiled_s = compile_time_s()
 
     @guarded
@@ -98,6 +106,6 @@ class TensorsCallback(StatisticsCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._traced and self._run is not None and self._run.phase is RunPhase.RECORDING:
+        if self._traced and self._run is not None and self._run.recorder.attached:
             say_compiled(trainer, self._compiled_s, compile_time_s())
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

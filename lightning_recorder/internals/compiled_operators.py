@@ -1,8 +1,8 @@
 """The operators that record inside compiled code, and the switch between the graphs with and without them.
 
-A hook that torch.compile traces calls :func:`receive` or :func:`probe`. They become opaque operators of the graph. Their
-first argument is a token: a number that identifies the receiver of the tensor at run time. It is an input of the graph
-and not a constant, so equal blocks of a model share one graph.
+A hook that torch.compile traces calls ``torch.ops.lightning_recorder.receive`` or ``probe``, which become opaque
+operators of the graph. One of their arguments is a token: a number that identifies the receiver of the tensor at run
+time. It is an input of the graph and not a constant, so equal blocks of a model share one graph.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Probe(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # as torch documents
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         torch.ops.lightning_recorder.receive(ctx.token, grad, ctx.path)
         return grad, None, None
 
@@ -185,7 +185,8 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
     for name, each in compiled.items():
         # torch compiles the calls inside such a module one by one, and only those that have hooks.
         if not hasattr(each, "_orig_mod") and type(each).__module__.startswith("torch."):
-            return f"{name!r} is a {type(each).__name__} on which .compile() was called; use torch.compile(module) for it"
+            kind = type(each).__name__
+            return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
     wanted = set(modules)
     for top in [root] if is_whole else compiled.values():
         for module in top.modules():

@@ -216,11 +216,12 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         self._modules = modules
         self.taps: list[Tap] = []
         """The taps that provide the tensors."""
+        options: dict[str, Any] = {"condition": condition, "strict": strict}
         for kind in kinds:
             if inside:
-                self.taps.append(TracedTap(inside, self._receive, like=kind, key=key, condition=condition, strict=strict))
+                self.taps.append(TracedTap(inside, self._receive, like=kind, key=key, **options))
             if outside or not inside:
-                self.taps.append(kind(outside, self._receive, condition=condition, strict=strict))
+                self.taps.append(kind(outside, self._receive, **options))
         for each in self.taps:
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
 

@@ -16,7 +16,6 @@ from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.taps.base import Receiver, Site, Tap
 from lightning_recorder.taps.forward import InputTap
 from lightning_recorder.taps.gradient import GradientTap
-from lightning_recorder.taps.input_gradient import InputGradientTap
 
 __all__ = ["TracedTap"]
 
@@ -30,19 +29,22 @@ class TracedTap(Tap):
     attached, calls run a second graph that records; otherwise they run the same graph as without the tap.
 
     Values, gradients and random numbers do not change. Tensors in tuples, named tuples, lists and dictionaries with
-    strings as keys are recorded. Those in other containers are recorded only if they are not gradients.
+    strings as keys are recorded, but not those in other containers. In subclasses of these classes, other than named
+    tuples, gradients are not recorded.
 
     Args:
         modules: The modules by name.
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
-        like: The class of the tap that records the same tensors outside of compiled code.
+        like: The class of the tap that records the same tensors outside of compiled code: ``InputTap``, ``OutputTap``
+            or ``OutputGradientTap``.
         key: A key of the recording. Taps with equal keys are switched together, so that there are fewer graphs.
         condition: The condition, as for :class:`~lightning_recorder.taps.Tap`. It is evaluated at run time.
         strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
 
     Note:
-        A gradient is the part that flows through the module: for a module that returns its input, other uses of that
-        tensor do not count, unlike with :class:`~lightning_recorder.taps.OutputGradientTap`.
+        Gradients of inputs are not supported, since recording them changes the order in which autograd sums the
+        gradients of a tensor with several uses. For the same reason, the gradient of a module that returns its input,
+        such as ``nn.Identity``, is not recorded, except for modules with ``inplace=True``.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class TracedTap(Tap):
     @override
     def _register(self, name: str, module: nn.Module) -> None:
         is_gradient = issubclass(self._like, GradientTap)
-        if issubclass(self._like, (InputTap, InputGradientTap)):
-            hook: _TracedHook = _InputHook(self, name, is_gradient=is_gradient)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if issubclass(self._like, InputTap):
+            before = _InputHook(self, name, is_gradient=is_gradient)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(before)
         else:
-            hook = _OutputHook(self, name, is_gradient=is_gradient)
-            self._handles.append(module.register_forward_hook(hook))
-        self._hooks.append(hook)
+            after = _OutputHook(self, name, is_gradient=is_gradient)
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            self._hooks.append(after)
 
     @override
     def attach(self) -> None:
@@ -156,12 +159,16 @@ class _TracedHook(ModuleHook):
 class _OutputHook(_TracedHook):
     """A forward hook."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # This is the only condition in the graph of unrecorded steps, and thus their only guard.
         if not compiled_operators.ACTIVE:
             return None
         if self.key not in compiled_operators.ACTIVE:
             return None
+        if self.is_gradient and isinstance(output, Tensor) and not getattr(module, "inplace", False):
+            for each in (*args, *kwargs.values()):
+                if each is output:
+                    return None  # other uses of the input would be summed in another order
         if torch.compiler.is_compiling():
             return _visited(output, "out", self.visit)
         return None if is_tracing() else self._tap._visit_eagerly(output, "out", self.visit)
@@ -170,17 +177,17 @@ class _OutputHook(_TracedHook):
 class _InputHook(_TracedHook):
     """A forward pre-hook."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not compiled_operators.ACTIVE:
-            return None
+            return
         if self.key not in compiled_operators.ACTIVE:
-            return None
+            return
         if torch.compiler.is_compiling():
-            return _visited(args, "in", self.visit), _visited(kwargs, "in", self.visit)
-        if is_tracing():
-            return None
-        visited = self._tap._visit_eagerly
-        return visited(args, "in", self.visit), visited(kwargs, "in", self.visit)
+            _visited(args, "in", self.visit)
+            _visited(kwargs, "in", self.visit)
+        elif not is_tracing():
+            self._tap._visit_eagerly(args, "in", self.visit)
+            self._tap._visit_eagerly(kwargs, "in", self.visit)
 
 
 def _visited(value: Any, path: str, visit: _Visit) -> Any:
@@ -191,22 +198,23 @@ def _visited(value: Any, path: str, visit: _Visit) -> Any:
     if isinstance(value, Tensor):
         return visit(value, path)
     kind = type(value)
-    if kind is tuple or kind is list:
-        parts = []
-        for index, part in enumerate(value):
-            parts.append(_visited(part, f"{path}[{index}]", visit))  # noqa: PERF401 - a comprehension is not inlined
-        return tuple(parts) if kind is tuple else parts
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        parts = []
-        for name in kind._fields:
-            parts.append(_visited(getattr(value, name), f"{path}.{name}", visit))  # noqa: PERF401 - as above
-        return kind(*parts)
-    if kind is dict:
+    if isinstance(value, dict):
         found = {}
         for key, part in value.items():
             found[key] = _visited(part, path + _suffix(key), visit) if isinstance(key, str) else part
-        return found
-    return value
+        return found if kind is dict else value  # other classes, such as ModelOutput, are not copied
+    if not isinstance(value, (tuple, list)):
+        return value
+    is_named = hasattr(kind, "_fields")
+    parts = []
+    for index, part in enumerate(value):
+        suffix = f".{kind._fields[index]}" if is_named else f"[{index}]"
+        parts.append(_visited(part, path + suffix, visit))
+    if is_named:
+        return kind(*parts)
+    if kind is list:
+        return parts
+    return tuple(parts) if kind is tuple else value
 
 
 def _suffix(key: str) -> str:
