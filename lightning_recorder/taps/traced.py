@@ -44,7 +44,8 @@ class TracedTap(Tap):
     Note:
         Gradients of inputs are not supported, since recording them changes the order in which autograd sums the
         gradients of a tensor with several uses. For the same reason, the gradient of a module that returns its input,
-        such as ``nn.Identity``, is not recorded, except for modules with ``inplace=True``.
+        such as ``nn.Identity``, is not recorded, except for modules with ``inplace=True``. The gradient of an output
+        is that of its uses after the module has returned it: if the module itself also uses it, that part is missing.
     """
 
     def __init__(
