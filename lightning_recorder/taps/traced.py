@@ -71,7 +71,7 @@ class TracedTap(Tap):
             for kind in (_OutputHook, _InputHook):
                 # The hooks of a module that is compiled itself are called outside of its graph.
                 skip_frames_of(kind.__call__)
-            self._visit_eagerly = torch._dynamo.disable(_visited)
+            self._visit_eagerly = torch.compiler.disable(_visited)
             for name, module in self.modules.items():
                 self._register(name, module)
         return self._hooked
