@@ -65,13 +65,15 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pair = self.inner(x, scale=torch.ones(1))
         y = self.act(pair.first + pair.rest["twice"])
-        return (y + self.identity(y)).sum()
+        total: Tensor = (y + self.identity(y)).sum()
+        return total
 
 
 def recorded(like: type[Tap], *, traced: bool) -> dict[Site, list[float]]:
     """Return the sum of each tensor of each site, with compiled or with eager code."""
     torch.manual_seed(0)
-    model, found = Model(), {}
+    model = Model()
+    found: dict[Site, list[float]] = {}
 
     def receive(site: Site, tensor: Tensor) -> None:
         found.setdefault(site, []).append(tensor.double().sum().item())
@@ -129,7 +131,8 @@ def test_copies_of_a_module_are_not_recorded() -> None:
     copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
     with tap:
         for each in copies:
-            torch.compile(each, backend="eager")(torch.ones(1, 2))
+            call: Any = torch.compile(each, backend="eager")
+            call(torch.ones(1, 2))
     assert seen == []
     tap.uninstall()
     gone = weakref.ref(net)
