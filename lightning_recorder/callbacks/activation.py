@@ -63,7 +63,8 @@ class ActivationRecorder(TensorsCallback):
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
-            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+            and in the receipt; ``"inside"`` records compiled modules inside their compiled code, which is compiled once
+            more for recorded steps; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -101,7 +102,7 @@ class ActivationRecorder(TensorsCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "skip"] = "eager",
+        compiled: Literal["eager", "inside", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -135,4 +136,4 @@ class ActivationRecorder(TensorsCallback):
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
-        return self._tapping(modules, {"inputs": InputTap, "outputs": OutputTap})
+        return self._tapping(modules, stage, {"inputs": InputTap, "outputs": OutputTap})

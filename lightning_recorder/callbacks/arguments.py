@@ -104,14 +104,19 @@ def checked_reductions(given: object) -> tuple[Reduction | UserReduction, ...]:
     return tuple(as_reductions(given))
 
 
-def check_compiled(value: object) -> None:
+def check_compiled(value: object, allowed: Sequence[str]) -> None:
     """Raise if the value is not a valid ``compiled`` argument.
+
+    Args:
+        value: The value.
+        allowed: The values that the callback supports.
 
     Raises:
         ArgumentError: Names the allowed values.
     """
-    if value not in ("eager", "skip"):
-        raise ArgumentError(f"compiled must be 'eager' or 'skip', got {value!r}")
+    if value not in allowed:
+        *first, last = map(repr, allowed)
+        raise ArgumentError(f"compiled must be {', '.join(first)} or {last}, got {value!r}")
 
 
 def check_name(name: object) -> None:

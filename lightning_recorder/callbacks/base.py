@@ -33,7 +33,7 @@ __all__ = ["Compiled", "RecorderCallback", "fixed_in_run"]
 
 Owner = TypeVar("Owner", bound="RecorderCallback")
 
-Compiled = Literal["eager", "skip"]
+Compiled = Literal["eager", "inside", "skip"]
 """``"eager"`` runs compiled code eagerly on recorded steps; ``"skip"`` leaves it compiled and does not record it."""
 
 
@@ -72,8 +72,9 @@ class RecorderCallback(GuardedCallback):
 
     Args:
         name: A name that distinguishes this callback from others of the same class.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"skip"`` leaves compiled
-            code compiled and does not record it.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"inside"`` records
+            inside compiled modules, if the callback supports it; ``"skip"`` leaves compiled code compiled and does not
+            record it.
         sinks: Sinks in addition to the trainer's loggers, such as a :class:`~lightning_recorder.MemorySink`.
         strict: Raise errors of the recorder instead of warning about them.
 
@@ -83,6 +84,8 @@ class RecorderCallback(GuardedCallback):
 
     group: ClassVar[str]
     """The kind of recording. Callbacks of the same group in one trainer must have different names."""
+    compiled_choices: ClassVar[tuple[str, ...]] = ("eager", "skip")
+    """The supported values of ``compiled``."""
     keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
     _ignored: ClassVar[Mapping[str, str]] = {}
@@ -101,7 +104,7 @@ class RecorderCallback(GuardedCallback):
     ) -> None:
         super().__init__()
         check_bool("strict", strict)
-        check_compiled(compiled)
+        check_compiled(compiled, self.compiled_choices)
         check_name(name)
         self.name = name
         self.compiled = compiled

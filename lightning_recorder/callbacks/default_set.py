@@ -29,7 +29,7 @@ def default_recorders(
     every_n_train_steps: int | None = None,
     schedule: Schedule = Schedule(),
     outputs: Outputs = Outputs(),
-    compiled: Literal["eager", "skip"] = "eager",
+    compiled: Literal["eager", "inside", "skip"] = "eager",
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:
@@ -47,8 +47,9 @@ def default_recorders(
         schedule: Further conditions on the steps, and a limit on the overhead of each recorder. Its ``stages`` are
             those of the activations.
         outputs: Record files, plots, dumps, uploads, and their limits.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"skip"`` leaves compiled
-            code compiled and does not record it.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"inside"`` records
+            activations and gradients inside compiled modules, and runs them eagerly only for the graph; ``"skip"``
+            leaves compiled code compiled and does not record it.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
         strict: Raise errors of the recorders instead of warning about them.
 
@@ -80,4 +81,5 @@ def default_recorders(
         for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
     )
     watch = [StepWatch(sinks=sinks, strict=strict)] if outputs.findings else []
-    return [GraphRecorder(compiled=compiled, sinks=sinks, strict=strict), *statistics, *watch]
+    graph: Literal["eager", "skip"] = "skip" if compiled == "skip" else "eager"
+    return [GraphRecorder(compiled=graph, sinks=sinks, strict=strict), *statistics, *watch]

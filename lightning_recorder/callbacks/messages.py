@@ -18,6 +18,7 @@ from lightning_recorder.schedule import Sampling
 
 __all__ = [
     "Silence",
+    "say_compiled",
     "say_ran_eagerly",
     "warn_of_eager_memory",
     "why_no_due_validation",
@@ -141,6 +142,24 @@ def say_ran_eagerly(trainer: Trainer, names: Collection[str]) -> None:
             "their results can differ from those of compiled steps. compiled='skip' keeps compiled code in use and "
             "records only what is outside of it."
         )
+
+
+# The time of all compilations that the log has accounted for, by trainer.
+_logged_compile_s: weakref.WeakKeyDictionary[Trainer, float] = weakref.WeakKeyDictionary()
+
+
+def say_compiled(trainer: Trainer, before_s: float, after_s: float) -> None:
+    """Log the time of the compilations in a recorded step, once for all recorders of a trainer.
+
+    Args:
+        trainer: The trainer.
+        before_s: The time of all compilations of the process before the step, in seconds.
+        after_s: The same after the step.
+    """
+    seconds = after_s - max(before_s, _logged_compile_s.get(trainer, 0.0))
+    if seconds > 0:
+        _logged_compile_s[trainer] = after_s
+        rank_zero_info(f"compiling the recorded step: {seconds:.1f} s")
 
 
 def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Collection[str], *, name: str) -> None:

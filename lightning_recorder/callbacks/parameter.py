@@ -85,8 +85,8 @@ class ParameterRecorder(StatisticsCallback):
             and images as pictures. See the README for the merging of ranks.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
-            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        compiled: ``"eager"`` and ``"inside"`` record all parameters; ``"skip"`` does not record those of compiled
+            modules.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -108,6 +108,7 @@ class ParameterRecorder(StatisticsCallback):
     """
 
     group = "parameters"
+    compiled_choices = ("eager", "inside", "skip")
 
     @checked_arguments
     def __init__(
@@ -123,7 +124,7 @@ class ParameterRecorder(StatisticsCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "skip"] = "eager",
+        compiled: Literal["eager", "inside", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,

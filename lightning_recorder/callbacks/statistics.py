@@ -92,7 +92,7 @@ class StatisticsCallback(ResumingCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "skip"] = "eager",
+        compiled: Literal["eager", "inside", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -249,6 +249,8 @@ class StatisticsCallback(ResumingCallback):
         if trainer.is_global_zero and self._samples_validation(trainer, pl_module):
             recorder = self._make_recorder(modules, "validate")
             self.sampler = EvaluationSampler(recorder, "validate", self._on_record, **options)
+        for worker in self._workers:
+            worker.recorder.install()
 
     def _samples_validation(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Return True if the first batches of validations are recorded, to compare them with training."""
@@ -320,6 +322,7 @@ class StatisticsCallback(ResumingCallback):
         exchange, self._exchange = self._exchange, None
         for evaluation in (*evaluations.values(), *([] if sampler is None else [sampler])):
             evaluation.interrupt()
+            evaluation.recorder.uninstall()
         if run is not None:
             if trainer is None:
                 run.fail()
@@ -327,6 +330,7 @@ class StatisticsCallback(ResumingCallback):
                 run.abort()
                 if trainer is not None:
                     self._keep_state(run, trainer)
+            run.recorder.uninstall()
         if exchange is not None:
             exchange.close(interrupted=trainer is None or trainer.interrupted)
         # After a failure, a second error is not reported.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import say_compiled
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.errors import check_bool, check_some
+from lightning_recorder.errors import check_bool, check_some, warn
+from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
+from lightning_recorder.selection import SelectedModules
 from lightning_recorder.statistics import StatisticsRecorder
 from lightning_recorder.taps import Tap
 
@@ -20,7 +27,14 @@ _TENSORS = ("inputs", "outputs")
 class TensorsCallback(StatisticsCallback):
     """Base class of the recorders of the inputs and outputs of modules, or of their gradients."""
 
+    compiled_choices = ("eager", "inside", "skip")
     per_call: bool
+    _traced: frozenset[nn.Module] = frozenset()
+
+    @override
+    def _idle(self) -> dict[str, Any]:
+        # The modules that are recorded inside compiled code, and the time of all compilations before the current step.
+        return {**super()._idle(), "_traced": frozenset(), "_compiled_s": 0.0}
 
     def _choose_tensors(self, tensors: object, per_call: object) -> None:
         """Check and keep the arguments of these names."""
@@ -29,11 +43,39 @@ class TensorsCallback(StatisticsCallback):
         check_bool("per_call", per_call)
         self.per_call = bool(per_call)
 
-    def _tapping(self, modules: Mapping[str, nn.Module], taps: Mapping[str, type[Tap]]) -> StatisticsRecorder:
+    def _tapping(
+        self, modules: Mapping[str, nn.Module], stage: str, taps: Mapping[str, type[Tap]]
+    ) -> StatisticsRecorder:
         """Return a recorder with the taps of the chosen tensors."""
-        chosen = [taps[each] for each in self.tensors]
-        is_eager = self.compiled == "eager"
-        return StatisticsRecorder(modules, chosen, per_call=self.per_call, eager=is_eager, **self.options)
+        return StatisticsRecorder(
+            modules,
+            [taps[each] for each in self.tensors],
+            per_call=self.per_call,
+            eager=self.compiled != "skip" and not self._traced,
+            traced=self._traced,
+            key=f"{self.group} {self.name} {stage}",
+            **self.options,
+        )
+
+    @property
+    def _why_eager(self) -> str:
+        """The argument that recording inside compiled code does not support, or an empty string."""
+        if self.per_call:
+            return "per_call=True needs it"
+        is_gradient = self.group == "gradients" and "inputs" in self.tensors
+        return "the gradients of inputs need it; tensors='outputs' does not" if is_gradient else ""
+
+    @override
+    def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
+        modules = super()._chosen(pl_module)
+        compiled = compiled_modules(pl_module) if self.compiled == "inside" else set()
+        if modules is not None and compiled:
+            why = self._why_eager or why_not_traceable(pl_module, modules.values())
+            if why:
+                warn(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
+            else:
+                self._traced = frozenset(compiled)
+        return modules
 
     @property
     @override
@@ -51,3 +93,19 @@ class TensorsCallback(StatisticsCallback):
     @override
     def tags(self) -> set[str]:
         return {f"{stage} {tensors}" for stage in self.stages for tensors in self.tensors}
+
+    @guarded
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._traced:
+            self._compiled_s = compile_time_s()
+
+    @guarded
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._traced and self._run is not None and self._run.recorder.attached:
+            say_compiled(trainer, self._compiled_s, compile_time_s())
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.statistics.table import StatisticsTable
-from lightning_recorder.taps import OutputTap, Site, Tap
+from lightning_recorder.taps import OutputTap, Site, Tap, TracedTap
 from lightning_recorder.taps.gradient import GradientTap
 
 __all__ = ["BaseStatisticsRecorder", "StatisticsRecorder"]
@@ -63,6 +63,12 @@ class BaseStatisticsRecorder(ABC):
             self._is_prepared = True
             for device in {parameter.device for each in self.modules.values() for parameter in each.parameters()}:
                 prepare_device(device)
+
+    def install(self) -> None:  # noqa: B027 - most recorders record nothing inside compiled code
+        """Register the hooks that compiled code traces. Call this before the first call of the model."""
+
+    def uninstall(self) -> None:  # noqa: B027 - as above
+        """Undo :meth:`install`. Idempotent."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -162,6 +168,9 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         per_call: Keep the calls of a module apart. The paths of the second call since :meth:`attach` end with ``#2``.
             By default, all calls are merged into the same sites.
         eager: Run compiled code eagerly while the hooks are attached.
+        traced: The modules whose calls are compiled and that are recorded inside the compiled code. Their hooks exist
+            from :meth:`install` to :meth:`uninstall`; see :class:`~lightning_recorder.taps.TracedTap`.
+        key: The key of the recording inside compiled code.
         strict: See :class:`~lightning_recorder.taps.Tap`.
 
     Raises:
@@ -194,14 +203,25 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         condition: Callable[[], object] | None = None,
         per_call: bool = False,
         eager: bool = True,
+        traced: Collection[nn.Module] = (),
+        key: str = "",
         strict: bool = False,
     ) -> None:
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         kinds = [tap] if isinstance(tap, type) else tap
-        self.taps = [kind(modules, self._receive, condition=condition, strict=strict) for kind in kinds]
+        inside = {name: module for name, module in modules.items() if module in traced} if traced else {}
+        outside = {name: module for name, module in modules.items() if name not in inside} if inside else modules
+        self._modules = modules
+        self.taps: list[Tap] = []
         """The taps that provide the tensors."""
+        options: dict[str, Any] = {"condition": condition, "strict": strict}
+        for kind in kinds:
+            if inside:
+                self.taps.append(TracedTap(inside, self._receive, like=kind, key=key, **options))
+            if outside or not inside:
+                self.taps.append(kind(outside, self._receive, **options))
         for each in self.taps:
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
 
@@ -213,8 +233,20 @@ class StatisticsRecorder(BaseStatisticsRecorder):
 
     @property
     @override
-    def modules(self) -> dict[str, nn.Module]:
-        return self.taps[0].modules
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self._modules
+
+    @override
+    def install(self) -> None:
+        for tap in self.taps:
+            if isinstance(tap, TracedTap):
+                tap.install()
+
+    @override
+    def uninstall(self) -> None:
+        for tap in self.taps:
+            if isinstance(tap, TracedTap):
+                tap.uninstall()
 
     @property
     @override

@@ -5,6 +5,7 @@ from lightning_recorder.taps.forward import InputTap, OutputTap, ParameterTap
 from lightning_recorder.taps.gradient import ParameterGradientTap
 from lightning_recorder.taps.input_gradient import InputGradientTap
 from lightning_recorder.taps.output_gradient import OutputGradientTap
+from lightning_recorder.taps.traced import TracedTap
 
 __all__ = [
     "InputGradientTap",
@@ -16,4 +17,5 @@ __all__ = [
     "Receiver",
     "Site",
     "Tap",
+    "TracedTap",
 ]

@@ -1,0 +1,218 @@
+"""The operators that record inside compiled code, and the switch between the graphs with and without them.
+
+A hook that torch.compile traces calls ``torch.ops.lightning_recorder.receive`` or ``probe``, which become opaque
+operators of the graph. One of their arguments is a token: a number that identifies the receiver of the tensor at run
+time. It is an input of the graph and not a constant, so equal blocks of a model share one graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import count
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.internals.autograd import is_compiled
+
+__all__ = [
+    "TraceReceiver",
+    "compile_time_s",
+    "new_token",
+    "operators",
+    "skip_frames_of",
+    "switch",
+    "why_not_traceable",
+]
+
+_TESTED = (2, 13)
+"""The first version of torch with which recording inside compiled code was tested."""
+
+
+class TraceReceiver(Protocol):
+    """The receiver of the tensors of a token."""
+
+    def receive(self, path: str, tensor: Tensor, /) -> None:
+        """Process a tensor at a path. The tensor must not be kept."""
+
+
+_receivers: weakref.WeakValueDictionary[int, TraceReceiver] = weakref.WeakValueDictionary()
+_numbers = count()
+
+ACTIVE = ""
+"""The keys of the recordings that are switched on, such as ``"|activations|gradients|"``.
+
+Compiled code has a guard on this text, so there is one graph for each combination that occurs. A text and not a number,
+because torch.compile makes a number that changes an input of the graph.
+"""
+
+_holders: Counter[str] = Counter()
+
+
+def switch(key: str, *, on: bool) -> None:
+    """Switch a recording on or off. Several holders may switch the same key on; the last one switches it off.
+
+    Args:
+        key: The key of the recording.
+        on: True to switch it on.
+    """
+    global ACTIVE  # noqa: PLW0603 - a guard on a global is one guard for all hooks of a graph
+    _holders[key] += 1 if on else -1
+    ACTIVE = "".join(f"|{each}|" for each in sorted(+_holders))
+
+
+def new_token(receiver: TraceReceiver) -> Tensor:
+    """Return a token of a receiver, ``[1]`` int64 on the CPU. The receiver is not kept alive."""
+    number = next(_numbers)
+    _receivers[number] = receiver
+    with torch.inference_mode(False):
+        return torch.tensor([number], device="cpu")
+
+
+def _receive(token: Tensor, value: Tensor, path: str) -> None:
+    receiver = _receivers.get(int(token.item()))
+    if receiver is not None:
+        receiver.receive(path, value)
+
+
+def _ignore(token: Tensor, value: Tensor, path: str) -> None:
+    """The meta function of ``receive``."""
+
+
+class _Probe(torch.autograd.Function):
+    """The identity, whose backward pass records the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor, path: str) -> Tensor:
+        ctx.token, ctx.path = token, path
+        # Not a view for autograd: it would forbid in-place operations on the result.
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        torch.ops.lightning_recorder.receive(ctx.token, grad, ctx.path)
+        return grad, None, None
+
+
+def _probe(value: Tensor, token: Tensor, path: str) -> Tensor:
+    _allow_changes(token)
+    result: Tensor = _Probe.apply(value, token, path)  # type: ignore[no-untyped-call]  # torch has no annotation
+    return result
+
+
+def _allow_changes(token: Tensor) -> None:
+    """Exclude a token from the check that tensors saved for the backward pass have not changed.
+
+    An operator that seems to change its token does not. Without this, a graph that is called twice before the backward
+    pass, such as that of a shared block, would raise with the backend ``aot_eager``.
+    """
+    with suppress(Exception):  # private functions of torch; not every caller traces
+        from torch.fx.experimental.proxy_tensor import _get_proxies
+
+        for proxy in _get_proxies(token):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+class _Defined:
+    """The library of the operators, once they are defined."""
+
+    library: torch.library.Library | None = None
+    has_failed = False
+
+
+def operators() -> bool:
+    """Define the operators if necessary. Return False if this version of torch does not support them.
+
+    Imports ``torch._dynamo``, so call this only if something is compiled.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if _Defined.library is None and not _Defined.has_failed and version >= _TESTED:
+        _Defined.has_failed = True
+        with suppress(Exception):  # whatever another version of torch does differently, the eager stance works
+            _Defined.library = _define()
+            _Defined.has_failed = False
+    return _Defined.library is not None
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("lightning_recorder", "DEF")
+    # The arguments that the schemas declare as changed keep the operators from being removed as unused, or reordered.
+    library.define("receive(Tensor(a!) token, Tensor value, str path) -> ()")
+    library.define("probe(Tensor(a) value, Tensor(b!) token, str path) -> Tensor(a)")
+    disable: Any = torch._dynamo.disable
+    library.impl("receive", disable(_receive), "CompositeExplicitAutograd")
+    library.impl("receive", torch.library.fallthrough_kernel, "Autograd")
+    library.impl("receive", _ignore, "Meta")
+    library.impl("probe", disable(_probe), "Autograd")
+    library.impl("probe", lambda value, token, path: value.detach(), "CompositeExplicitAutograd")
+    torch.library.register_fake("lightning_recorder::receive", _ignore, lib=library)
+    return library
+
+
+def skip_frames_of(function: Callable[..., Any]) -> None:
+    """Prevent torch.compile from compiling a function as a graph of its own. It is still traced as part of others."""
+    code: CodeType = function.__code__
+    skip: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
+    if skip is not None:
+        skip(code)
+
+
+def compile_time_s() -> float:
+    """Return the time that torch.compile has taken in this process, in seconds; 0 if torch does not expose it."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    spent: Any = getattr(utils, "cumulative_time_spent_ns", {})
+    return sum(float(spent.get(name, 0)) for name in ("entire_frame_compile", "entire_backward_compile")) / 1e9
+
+
+def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
+    """Return the reason why modules cannot be recorded inside compiled code, and the remedy; empty if they can be.
+
+    Args:
+        root: The model.
+        modules: The modules to record.
+    """
+    if not operators():
+        return f"torch {torch.__version__} is older than {'.'.join(map(str, _TESTED))}"
+    is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning on a compiled LightningModule
+    compiled = {name: each for name, each in root.named_modules() if is_compiled(each)}
+    for name, each in compiled.items():
+        # torch compiles the calls inside such a module one by one, and only those that have hooks.
+        if not hasattr(each, "_orig_mod") and type(each).__module__.startswith("torch."):
+            kind = type(each).__name__
+            return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
+    wanted = set(modules)
+    for top in [root] if is_whole else compiled.values():
+        for module in top.modules():
+            if _was_compiled(module, wanted):
+                return (
+                    f"{type(module).__name__} was compiled before the hooks were registered, or by a run without this "
+                    "recorder; call torch._dynamo.reset() before the run"
+                )
+    return ""
+
+
+def _was_compiled(module: nn.Module, wanted: set[nn.Module]) -> bool:
+    """Return True if a method of a module has compiled code that calls wanted modules without their hooks."""
+    # The hooks of a module that is itself compiled are called outside of the compiled code.
+    if not any(each in wanted for each in module.modules() if each is not module):
+        return False
+    entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    return any("ACTIVE" not in str(entry.guard_manager) for code in _codes(module) for entry in entries(code))
+
+
+def _codes(module: nn.Module) -> Iterator[CodeType]:
+    """Yield the code of the methods of a module that torch.compile may have compiled."""
+    if hasattr(module, "_orig_mod") and type(module._orig_mod).__module__.startswith("torch."):
+        wrapper: Any = sys.modules["torch._dynamo.external_utils"]
+        yield from (each for each in wrapper.wrap_inline.__code__.co_consts if inspect.iscode(each))
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning"):
+            methods = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isroutine(each))
+            yield from (each.__code__ for each in methods if inspect.isfunction(each))
