@@ -29,6 +29,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 90
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 viewcode_line_numbers = True
 
@@ -66,14 +67,14 @@ NAMES = documented_names()
 
 
 class LinkPublicNames(SphinxTransform):
-    """Link code such as `Outputs`, `Outputs(plots=False)` and `open_recording("runs")` to the reference."""
+    """Link code such as `Outputs`, `Outputs(plots=False)` and `open_recording` to the reference."""
 
     default_priority = 400  # before the references are resolved
 
     def apply(self, **kwargs: Any) -> None:
-        """Replace each literal that is a class, or a call of a function."""
+        """Replace each literal that is a class, a function with an underscore in its name, or a call."""
         for literal in list(self.document.findall(nodes.literal)):
-            match = re.match(r"([A-Z]\w+)(?:\(.*)?$|(\w+)\(.*$", literal.astext(), re.DOTALL)
+            match = re.match(r"([A-Z]\w+|\w+_\w+)(?:\(.*)?$|(\w+)\(.*$", literal.astext(), re.DOTALL)
             name = match and (match[1] or match[2])
             inside = isinstance(literal.parent, (nodes.reference, pending_xref, nodes.title))
             if name not in NAMES or inside:

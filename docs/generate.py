@@ -27,6 +27,9 @@ CALLBACKS = {
 }
 """The short name of each callback in the table of arguments."""
 
+STATISTICS = ("activations", "gradients", "parameters")
+"""The callbacks that the table lists under one name."""
+
 SETTINGS = """\
 # All settings
 
@@ -38,7 +41,8 @@ written in the YAML of a `LightningCLI`. Click a class for the full description.
 ## Arguments of the callbacks
 
 The column *taken by* uses short names: *activations* is `ActivationRecorder`, *gradients* is `GradientRecorder`,
-*parameters* is `ParameterRecorder`, *graph* is `GraphRecorder`, *dumper* is `TensorDumper` and *watch* is `StepWatch`.
+*parameters* is `ParameterRecorder`, and *statistics* are these three; *graph* is `GraphRecorder`, *dumper* is
+`TensorDumper` and *watch* is `StepWatch`.
 
 {callbacks}
 
@@ -139,7 +143,7 @@ def callbacks_table() -> str:
             rows.setdefault((name, default), (about[name], []))[1].append(short)
     order = [name for name, _ in rows]
     lines = [
-        f"| `{name}` | {default} | {', '.join(takers)} | {text} |"
+        f"| `{name}` | {default} | {', '.join(takers).replace(', '.join(STATISTICS), 'statistics')} | {text} |"
         for (name, default), (text, takers) in sorted(rows.items(), key=lambda item: order.index(item[0][0]))
     ]
     return "\n".join(["| argument | default | taken by | |", "|---|---|---|---|", *lines])
