@@ -34,7 +34,8 @@ def blocks(path: Path) -> list[tuple[int, str]]:
     return [(text[: each.start(1)].count("\n"), each[1]) for each in found if not each[1].startswith(">>>")]
 
 
-@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path)])
+# The first page of the site has the code of the README.
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path) and page != "docs/index.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the reader's model and loader, the blocks of a page run in order, in an empty folder, without a warning."""
     monkeypatch.chdir(tmp_path)
@@ -45,6 +46,13 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
         warnings.filterwarnings("error", category=RecorderWarning)
         for line, block in blocks(PAGES[page]):
             exec(compile("\n" * line + block, page, "exec"), namespace)
+
+
+def test_the_first_page_has_the_code_of_the_readme() -> None:
+    """The Python blocks of the README and of the first page of the site are equal."""
+    readme, index = ([block for _, block in blocks(PAGES[page])] for page in ("README.md", "docs/index.md"))
+    assert readme == index
+    assert readme
 
 
 def without_code(text: str) -> str:
