@@ -49,11 +49,22 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
-    doctests = ["--doctest-modules", "--doctest-glob=*.md", "lightning_recorder", "README.md", "docs"]
+    doctests = ["--doctest-modules", "--doctest-glob=*.md", "--ignore-glob=docs/*.py"]
+    doctests += ["lightning_recorder", "README.md", "docs"]
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     session.run("python", "-m", "pytest", *doctests)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation as a site, and print its address. A broken link is an error."""
+    install(session, *group("docs"), constraints=group("pins"))
+    site = Path(session.create_tmp(), "site")
+    session.run("python", "docs/generate.py")
+    session.run("python", "-m", "sphinx", "-b", "html", "-W", "--keep-going", "docs", str(site), *session.posargs)
+    session.log(f"Open {(site / 'index.html').resolve().as_uri()}")
 
 
 @nox.session
