@@ -52,6 +52,14 @@ def print_commands(folder: Path, log_dir: Path, look_at: str, site: str) -> None
     print(f"  {_command(python, '-m', 'lightning_recorder', 'show', _shortest(log_dir), site)}")
 
 
+def print_look_at(what: str, command: str, *runs: Path) -> None:
+    """Print what there is to see in runs, with the commands that show it in the terminal and on the page."""
+    python = _shortest(Path(sys.executable))
+    print(f"\n{what} To see it in the terminal, and on a page with every layer:")
+    for name in (command, "view"):
+        print(f"  {_command(python, '-m', 'lightning_recorder', name, *map(_shortest, runs))}")
+
+
 def _shortest(path: Path) -> str:
     """Return a path relative to the working folder of the user's shell if that is shorter, otherwise the full path."""
     # Links are not resolved: the python of an environment is a link to a python outside of that environment.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_recorder import open_recording, read_dump
+from lightning_recorder.commands import main as command_line
 
 ROOT = Path(__file__).parents[1]
+Run = Callable[..., str]
 
 
 def run(example: str, folder: Path) -> str:
@@ -78,6 +83,60 @@ def test_transformer_learns_and_shows_its_blocks(tmp_path: Path) -> None:
     assert float(loss[1]) < 4
     (picture,) = re.findall(r"picture of the graph (.+)", logged)
     assert "×4" in (tmp_path / picture).read_text()
+
+
+@pytest.fixture
+def quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an example for a few steps in this process; return what its first command prints."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(example: str, steps: int, *more: str) -> str:
+        importlib.import_module(Path(example).stem).main(Path("runs"), steps, *more)
+        first, page = re.findall(r"^  \S+ -m lightning_recorder (.+)$", capsys.readouterr().out, re.MULTILINE)
+        assert page == " ".join(["view", *shlex.split(first)[1:]])
+        command_line(shlex.split(first))
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.slow
+def test_vit_names_the_planted_layer(quick_run: Run) -> None:
+    """The finding of the vision transformer names the layer with the planted bias, and no other."""
+    findings = quick_run("vit.py", 60)
+    assert "blocks.2.relu returns only zeros" in findings
+    assert "1 finding in " in findings
+
+
+@pytest.mark.slow
+def test_gan_records_both_networks(quick_run: Run) -> None:
+    """The generator and the critic have activations and gradients."""
+    shown = quick_run("gan.py", 20)
+    activations, gradients = shown.split("gradients, train")
+    assert all(name in part for name in ("generator.0 out", "critic.0 out") for part in (activations, gradients))
+
+
+@pytest.mark.slow
+def test_lora_shows_the_adapters(quick_run: Run) -> None:
+    """The adapters have updates, and the frozen weights are not listed among the parameters."""
+    _, parameters = quick_run("lora.py", 20).split("parameters, train")
+    assert "net.1.up weight" in parameters
+    assert "layer weight" not in parameters
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_recorded(quick_run: Run) -> None:
+    """The layers inside the compiled network are recorded."""
+    assert "net.1 out" in quick_run("compiled.py", 12, "aot_eager")
+
+
+@pytest.mark.slow
+def test_two_runs_part_at_the_first_update(quick_run: Run) -> None:
+    """Two runs that differ in the learning rate are equal until the first update, and the rate is named."""
+    difference = quick_run("two_runs.py", 12)
+    assert "same until step 0" in difference
+    assert "lr 0.1 → 0.2" in difference
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py")))
