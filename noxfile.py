@@ -1,5 +1,6 @@
 """Nox sessions for CI and development: `nox -s <session> -- <arguments passed to the command of the session>`."""
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -14,6 +15,17 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = "torch==2.13.0"
 # Two processes with one thread each. The tests of a file run in the same process, because they share runs.
 PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+# The first use of an installed wheel.
+FIRST_FIT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_recorder import default_recorders
+
+torch.manual_seed(0)
+Trainer(max_steps=20, accelerator="cpu", callbacks=default_recorders(every_n_train_steps=5)).fit(BoringModel())
+"""
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -132,6 +144,36 @@ def minimums(session: nox.Session) -> None:
     without = [f"--ignore=tests/sinks/test_{name}.py" for name in ("comet", "contract", "loggers", "mlflow", "wandb")]
     options = ["-m", "not slow and not browser", *PARALLEL, *quiet, *without]
     session.run("python", "-m", "pytest", *options, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the distributions, check them, and record a model with the wheel in a clean environment."""
+    folder = Path(session.create_tmp()).resolve()
+    for name in ("dist", "lightning_logs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    session.run("python", "-m", "venv", "--clear", str(folder / "clean"))
+    python = str(folder / "clean" / "bin" / "python")
+    session.install("build==1.6.1", "twine==7.0.0")
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
+    built = sorted(map(str, (folder / "dist").iterdir()))
+    session.run("twine", "check", "--strict", *built)
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join([TORCH, *group("pins")]) + "\n")
+    wheel = next(name for name in built if name.endswith(".whl"))
+    session.run(python, "-m", "pip", "install", "-c", str(constraints), wheel, external=True)
+    with session.chdir(folder):
+        (folder / "train.py").write_text(FIRST_FIT)
+        session.run(python, "train.py", external=True)
+        session.run(
+            python,
+            "-m",
+            "lightning_recorder",
+            "doctor",
+            "lightning_logs/version_0",
+            external=True,
+            success_codes=[0, 1],
+        )
 
 
 @nox.session
