@@ -9,14 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import say_compiled
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.selection import SelectedModules
-from lightning_recorder.statistics import StatisticsRecorder
+from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, StatisticsRecorder
 from lightning_recorder.taps import Tap
 
 __all__ = ["TensorsCallback"]
@@ -94,18 +93,14 @@ class TensorsCallback(StatisticsCallback):
     def tags(self) -> set[str]:
         return {f"{stage} {tensors}" for stage in self.stages for tensors in self.tensors}
 
-    @guarded
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
+        super()._prepare(trainer, pl_module, recorder)
         if self._traced:
             self._compiled_s = compile_time_s()
 
-    @guarded
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._traced and self._run is not None and self._run.recorder.attached:
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
+        super()._end_step(trainer, pl_module, run)
+        if self._traced:
             say_compiled(trainer, self._compiled_s, compile_time_s())
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

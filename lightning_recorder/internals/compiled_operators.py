@@ -158,8 +158,10 @@ def _define() -> torch.library.Library:
 
 def skip_frames_of(function: Callable[..., Any]) -> None:
     """Prevent torch.compile from compiling a function as a graph of its own. It is still traced as part of others."""
+    from torch._dynamo import eval_frame
+
     code: CodeType = function.__code__
-    skip: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", None)
+    skip: Any = getattr(eval_frame, "skip_code", None)
     if skip is not None:
         skip(code)
 

@@ -1,29 +1,113 @@
-"""Makes the pictures of the README from a run of the demo: python -m tests.browser.pictures."""
+"""Makes the pictures of the documentation from two runs, healthy and with a planted fault: tests.browser.pictures."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from playwright.sync_api import Page, expect
+from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import IMAGES, EventAccumulator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_recorder import default_recorders, open_recording
+from lightning_recorder.commands import main as command
 from tests.browser.chromium import open_page
-from tests.browser.server import get, get_json, tensorboard
 
-ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "examples" / "pictures"
-HEAT_MAP = "gradients_plots/heat_map/rms"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
+SICK = "blocks.3.act"
+TAGS = {
+    "heat-map": "activations_plots/heat_map/zero_fraction",
+    "ridge": "activations_plots/ridge",
+    "flow": "gradients_plots/flow",
+    "over-time": f"activations_plots/over_time/{SICK}",
+}
+"""The tags of the gallery's pictures by the first part of their file names."""
 
 
-def shoot(page: Page, address: str, tab: str, ready: str, target: Path) -> None:
-    """Save what the page shows under one of its tabs."""
-    page.goto(f"{address}/#{tab}")
-    expect(page.locator(ready).first).to_be_visible(timeout=60_000)
-    page.wait_for_timeout(4000)
-    page.screenshot(path=target)
+class Block(nn.Module):
+    """A residual block of a normalization and two linear layers."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return result
+
+
+class Digits(LightningModule):
+    """Six residual blocks that classify digits. In a sick one, the ReLU of the fourth block is dead."""
+
+    def __init__(self, *, sick: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.head = nn.Linear(64, 10)
+        if sick:
+            nn.init.constant_(self.get_parameter("blocks.3.up.bias"), -20.0)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, digits = batch
+        return F.cross_entropy(self.head(self.blocks(self.stem(images))), digits)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def train(folder: Path, *, sick: bool) -> Path:
+    """Record a fit of 150 steps and return its folder."""
+    seed_everything(7)
+    data = load_digits()
+    images = torch.tensor(data.data, dtype=torch.float32) / 16
+    batches = DataLoader(TensorDataset(images, torch.tensor(data.target)), batch_size=64, shuffle=True)
+    logger = TensorBoardLogger(folder, name="", version="sick" if sick else "healthy")
+    trainer = Trainer(
+        max_steps=150,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[*default_recorders(every_n_train_steps=5)],
+        enable_progress_bar=False,
+    )
+    trainer.fit(Digits(sick=sick), batches)
+    return Path(logger.log_dir)
+
+
+def save_images(run: Path) -> None:
+    """Save the latest picture of each tag of the gallery."""
+    events = EventAccumulator(str(run / "recorder"), size_guidance={IMAGES: 0})
+    events.Reload()
+    for name, tag in TAGS.items():
+        if tag in events.Tags()[IMAGES]:
+            (PICTURES / f"{name}-{run.name}.png").write_bytes(events.Images(tag)[-1].encoded_image_string)
+
+
+def photograph(page: Page, document: Path, name: str, layer: str = "") -> None:
+    """Save what the page shows, with the panel of a layer."""
+    page.goto(document.as_uri() + (f"#layer={layer}" if layer else ""))
+    expect(page.locator(".verdict")).to_be_visible(timeout=20_000)
+    if layer:
+        expect(page.locator("aside.layer canvas").first).to_be_visible()
+    page.wait_for_timeout(500)
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def photograph_graph(page: Page, name: str) -> None:
+    """Save what the page that is open shows under its tab Graph."""
+    page.get_by_role("tab", name="Graph").click()
+    expect(page.locator("g.node").first).to_be_visible(timeout=20_000)
+    page.wait_for_timeout(1500)
+    page.screenshot(path=PICTURES / f"{name}.png")
 
 
 def shrink(path: Path) -> None:
@@ -34,18 +118,25 @@ def shrink(path: Path) -> None:
 
 
 def main() -> None:
-    """Run the demo, serve it, and photograph it."""
+    """Train both runs, and save their pictures and what the page shows of them."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, ROOT / "examples" / "digits.py", folder], check=True)
-        run = Path(folder) / "digits" / "version_0"
-        (PICTURES / "digits-graph.png").write_bytes((run / "recorder" / "graph.png").read_bytes())
-        with tensorboard(Path(folder) / "digits") as address, open_page() as page:
-            get_json(address, "histograms/tags")
-            shoot(page, address, "histograms", "tf-histogram-loader", PICTURES / "tensorboard-histograms.png")
-            shoot(page, address, "images", "tf-image-loader img", PICTURES / "tensorboard-images.png")
-            (*_, latest) = get_json(address, "images/images", run="version_0/recorder", tag=HEAT_MAP, sample=0)
-            (PICTURES / "digits-heat-map.png").write_bytes(get(address, f"images/individualImage?{latest['query']}&"))
+        healthy, sick = (train(Path(folder), sick=each) for each in (False, True))
+        for run in (healthy, sick):
+            save_images(run)
+        command(
+            ["graph", str(sick), "--color", "activations/zero_fraction", "--output", str(PICTURES / "graph-sick.png")]
+        )
+        command(["graph", str(healthy), "--output", str(PICTURES / "graph-healthy.png")])
+        files = [Path(folder, f"{name}.html") for name in ("sick", "healthy", "both")]
+        for run, file in zip((sick, healthy), files, strict=False):
+            open_recording(run).page(file)
+        command(["view", str(healthy), str(sick), "--output", str(files[2])])
+        with open_page() as page:
+            photograph(page, files[0], "page", SICK)
+            photograph_graph(page, "page-graph")
+            photograph(page, files[1], "page-healthy")
+            photograph(page, files[2], "page-two-runs")
     for picture in PICTURES.glob("*.png"):
         shrink(picture)
 

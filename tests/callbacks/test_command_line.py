@@ -142,6 +142,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"plot_every_n_records": 3}, output("plot_every_n_records"), 3),
     ("outputs", {"numbered_tags": True}, output("numbered_tags"), True),
     ("outputs", {"findings": False}, output("findings"), False),
+    ("outputs", {"report": False}, output("report"), False),
     ("outputs", {"max_images": 2}, output("max_images"), 2),
     *SHARED,
 ]
@@ -370,7 +371,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ],
     "per_call": [("no", "True or False")],
     "unused": [("no", "True or False")],
-    "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
+    "compiled": [("both", "'eager'.* or 'skip'"), (None, "'eager'.* or 'skip'")],
     "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
     "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
     "samples": [(0, "integer of at least 1"), ("all", "integer of at least 1")],
