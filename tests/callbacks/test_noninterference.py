@@ -533,6 +533,7 @@ if __name__ == "__main__":
         if torch.distributed.get_rank() == 0:
             assert_recorded(callbacks)
         torch.save(left, folder / f"{how}-{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()  # gloo's threads may otherwise abort a process that ends: pytorch#190489
 """
 
 
