@@ -125,7 +125,7 @@ def findings(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Create the pictures of the README from a run of the demo. Requires Chromium."""
+    """Create the pictures of the documentation from real runs. Requires Chromium."""
     install(session, *group("test"), constraints=group("pins"))
     session.run("python", "-m", "tests.browser.pictures", *session.posargs)
 

@@ -1,7 +1,8 @@
-"""Makes the pictures of the documentation from two runs, healthy and with a planted fault: tests.browser.pictures."""
+"""Make the pictures of the documentation: of two runs, healthy and sick, and of the runs of the tutorials."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recorder import default_recorders, open_recording
 from lightning_recorder.commands import main as command
 from tests.browser.chromium import open_page
+from tests.test_docs import blocks
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 SICK = "blocks.3.act"
@@ -85,11 +87,16 @@ def train(folder: Path, *, sick: bool) -> Path:
 
 def save_images(run: Path) -> None:
     """Save the latest picture of each tag of the gallery."""
+    for name, tag in TAGS.items():
+        save_image(run, tag, f"{name}-{run.name}")
+
+
+def save_image(run: Path, tag: str, name: str) -> None:
+    """Save the latest picture of a tag, if the run has one."""
     events = EventAccumulator(str(run / "recorder"), size_guidance={IMAGES: 0})
     events.Reload()
-    for name, tag in TAGS.items():
-        if tag in events.Tags()[IMAGES]:
-            (PICTURES / f"{name}-{run.name}.png").write_bytes(events.Images(tag)[-1].encoded_image_string)
+    if tag in events.Tags()[IMAGES]:
+        (PICTURES / f"{name}.png").write_bytes(events.Images(tag)[-1].encoded_image_string)
 
 
 def photograph(page: Page, document: Path, name: str, layer: str = "") -> None:
@@ -108,6 +115,30 @@ def photograph_graph(page: Page, name: str) -> None:
     expect(page.locator("g.node").first).to_be_visible(timeout=20_000)
     page.wait_for_timeout(1500)
     page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def run_tutorial(name: str, folder: Path) -> list[Path]:
+    """Run the code of a tutorial in a folder and return the folders of its runs."""
+    with contextlib.chdir(folder):
+        namespace: dict[str, object] = {"__name__": "reader"}
+        for _, block in blocks(PICTURES.parent / "tutorials" / f"{name}.md"):
+            exec(block, namespace)
+    return sorted((folder / "lightning_logs").iterdir())
+
+
+def photograph_tutorials(page: Page, folder: Path) -> None:
+    """Save the pictures of the tutorials, from runs of their own code."""
+    stuck = run_tutorial("stuck-loss", Path(tempfile.mkdtemp(dir=folder)))
+    two = run_tutorial("two-runs", Path(tempfile.mkdtemp(dir=folder)))
+    save_image(stuck[0], "activations_plots/heat_map/zero_fraction", "stuck-loss-heat-map")
+    save_image(stuck[0], "activations_plots/ridge", "stuck-loss-ridge")
+    files = [folder / f"{name}.html" for name in ("stuck", "repaired", "two")]
+    open_recording(stuck[0]).page(files[0])
+    open_recording(stuck[1]).page(files[1])
+    command(["view", *map(str, two), "--output", str(files[2])])
+    photograph(page, files[0], "stuck-loss-page", "net.6")
+    photograph(page, files[1], "stuck-loss-repaired")
+    photograph(page, files[2], "two-runs-page")
 
 
 def shrink(path: Path) -> None:
@@ -137,6 +168,7 @@ def main() -> None:
             photograph_graph(page, "page-graph")
             photograph(page, files[1], "page-healthy")
             photograph(page, files[2], "page-two-runs")
+            photograph_tutorials(page, Path(folder))
     for picture in PICTURES.glob("*.png"):
         shrink(picture)
 
