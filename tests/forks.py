@@ -52,7 +52,8 @@ def run(
     Raises:
         TimeoutError: If a process has not ended in time; says what the processes have written.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(variables or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment |= variables or {}
     if ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

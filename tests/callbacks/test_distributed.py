@@ -11,8 +11,6 @@ import inspect
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -765,24 +763,11 @@ SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run the scenarios in two processes; return the exit status of the first one and the output of both."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.callbacks.test_distributed", str(folder), *names]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        # A separate session, so that no process outlives a test that has timed out.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{names} took more than {timeout_s} s: {log.read_text()[-2000:]}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code, log.read_text()
+    """Run the scenarios in a process, for which Lightning starts the second rank; return its status and the output."""
+    (code,), log = forks.run(
+        "-m", "tests.callbacks.test_distributed", folder, *names, folder=folder, timeout_s=timeout_s
+    )
+    return code, log
 
 
 def go_in_forks(folder: Path, name: str, timeout_s: float = 60.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -307,6 +308,17 @@ def assert_recorded(callbacks: list[Callback]) -> None:
             assert all(callback.latest_of(stage) for stage in callback.stages)
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Return the result of a run without callbacks, which is made once."""
+
+    @functools.cache
+    def run_bare(make: type[Classifier], **options: Any) -> Any:
+        return run(make, tmp_path_factory.mktemp("bare"), [], options)
+
+    return run_bare
+
+
 @pytest.mark.parametrize("reduce", ["step", "epoch"])
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -339,15 +351,14 @@ def assert_recorded(callbacks: list[Callback]) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
 def test_training_is_bitwise_the_same(
-    make: type[Classifier], options: dict[str, Any], reduce: Reduce, tmp_path: Path
+    make: type[Classifier], options: dict[str, Any], reduce: Reduce, bare: Callable[..., Any], tmp_path: Path
 ) -> None:
     """The result of a run, from losses to random states, is that of a run without callbacks."""
-    bare = run(make, tmp_path / "bare", [], options)
     # Pictures take most of the time, and are drawn from the records, so one run of each model has them.
     callbacks = recorders(reduce, pictures=reduce == "step" and not options)
     recorded = run(make, tmp_path / "recorded", callbacks, options)
     assert_recorded(callbacks)
-    assert_same(recorded, bare)
+    assert_same(recorded, bare(make, **options))
 
 
 def assert_same(one: Any, other: Any) -> None:
