@@ -57,14 +57,14 @@ def windows(text: bytes) -> list[Tensor]:
     return [data[start : start + TOKENS] for start in range(0, len(data) - TOKENS, TOKENS // 2)]
 
 
-def main(folder: Path) -> float:
+def main(folder: Path, steps: int = 120) -> float:
     """Train, print the location of the results, and return the loss of the last step in nats per byte."""
-    print("Training a GPT-2 of four blocks for 120 steps, with its blocks recorded.")
+    print(f"Training a GPT-2 of four blocks for {steps} steps, with its blocks recorded.")
     print("This takes about half a minute on two CPU cores.", flush=True)
     seed_everything(7, verbose=False)
     text = (Path(__file__).parent.parent / "README.md").read_bytes()
     trainer = Trainer(
-        max_steps=120,
+        max_steps=steps,
         accelerator="cpu",
         log_every_n_steps=20,
         logger=TensorBoardLogger(folder, name="transformer"),
@@ -90,4 +90,4 @@ def main(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("lightning_logs"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "lightning_logs"), *map(int, sys.argv[2:]))

@@ -75,30 +75,48 @@ def test_digits_learns_and_leaves_picture_and_dumps(tmp_path: Path) -> None:
     assert all("encoder.stem/histogram" in dump.tensors for dump in dumps)
 
 
-def test_transformer_learns_and_shows_its_blocks(tmp_path: Path) -> None:
-    """GPT-2 learns part of the README, and its four equal blocks are drawn once."""
-    logged = run("transformer.py", tmp_path)
-    loss = re.search(r"training loss +([\d.]+) nats", logged)
-    assert loss is not None
-    assert float(loss[1]) < 4
-    (picture,) = re.findall(r"picture of the graph (.+)", logged)
-    assert "×4" in (tmp_path / picture).read_text()
-
-
 @pytest.fixture
-def quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run an example for a few steps in this process; return what its first command prints."""
+def logged_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an example for a few steps in this process; return its output."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
 
     def run(example: str, steps: int, *more: str) -> str:
         importlib.import_module(Path(example).stem).main(Path("runs"), steps, *more)
-        first, page = re.findall(r"^  \S+ -m lightning_recorder (.+)$", capsys.readouterr().out, re.MULTILINE)
-        assert page == " ".join(["view", *shlex.split(first)[1:]])
-        command_line(shlex.split(first))
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def quick_run(logged_run: Run, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an example for a few steps in this process; return what its first command prints."""
+
+    def run(example: str, steps: int, *more: str) -> str:
+        first, page = commands_in(logged_run(example, steps, *more))
+        assert page == ["view", *first[1:]]
+        command_line(first)
+        return capsys.readouterr().out
+
+    return run
+
+
+def commands_in(logged: str) -> list[list[str]]:
+    """Return the commands of this package that an example has printed."""
+    return [shlex.split(each) for each in re.findall(r"^  \S+ -m lightning_recorder (.+)$", logged, re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_transformer_learns_and_shows_its_blocks(logged_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 learns part of the README, its four equal blocks are drawn once, and the last command shows one."""
+    logged = logged_run("transformer.py", 40)
+    loss = re.search(r"training loss +([\d.]+) nats", logged)
+    assert loss is not None
+    assert float(loss[1]) < 4
+    (picture,) = re.findall(r"picture of the graph (.+)", logged)
+    assert "×4" in Path(picture).read_text()
+    command_line(commands_in(logged)[-1])
+    assert "gpt2.transformer.h.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow

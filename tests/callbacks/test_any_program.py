@@ -38,6 +38,7 @@ from lightning_recorder import (
 from lightning_recorder.callbacks import attach
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.entry_point import callbacks_from_environment
+from tests import forks
 from tests.callbacks.models import digits
 from tests.entry_points import ROOT, write_entry_points
 
@@ -398,6 +399,8 @@ def test_a_fault_in_a_run_is_a_warning(on: Path, monkeypatch: pytest.MonkeyPatch
 
 
 SPAWN = """
+import sys
+sys.path.insert(0, sys.argv[1])
 import lightning.pytorch as L
 from tests.callbacks.models import Classifier, digits
 if __name__ == "__main__":
@@ -412,9 +415,9 @@ def test_spawned_ranks_are_recorded(on: Path) -> None:
     """With ``ddp_spawn``, the recorders are added in the processes of the ranks, and their statistics are merged."""
     (on / "train.py").write_text(SPAWN)
     site = write_entry_points(on / "site")
-    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "train.py"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    path = f"{site}{os.pathsep}{ROOT}"  # for the ranks
+    codes, log = forks.run(on / "train.py", site, folder=on, variables={"PYTHONPATH": path})
+    assert codes == [0], log
     series = open_recording(on / "lightning_logs")["version_0"]["activations"]
     assert series.steps == [0, 1]
     assert folders(on) == ["lightning_logs/version_0"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +24,7 @@ from lightning_recorder import (
     read_manifest,
 )
 from lightning_recorder.callbacks import TensorDumper
+from tests import forks
 from tests.callbacks.models import Classifier, digits, fit
 
 
@@ -366,12 +364,9 @@ if __name__ == "__main__":
 def test_sharded_checkpoints(tmp_path: Path) -> None:
     """A checkpoint that two processes write to one folder has a dump of each process, which is pruned with it."""
     (tmp_path / "train.py").write_text(SHARDED)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path)]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RecorderWarning" not in done.stderr
+    codes, log = forks.run(tmp_path / "train.py", tmp_path, folder=tmp_path, ranks=2)
+    assert codes == [0, 0], log[-3000:]
+    assert "RecorderWarning" not in log
     kept = tmp_path / "kept"
     names = {path.name for path in kept.glob("*.ckpt")}
     assert all((kept / name).is_dir() for name in names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +200,7 @@ CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
     ],
 }
 GROUPS = ("schedule", "outputs")
-EVERY = [(kind, *case) for kind, cases in CASES.items() for case in cases]
+EVERY = [(kind, position) for kind, cases in CASES.items() for position in range(len(cases))]
 NAMED = [
     f"{kind.__name__}-{name}-{position}" for kind, cases in CASES.items() for position, (name, *_) in enumerate(cases)
 ]
@@ -243,11 +245,11 @@ def callback_of(cli: Any, kind: type[Any]) -> Any:
     return callback
 
 
-def written(folder: Path, kind: type[Any], values: dict[str, Any]) -> Path:
-    """Write a configuration file with one callback, and return its path."""
+def written(folder: Path, kind: type[Any], *values: dict[str, Any]) -> Path:
+    """Write a configuration file with a callback for each of the given arguments, and return its path."""
     path = folder / "config.yaml"
-    entry = {"class_path": f"lightning_recorder.{kind.__name__}", "init_args": values}
-    path.write_text(yaml.safe_dump({"trainer": {"callbacks": [entry]}}))
+    entries = [{"class_path": f"lightning_recorder.{kind.__name__}", "init_args": each} for each in values]
+    path.write_text(yaml.safe_dump({"trainer": {"callbacks": entries}}))
     return path
 
 
@@ -265,13 +267,27 @@ def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
     assert names == set(arguments(kind))
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "read", "expected"), EVERY, ids=NAMED)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Any]], list[Any]]:
+    """Return the callbacks of a file that has a callback for each case of a kind, in order."""
+
+    @functools.cache
+    def load_all(kind: type[Any]) -> list[Any]:
+        values = [{name: value} for name, value, *_ in CASES[kind]]
+        cli = load("--config", str(written(tmp_path_factory.mktemp("all"), kind, *values)))
+        return [each for each in cli.trainer.callbacks if type(each) is kind]
+
+    return load_all
+
+
+@pytest.mark.parametrize(("kind", "position"), EVERY, ids=NAMED)
 def test_each_argument_can_be_given_in_a_file(
-    kind: type[Any], name: str, value: Any, read: Any, expected: Any, tmp_path: Path
+    kind: type[Any], position: int, loaded: Callable[[type[Any]], list[Any]]
 ) -> None:
     """The value of an argument in a configuration file reaches the callback."""
-    callback = callback_of(load("--config", str(written(tmp_path, kind, {name: value}))), kind)
-    assert read(callback) == expected
+    _, _, read, expected = CASES[kind][position]
+    assert len(loaded(kind)) == len(CASES[kind])
+    assert read(loaded(kind)[position]) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

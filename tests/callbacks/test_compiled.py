@@ -21,6 +21,7 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
 )
@@ -29,6 +30,7 @@ from tests.callbacks.models import LEAVES, Classifier, fit, hooks_left
 from tests.callbacks.test_noninterference import assert_same
 
 BACKENDS = ["eager", "aot_eager"]
+QUIET = Outputs(plots=False)  # pictures take most of the time of a short fit
 ENCODER = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2"]
 
 
@@ -85,9 +87,9 @@ HOWS = ["fit", "submodule", "module.compile", "model.compile"]
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     """Return all callbacks, recording every third step."""
-    options = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, **options}
+    options = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, "outputs": QUIET, **options}
     kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
-    return [GraphRecorder(strict=True), *(kind(**options) for kind in kinds)]
+    return [GraphRecorder(formats=(), strict=True), *(kind(**options) for kind in kinds)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -207,7 +209,13 @@ def test_compiled_modules_can_be_left_out(how: str, backend: str, tmp_path: Path
         return [losses.losses, dict(model.state_dict()), states, torch.get_rng_state(), compilations]
 
     sink = MemorySink()
-    options: dict[str, Any] = {"every_n_train_steps": 3, "strict": True, "sinks": [sink], "compiled": "skip"}
+    options: dict[str, Any] = {
+        "every_n_train_steps": 3,
+        "strict": True,
+        "sinks": [sink],
+        "compiled": "skip",
+        "outputs": QUIET,
+    }
     callbacks: list[Callback] = [
         ActivationRecorder(**options),
         GradientRecorder(**options),
@@ -234,7 +242,7 @@ def test_where_all_is_compiled_skip_records_nothing(kind: type[StatisticsCallbac
     model, given = compiled(how, "eager")
     sink = MemorySink()
     with pytest.warns(RecorderWarning, match=f"{kind.__name__} records nothing: .* all are compiled"):
-        fit(given, tmp_path, [kind(compiled="skip", every_n_train_steps=1, sinks=[sink])], logger=False)
+        fit(given, tmp_path, [kind(compiled="skip", every_n_train_steps=1, sinks=[sink], outputs=QUIET)], logger=False)
     assert sink.scalars == {}
     assert counters["stats"]["unique_graphs"] == 1
     assert hooks_left(model) == []

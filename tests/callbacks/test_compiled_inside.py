@@ -33,7 +33,7 @@ from lightning_recorder import (
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.internals import compiled_operators
 from tests.callbacks.models import LEAVES, digits, fit, hooks_left
-from tests.callbacks.test_compiled import Bare, Losses, _fresh, compiled
+from tests.callbacks.test_compiled import QUIET, Bare, Losses, _fresh, compiled
 from tests.callbacks.test_noninterference import assert_same
 
 # Torch reads .grad of tensors that are not leaves while it traces, and ignores the warning.
@@ -52,7 +52,14 @@ def _switched_off() -> Iterator[None]:
 
 def recorders(sink: MemorySink, **options: Any) -> list[StatisticsCallback]:
     """Return recorders of activations, gradients and parameters."""
-    options = {"compiled": "inside", "every_n_train_steps": 3, "sinks": [sink], "strict": True, **options}
+    options = {
+        "compiled": "inside",
+        "every_n_train_steps": 3,
+        "sinks": [sink],
+        "strict": True,
+        "outputs": QUIET,
+        **options,
+    }
     return [kind(**options) for kind in KINDS]
 
 
@@ -109,6 +116,7 @@ def test_records_are_those_of_the_eager_recorders(how: str, tmp_path: Path) -> N
         _, given = compiled(how, "aot_eager" if how == "submodule" else "eager")
         sink = MemorySink()
         options: dict[str, Any] = {"compiled": stance, "every_n_train_steps": 2, "sinks": [sink], "strict": True}
+        options["outputs"] = QUIET
         both = ActivationRecorder(tensors=["inputs", "outputs"], **options)
         fit(given, tmp_path / stance, [both, GradientRecorder(**options)], logger=False)
         histograms = sink.histograms.items()
@@ -220,7 +228,7 @@ def test_recorders_with_different_intervals(tmp_path: Path) -> None:
     """There is one graph for each combination of recorders that occurs: both, one of them, and none."""
     model, given = compiled("fit", "eager")
     sink = MemorySink()
-    options: dict[str, Any] = {"compiled": "inside", "sinks": [sink], "strict": True}
+    options: dict[str, Any] = {"compiled": "inside", "sinks": [sink], "strict": True, "outputs": QUIET}
     every_second = ActivationRecorder(every_n_train_steps=2, **options)
     every_fourth = GradientRecorder(every_n_train_steps=4, **options)
     train(model, given, tmp_path, [every_second, every_fourth])
@@ -250,7 +258,7 @@ def test_training_and_validation_alternate(tmp_path: Path) -> None:
     sink = MemorySink()
     schedule = Schedule(stages=("train", "validate"))
     recorder = ActivationRecorder(
-        compiled="inside", every_n_train_steps=1, schedule=schedule, sinks=[sink], strict=True
+        compiled="inside", every_n_train_steps=1, schedule=schedule, sinks=[sink], strict=True, outputs=QUIET
     )
     train(model, given, tmp_path, [recorder], validation=digits(2), max_epochs=3)
     # Training, the sanity check, and validation.
@@ -268,7 +276,11 @@ def test_a_resumed_run_continues(tmp_path: Path) -> None:
             torch._dynamo.reset()
             _, given = compiled("submodule", "eager")
             recorder = ActivationRecorder(
-                compiled=stance, every_n_train_steps=1, reduce=8, sinks=[sink], outputs=Outputs(dumps=False)
+                compiled=stance,
+                every_n_train_steps=1,
+                reduce=8,
+                sinks=[sink],
+                outputs=Outputs(plots=False, dumps=False),
             )
             saving = ModelCheckpoint(dirpath=tmp_path / stance, every_n_train_steps=4, save_top_k=-1)
             trainer = fit_from(given, tmp_path / stance, [recorder, saving], path, steps)
@@ -370,6 +382,7 @@ def test_the_gradients_of_accumulated_and_scaled_losses(tmp_path: Path) -> None:
         _, given = compiled("submodule", "eager")
         sink = MemorySink()
         options: dict[str, Any] = {"compiled": stance, "every_n_train_steps": 1, "sinks": [sink], "strict": True}
+        options["outputs"] = QUIET
         fit(
             given,
             tmp_path / stance,

@@ -11,8 +11,6 @@ import inspect
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -53,6 +51,7 @@ from lightning_recorder.callbacks.attach import AttachRecorders
 from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reduction, Statistics, Values, to_histogram
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
 from lightning_recorder.tensors import Recorder
+from tests import forks
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 
@@ -764,24 +763,19 @@ SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run the scenarios in two processes; return the exit status of the first one and the output of both."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.callbacks.test_distributed", str(folder), *names]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        # A separate session, so that no process outlives a test that has timed out.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{names} took more than {timeout_s} s: {log.read_text()[-2000:]}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code, log.read_text()
+    """Run the scenarios in a process, for which Lightning starts the second rank; return its status and the output."""
+    (code,), log = forks.run(
+        "-m", "tests.callbacks.test_distributed", folder, *names, folder=folder, timeout_s=timeout_s
+    )
+    return code, log
+
+
+def go_in_forks(folder: Path, name: str, timeout_s: float = 60.0) -> None:
+    """Run a scenario in two ranks that another program has started, and check that both end."""
+    codes, log = forks.run(
+        "-m", "tests.callbacks.test_distributed", folder, name, folder=folder, ranks=2, timeout_s=timeout_s
+    )
+    assert codes == [0, 0], log[-3000:]
 
 
 def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
@@ -1112,8 +1106,7 @@ def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str,
 @pytest.mark.parametrize("name", ["attached_on_0", "attached_on_1"])
 def test_a_variable_that_one_rank_lacks_hangs_nobody(name: str, tmp_path: Path) -> None:
     """If only one rank has ``LIGHTNING_RECORDER=on``, nothing is recorded, and that rank warns; training continues."""
-    code, log = go(tmp_path, name, timeout_s=120.0)
-    assert code == 0, log[-2000:]
+    go_in_forks(tmp_path, name)
     results, warned = outcome(tmp_path, name)
     assert [result["trained"] for result in results] == [STEPS, STEPS]
     here = int(name[-1])
@@ -1124,8 +1117,7 @@ def test_a_variable_that_one_rank_lacks_hangs_nobody(name: str, tmp_path: Path) 
 
 def test_a_variable_on_all_ranks_records(tmp_path: Path) -> None:
     """If all ranks have ``LIGHTNING_RECORDER=on``, their records are merged."""
-    code, log = go(tmp_path, "attached_on_all", timeout_s=120.0)
-    assert code == 0, log[-2000:]
+    go_in_forks(tmp_path, "attached_on_all")
     assert outcome(tmp_path, "attached_on_all")[1] == [[], []]
     series = open_recording(tmp_path / "attached_on_all")["activations"]
     assert series["squash"].statistic("count")[0] == 2 * ROWS * 64
@@ -1198,8 +1190,7 @@ def test_launched_processes_leave_their_results(pair: Path, launched: Path, stra
 
 def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_path: Path) -> None:
     """If a rank fails after the agreement, the other ranks record without it, and a warning says so."""
-    code, log = go(tmp_path, "late", timeout_s=45.0)
-    assert code == 0, log[-2000:]
+    go_in_forks(tmp_path, "late")
     results, warned = outcome(tmp_path, "late")
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
     assert [len(each) for each in warned] == [1, 1]
@@ -1208,8 +1199,7 @@ def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_p
 @pytest.mark.parametrize("name", ["unmergeable", "unsendable"])
 def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_path: Path) -> None:
     """An error in merging on rank 0, or in sending on rank 1, costs the reduction but not the run."""
-    code, log = go(tmp_path, name, timeout_s=45.0)
-    assert code == 0, log[-2000:]
+    go_in_forks(tmp_path, name)
     results, warned = outcome(tmp_path, name)
     assert [result["trained"] for result in results] == [STEPS, STEPS]
     if name == "unmergeable":
@@ -1218,8 +1208,7 @@ def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_pa
 
 def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) -> None:
     """If the model allows empty ranks, two epochs with validation end and all steps are recorded."""
-    code, log = go(tmp_path, "empty_share", timeout_s=45.0)
-    assert code == 0, log[-2000:]
+    go_in_forks(tmp_path, "empty_share")
     results, warned = outcome(tmp_path, "empty_share")
     assert not [message for each in warned for message in each if "is off" in message]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(2 * STEPS), 2 * ROWS * 64)

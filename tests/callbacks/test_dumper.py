@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +37,7 @@ from lightning_recorder.callbacks import TensorDumper
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import SiteStatistics
 from lightning_recorder.tensors.capture import Captured
+from tests import forks
 from tests.callbacks import test_noninterference as noninterference
 from tests.callbacks.models import LEAVES, Classifier, digits, fit, hooks_left
 from tests.disks import files_up_to
@@ -790,10 +788,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "train.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(folder / "train.py"), str(folder)]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RecorderWarning" not in done.stderr
+    codes, log = forks.run(folder / "train.py", folder, folder=folder, ranks=2)
+    assert codes == [0, 0], log[-3000:]
+    assert "RecorderWarning" not in log
     return folder

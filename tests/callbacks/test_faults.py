@@ -50,7 +50,13 @@ def made(kind: Any, sink: MemorySink, **options: Any) -> Callback:
     if issubclass(kind, GraphRecorder):
         callback: Callback = kind(formats=(), sinks=[sink], **options)
         return callback
-    plain = {"every_n_train_steps": 1, "reduce": 3, "extra": [Change()], "sinks": [sink]}
+    plain = {
+        "every_n_train_steps": 1,
+        "reduce": 3,
+        "extra": [Change()],
+        "sinks": [sink],
+        "outputs": Outputs(plots=False),  # pictures take most of the time of a short fit
+    }
     recorder: Callback = kind(**{**plain, **options})
     return recorder
 

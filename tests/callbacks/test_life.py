@@ -120,7 +120,7 @@ class Net(LightningModule):
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     """Return one recorder of each kind that records every step and counts values."""
-    outputs = Outputs(histograms=False)
+    outputs = Outputs(histograms=False, plots=False)  # pictures take most of the time of a short fit
     options = {"every_n_train_steps": 1, "statistics": ["count"], "outputs": outputs, **options}
     kinds: tuple[type[StatisticsCallback], ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
     statistics = [kind(sinks=[sink], strict=True, **options) for kind in kinds]
@@ -645,7 +645,7 @@ def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) 
     sink = MemorySink()
     kinds = (ActivationRecorder, GradientRecorder, ParameterRecorder)
     callbacks = [
-        kind(statistics=["count"], outputs=Outputs(histograms=False), sinks=[sink], strict=True, **options)
+        kind(statistics=["count"], outputs=Outputs(histograms=False, plots=False), sinks=[sink], strict=True, **options)
         for kind in kinds
     ]
     trainer = trainer_of(tmp_path, callbacks, max_epochs=4, accumulate_grad_batches=accumulate)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from lightning_recorder import StepWatch, open_recording
 from lightning_recorder.callbacks.watched_run import WatchedRun
+from tests import forks
 from tests.callbacks.models import Classifier
 from tests.callbacks.test_noninterference import (
     Checkpointed,
@@ -141,12 +139,9 @@ def test_the_rank_is_named_and_nothing_changes_under_ddp(tmp_path: Path) -> None
     """Rank 0 reports the finding of rank 1, and each rank ends bitwise as without the watch, or both stop."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RecorderWarning" not in done.stderr
+    codes, log = forks.run(script, tmp_path, folder=tmp_path, ranks=2)
+    assert codes == [0, 0], log[-3000:]
+    assert "RecorderWarning" not in log
     left = {
         (how, rank): torch.load(tmp_path / f"{how}-{rank}.pt", weights_only=False)
         for how in ("bare", "watched", "stopped")
@@ -162,4 +157,4 @@ def test_the_rank_is_named_and_nothing_changes_under_ddp(tmp_path: Path) -> None
     assert "at step 2 (batch 2 of epoch 0, rank 1): backward of sqrt" in findings[0].verdict
     assert [each.name for each in (path / "incidents").iterdir()] == ["step-2-rank1"]
     # The last lines of the terminal are those of rank 0.
-    assert f"  {findings[0].line}" in done.stdout + done.stderr
+    assert f"  {findings[0].line}" in log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import threading
@@ -25,6 +24,7 @@ from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.statistics.rank_merging import Exchange, Merged
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.taps import Site
+from tests import forks
 
 pytestmark = pytest.mark.slow
 
@@ -233,8 +233,7 @@ def _counting(name: str, function: Callable[..., Any], calls: Counter[str]) -> C
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each process."""
     folder = tmp_path_factory.mktemp("exchange")
-    # The processes are forks of one that has imported this file, since importing torch takes seconds.
-    multiprocessing.set_forkserver_preload([__name__])
+    forks.context()  # the processes are forks of one that has imported torch
     args = (request.param, folder)
     context: Any = start_processes(work, args, nprocs=request.param, join=False, start_method="forkserver")
     end = time.monotonic() + WAIT_S

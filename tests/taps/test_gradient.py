@@ -174,7 +174,7 @@ class Loop(nn.Module):
         self.cell = cell
 
     def forward(self, x):
-        for _ in range(60_000):
+        for _ in range(50_000):
             x = self.cell(x)
         return x
 
@@ -185,7 +185,7 @@ for backward in (False, True):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with TAP(dict(net.named_modules()), lambda site, grad: count.append(1)):
-            for _ in range(2):
+            for _ in range(1 + backward):
                 loss = net(x)
                 if backward:
                     loss.backward()
@@ -201,7 +201,9 @@ for backward in (False, True):
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
 def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, recorded: int) -> None:
-    """For 60,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
+    """For 50,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
+
+    Without the limit, torch 2.13 ends the process from 45,000 operations on.
 
     A module with more than 20,000 operations has no gradient of its input.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels import fused
+from tests import forks
 from tests.reductions.strategies import streams
 
 needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="there is no C compiler")
@@ -246,29 +246,34 @@ def test_more_values_than_an_int_counts() -> None:
 # Building
 
 
-def prepared(environment: dict[str, str], log: str = "INFO") -> list[str]:
-    """Return the result of preparing the function in another process, and its log."""
-    code = f"""
+PREPARE = """
 import logging, sys
-logging.basicConfig(level=logging.{log}, stream=sys.stdout, format="%(message)s")
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 import torch
 from lightning_recorder.reductions import Statistics
 from lightning_recorder.reductions.kernels import fused
 statistics = Statistics()
 statistics.update(torch.ones(3))
-print(fused.prepare(), float(statistics.compute()["count"]))
+print(fused.prepare(), float(statistics.compute()["count"]), flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
-    )
-    return done.stdout.splitlines()
+
+
+def prepared(folder: Path, processes: int = 0, **environment: str) -> list[str]:
+    """Return the results of preparing the function in other processes, with the folder as the cache, and the logs."""
+    script = folder / "prepare.py"
+    script.write_text(PREPARE, encoding="utf-8")
+    (folder / "log.txt").unlink(missing_ok=True)
+    variables = {"XDG_CACHE_HOME": str(folder), **environment}
+    codes, log = forks.run(script, folder=folder, ranks=processes, variables=variables)
+    assert set(codes) == {0}, log
+    return log.splitlines()
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
     """The first process builds and logs it, the second finds it; the folder is private and has no other files."""
-    first, second = (prepared({"XDG_CACHE_HOME": str(tmp_path)}) for _ in range(2))
+    first, second = (prepared(tmp_path) for _ in range(2))
     assert first[0].startswith("built ")
     assert first[1:] == second == ["True 3.0"]
     folder = tmp_path / "lightning_recorder"
@@ -280,10 +285,9 @@ def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_may_build_at_once(tmp_path: Path) -> None:
     """Several processes that find no library build at the same time and all end up with one."""
-    command = [sys.executable, "-c", "from lightning_recorder.reductions.kernels import fused; print(fused.prepare())"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
-    assert [each.communicate()[0].strip() for each in running] == ["True"] * 4
+    lines = prepared(tmp_path, processes=4)
+    assert [line for line in lines if not line.startswith("built ")] == ["True 3.0"] * 4
+    assert len(lines) > 4
     assert len(list((tmp_path / "lightning_recorder").iterdir())) == 1
 
 
@@ -301,7 +305,7 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
 )
 def test_without_it_torch_computes(environment: dict[str, str], warned: str | None, tmp_path: Path) -> None:
     """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
-    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path), **environment})
+    *logged, result = prepared(tmp_path, **environment)
     assert result == "False 3.0"
     assert all(warned in line for line in logged) if warned else logged == []
     assert bool(logged) == bool(warned)
@@ -313,7 +317,7 @@ def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> No
     folder = tmp_path / "lightning_recorder"
     folder.mkdir()
     folder.chmod(0o777)
-    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path)})
+    *logged, result = prepared(tmp_path)
     assert result == "False 3.0"
     assert "is writable by other users" in logged[0]
     assert list(folder.iterdir()) == []
