@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_recorder.graph.views.wiring import FARTHEST, Key, Merged, Siblings, merge_deep_ports, merge_ports
 

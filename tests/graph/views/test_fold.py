@@ -618,7 +618,7 @@ def test_a_state_of_two_steps() -> None:
           tanh <- add ×6
         """
     )
-    assert [line for line in to_text(view).splitlines() if "cos" in line][0] == (
+    assert next(line for line in to_text(view).splitlines() if "cos" in line) == (
         "│  ├─ cos  2×4  ← exp (first), sin (second), tanh (next, 2 on)"
     )
 
