@@ -29,12 +29,12 @@ class Run:
 def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
     """Return the longest run of units that starts at a position and is connected equally."""
     most = (end - start) // length
+    run = _equally_fed(siblings, start, length, most, 1)
+    if run.times == most or most < 3:
+        return run
     probe = siblings.ports(start + min(FARTHEST, most - 1) * length, start, length).values()
     back = max((key[0][3] for port in probe for key, _ in port if key[0][0] == "before"), default=1)
-    run = _equally_fed(siblings, start, length, most, back)
-    if run.times <= back and back > 1:
-        return _equally_fed(siblings, start, length, most, 1)
-    return run
+    return max(run, _equally_fed(siblings, start, length, most, back), key=lambda each: each.times) if back > 1 else run
 
 
 def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: int) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -152,7 +153,7 @@ class Siblings:
     def _spot(self, edge: Edge, unit: int, first: int, length: int) -> Key:
         """Return the place of a source: in the unit, in the one before it, or the node itself if it is outside."""
         source = edge.source
-        if joined := self.in_step(source, (unit - first) // length, earlier=True):
+        if self.joined and (joined := self.in_step(source, (unit - first) // length, earlier=True)):
             return joined
         if source not in self.place:
             return "out", source
@@ -181,7 +182,7 @@ class Siblings:
 
     def across(self, edge: Edge, unit: int, length: int) -> Key:
         """Return the relations of an edge to folded nodes, which are relative if they are inside the unit."""
-        return tuple((self._group(group, unit, length), word) for group, word in edge.across)
+        return tuple([(self._group(group, unit, length), word) for group, word in edge.across]) if edge.across else ()
 
     def _group(self, group: int, unit: int, length: int) -> Key:
         position, offset = self.place.get(group, (-1, None))
@@ -248,7 +249,8 @@ def tensor_label(node: Node) -> Key:
     return node.kind, name, node.outputs
 
 
-Merged = list[tuple[tuple[Literal["first", "next"], ...], Key, int]]
+Words = tuple[Literal["first", "next"], ...]
+Merged = list[tuple[Words, Key, int]]
 """The relation to the repetition, the source and the number of tensors of each edge into a node."""
 
 
@@ -309,21 +311,25 @@ def merge_deep_ports(ports: list[Port]) -> Merged | None:
     slots = [[key for key, number in port for _ in range(number)] for port in ports]
     if len({len(each) for each in slots}) > 1:
         return None
-    merged: dict[tuple[tuple[Literal["first", "next"], ...], Key], int] = {}
+    merged: Counter[tuple[Words, Key]] = Counter()
     for keys in zip(*slots, strict=True):
         steady = keys[-1]
         if all(key == steady for key in keys):
-            merged[(), steady] = merged.get(((), steady), 0) + 1
+            merged[(), steady] += 1
             continue
         back = steady[0][3] if steady[0][0] == "before" else 0
         if not back or any(key != steady for key in keys[back:]) or any(key[0][0] != "out" for key in keys[:back]):
             return None
-        for number, key in enumerate(keys[:back]):
-            merged[("first", *("next",) * number), key] = merged.get((("first", *("next",) * number), key), 0) + 1
-        merged[("next",) * back, steady] = merged.get((("next",) * back, steady), 0) + 1
+        for step, key in enumerate(keys[:back]):
+            merged[("first", *_onward(step)), key] += 1
+        merged[_onward(back), steady] += 1
     found = [(words, key, number) for (words, key), number in merged.items()]
     # Edges with equal ends are one edge, which has one place among the arguments.
     return found if all(_at(found, step) == port for step, port in enumerate(ports)) else None
+
+
+def _onward(steps: int) -> Words:
+    return tuple(["next" for _ in range(steps)])
 
 
 def _at(merged: Merged, step: int) -> Port:

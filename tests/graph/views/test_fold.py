@@ -550,7 +550,7 @@ def test_generation_with_a_cache() -> None:
     def layer(net: Any, x: Tensor, cache: Tensor | None) -> Tensor:
         keys: Tensor = net.key(x)
         net.cache = keys if cache is None else torch.cat([cache, keys])
-        return x + net.value(net.cache).sum(0)
+        return torch.add(x, net.value(net.cache).sum(0))
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for token in range(5):
@@ -591,7 +591,8 @@ def test_parallel_layers_and_their_functions_stay_apart() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         q, k, v = [part(x) for part in net.children()]
         one, two, three = [each.exp() for each in (q, k, v)]
-        return one * two * three
+        product: Tensor = one * two * three
+        return product
 
     view = fold_repeats(collapse(bare(Net(forward, q=linear(), k=linear(), v=linear()), X)))
     assert [node.name for node in view.module_calls()] == ["q", "k", "v"]
