@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,8 @@ from typing import Any
 _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
+_COLUMN = re.compile(r"subgraph cluster_column_(?P<call>\d+)_")
+_DETOUR = re.compile(r"(top_\w+ -> bottom_\w+ \[[^\]]*weight=)\d+")
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
@@ -66,6 +68,8 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     for attempt in range(_ROUNDS):
         before = time.monotonic()
         layout = json.loads(draw(renderer, source, ["json0"])[0])
+        if not attempt:
+            source, layout = with_columns_in_order(renderer, source, layout)
         widths = widths_of(source)
         lines = lines_of(layout)
         moved = {
@@ -127,6 +131,41 @@ def with_widths(source: str, widths: Widths) -> str:
     return _PART.sub(changed, source)
 
 
+def with_columns_in_order(renderer: str, source: str, layout: Any) -> tuple[str, Any]:
+    """Return a document, and its layout, in which each column is to the right of the one before, if dot succeeds.
+
+    dot orders columns by the edges that cross, more than by the order of the nodes at their heads. It is left more
+    choice if the lines that are led around need not be straight, and still more without the frames of the columns.
+    """
+    calls = calls_with_reversed_columns(layout)
+    bent = _DETOUR.sub(r"\g<1>1", source)
+    for other in (bent, without_column_frames(bent, calls)) if calls else ():
+        changed = json.loads(draw(renderer, other, ["json0"])[0])
+        # For some graphs, dot then finds no way for an edge.
+        complete = all("pos" in edge for edge in changed.get("edges", ()))
+        if complete and not calls_with_reversed_columns(changed):
+            return other, changed
+    return source, layout
+
+
+def calls_with_reversed_columns(layout: Any) -> set[str]:
+    """Return the calls with a column that is to the left of the one before, if the data flows down or up the page."""
+    if layout.get("rankdir", "TB") in ("LR", "RL"):
+        return set()
+    objects = layout.get("objects", ())
+    middles: dict[str, list[tuple[int, float]]] = {}
+    for each in objects:
+        if column := re.search(r"column_(\d+)_(\d+)$", each["name"]):
+            places = [float(objects[node]["pos"].split(",")[0]) for node in each.get("nodes", ())]
+            middles.setdefault(column[1], []).append((int(column[2]), sum(places) / max(len(places), 1)))
+    return {call for call, each in middles.items() if [at for _, at in sorted(each)] != sorted(at for _, at in each)}
+
+
+def without_column_frames(source: str, calls: Container[str]) -> str:
+    """Return the document without the invisible frames of some columns, which then have the order of their nodes."""
+    return _COLUMN.sub(lambda part: part[0].replace("cluster_", "") if part["call"] in calls else part[0], source)
+
+
 def frames_of(layout: Any) -> Iterator[tuple[str, Frame]]:
     """Yield the name and position of each frame that has a title."""
     for each in layout.get("objects", ()):
@@ -156,7 +195,7 @@ def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: 
         return {"left": max(1, left), "right": max(1, total - left)}
     widest = max((right - left for left, right in gaps), default=0.0)
     inner = frame.right - frame.left - 2 * _MARGIN
-    if inner > 4 * text + 10 * _MARGIN:
+    if inner > 4 * text + 10 * _MARGIN and widest < text / 2:
         # Edges run along the title, and more room would not help.
         return widths
     # The new room may be divided by an edge, so it is generous.

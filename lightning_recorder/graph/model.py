@@ -36,7 +36,7 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
 
-Repetition = Literal["first", "next", "all", "same"]
+Repetition = Literal["first", "next", "all", "same", "each"]
 """The relation of an edge to the repetitions of a folded node:
 
 ``first``
@@ -46,7 +46,13 @@ Repetition = Literal["first", "next", "all", "same"]
 ``all``
     the target, outside of the folded node, takes the tensors of all repetitions in their order;
 ``same``
-    beside ``next`` for an outer folded node: the tensor goes to the same repetition of this inner node.
+    beside ``next`` for an outer folded node: the tensor goes to the same repetition of this inner node;
+``each``
+    for two folded nodes, one around the source and then one around the target: each repetition of the second takes the
+    tensor of the repetition of the first that has the same number.
+
+Each further ``next`` for a node is one repetition more: ``first`` with ``next`` is the second repetition, and ``next``
+twice is the tensor of two repetitions before.
 
 Without such a word, each repetition takes the tensor of a source outside, and a target outside takes the tensor of the
 last repetition.
@@ -325,14 +331,17 @@ class Graph:
 
     def occurrences(self, edge: Edge) -> int:
         """Return the number of equal edges of the original graph that an edge of a folded view represents."""
-        words = dict(edge.across)
+        words: dict[int, list[Repetition]] = {}
+        for group, word in edge.across:
+            words.setdefault(group, []).append(word)
         sources, targets = (
             {node.id: node.repeats for node in (self[end], *self.ancestors(self[end])) if node.repeats > 1}
             for end in (edge.source, edge.target)
         )
-        targets |= {group: repeats for group, repeats in sources.items() if words.get(group) == "all"}
+        targets |= {group: repeats for group, repeats in sources.items() if "all" in words.get(group, ())}
         return math.prod(
-            {"first": 1, "next": repeats - 1}.get(words.get(group, ""), repeats) for group, repeats in targets.items()
+            1 if "first" in words.get(group, ()) else repeats - words.get(group, []).count("next")
+            for group, repeats in targets.items()
         )
 
     def structural_hash(self) -> str:

@@ -12,17 +12,19 @@ __all__ = ["wirings"]
 
 _META = (TensorMeta((2, 4), "float32"),)
 
-# A source is an earlier value, counted from the last one or from the first one, or a parameter of its own.
-_SOURCES = st.lists(
-    st.tuples(st.sampled_from(("back", "back", "back", "from start", "own")), st.integers(0, 4)), min_size=1, max_size=3
-)
+# A source is an earlier value, counted from the last one or from the first one, a parameter of its own, or the result
+# of the same step of an earlier loop.
+_KINDS = ("back", "back", "back", "from start", "own", "joined")
+_SOURCES = st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 4)), min_size=1, max_size=3)
 _OP = st.tuples(st.just("op"), st.sampled_from("abc"), _SOURCES)
 _GATHER = st.tuples(st.just("gather"), st.integers(1, 3), st.integers(1, 5))
 
 
 def _loop(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     body = st.lists(inner, min_size=1, max_size=4)
-    return st.tuples(st.just("loop"), st.integers(1, 5), body) | st.tuples(st.just("call"), st.sampled_from("AB"), body)
+    loop = st.tuples(st.just("loop"), st.integers(1, 5), body)
+    joined = st.tuples(st.just("joined"), st.integers(2, 4), st.integers(1, 4), body, body)
+    return loop | joined | st.tuples(st.just("call"), st.sampled_from("AB"), body)
 
 
 _STATEMENT = st.recursive(_OP | _OP | _GATHER, _loop, max_leaves=10)
@@ -35,6 +37,7 @@ class _Builder:
         self.nodes = [Node(0, "module", "", None, 0, type_name="Net")]
         self.edges: dict[tuple[int, int], Edge] = {}
         self.values: list[int] = []
+        self.same_step: list[int] = []
         for name in ("x", "y"):
             self.values.append(self.add("input", name, 0, []))
 
@@ -55,6 +58,18 @@ class _Builder:
             elif statement[0] == "gather":
                 # Each of the last few values, or every second one of them, as when a loop collects its results.
                 self.values.append(self.add("op", "stack", parent, self.values[:: statement[1]][-statement[2] :]))
+            elif statement[0] == "joined":
+                # As in a model with a cache, which is called several times.
+                _, steps, calls, first, later = statement
+                cache: list[int] = []
+                for call in range(calls + 1):
+                    before, cache = cache, []
+                    around = self.add("module", f"m{len(self.nodes)}", parent, [], type_name="C")
+                    for step in range(steps):
+                        self.same_step.append(before[step] if before else self.values[-1])
+                        self.run(later if call else first, around)
+                        self.same_step.pop()
+                        cache.append(self.values[-1])
             elif statement[0] == "loop":
                 for _ in range(statement[1]):
                     self.run(statement[2], parent)
@@ -65,6 +80,8 @@ class _Builder:
     def source(self, kind: str, number: int, parent: int) -> int:
         if kind == "own":
             return self.add("parameter", f"w{number}", parent, [])
+        if kind == "joined" and self.same_step:
+            return self.same_step[-1]
         return self.values[-1 - number % len(self.values)] if kind == "back" else self.values[number % len(self.values)]
 
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_recorder.graph.layout_process import Frame, crossings, line_of, lines_of, place, points_of
+from lightning_recorder.graph.layout_process import (
+    Frame,
+    calls_with_reversed_columns,
+    crossings,
+    line_of,
+    lines_of,
+    place,
+    points_of,
+    without_column_frames,
+)
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
 FRAME = Frame(left=0, right=200, middle=35, width=62, bottom=80, top=100)
@@ -49,3 +58,24 @@ def test_a_frame_without_a_gap_gets_wider_with_each_attempt() -> None:
     # The inner width of 68 has two gaps of 32; 60 points are missing 28 in one, twice that and margins are added.
     assert place(frame, WIDTHS, lines, 0) == {"left": 1, "right": 8 + 2 * 28 + 24}
     assert place(frame, WIDTHS, lines, 2) == {"left": 1, "right": 8 + 2 * 28 + 24 + 30}
+
+
+def test_a_wide_frame_with_nearly_enough_room_gets_wider() -> None:
+    """A wide frame gets wider if an edge leaves room for half of the title, but not if it leaves hardly any."""
+    wide = Frame(left=0, right=600, middle=35, width=62, bottom=80, top=100)
+    long, longer = (line_of(f"0,90 150,90 300,90 {end},90") for end in (540, 590))
+    # The inner border is at 594, and the gap begins 2 points behind the edge: 52 of the 60 points are there.
+    assert place(wide, WIDTHS, [long], 0) == {"left": 1, "right": 588 - 60 + 2 * 8 + 24}
+    assert place(wide, WIDTHS, [longer], 0) == WIDTHS
+
+
+def test_columns_from_right_to_left_lose_their_frames() -> None:
+    """The columns of a call stand from left to right, or lose their frames; those of a flow across the page stay."""
+    nodes = [{"name": f"n{x}", "pos": f"{x},10"} for x in (10, 20, 90, 100)]
+    columns = {"cluster_column_3_0": [2, 3], "cluster_column_3_1": [0, 1], "cluster_column_7_0": [0, 3]}
+    columns |= {"cluster_column_7_1": [1, 3], "cluster_7": [0]}
+    objects = [*nodes, *({"name": name, "nodes": each} for name, each in columns.items())]
+    assert calls_with_reversed_columns({"objects": objects}) == {"3"}
+    assert calls_with_reversed_columns({"objects": objects, "rankdir": "LR"}) == set()
+    source = "subgraph cluster_column_3_1 {} subgraph cluster_column_7_0 {} subgraph cluster_3 {}"
+    assert without_column_frames(source, {"3"}) == source.replace("cluster_column_3", "column_3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -109,6 +110,24 @@ def test_a_long_chain_has_columns(columns: int, tmp_path: Path) -> None:
     starts = [0, *(at for at in range(1, len(nodes)) if tops[at] < tops[at - 1])]
     assert len(starts) == columns
     assert [middles[at] for at in starts] == sorted(middles[at] for at in starts)
+
+
+def test_columns_inside_a_call_stand_from_left_to_right(tmp_path: Path) -> None:
+    """The columns of a call are in the order of time, although its skips and its input would be shorter otherwise."""
+
+    def chain(net: Any, x: Tensor) -> Tensor:
+        for number, part in enumerate(net.children()):
+            x = part(x) + x if number % 2 else part(x)
+        return x
+
+    parts = {f"part{number}": nn.Sequential(linear(), nn.ReLU(), nn.Tanh(), linear()) for number in range(9)}
+    net = Net(lambda net, x: net.chain(net.one(x)), one=linear(), chain=Net(chain, **parts))
+    drawing = draw(net, X, fold=False)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view) if "chain." in node.name]
+    starts = [after for before, after in pairwise(nodes) if after.top < before.top]
+    assert [each.left for each in (nodes[0], *starts)] == sorted(each.left for each in (nodes[0], *starts))
+    assert len(starts) == 2
 
 
 def test_functions_of_parameters_do_not_make_a_chain_broad(tmp_path: Path) -> None:

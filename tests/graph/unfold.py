@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -76,22 +77,27 @@ def _sources(view: Graph, node: Node, indices: _Indices) -> Iterator[tuple[Any, 
 
 
 def _copies(view: Graph, edge: Edge, indices: _Indices) -> Iterator[tuple[tuple[int, ...], Any]]:
-    words = dict(edge.across)
-    if any(indices[group] for group, word in words.items() if word == "first"):
+    words = dict(reversed(edge.across))  # "first" or the only word
+    later = Counter(group for group, word in edge.across if word == "next")
+    if any(indices[group] != later[group] for group, word in words.items() if word == "first"):
         return
     source = view[edge.source]
     around = [each for each in (source, *view.ancestors(source)) if each.repeats > 1][::-1]
+    paired = [group for group, word in edge.across if word == "each"]
+    partner = dict(zip(paired[::2], paired[1::2], strict=True))
     common = True  # the same repetition of the calls around both nodes
     choices: list[range] = []
     for group in around:
         word = words.get(group.id, "")
         common = common and group.id in indices
         if word == "next":
-            index = indices[group.id] - 1
+            index = indices[group.id] - later[group.id]
             common = False
             choices.append(range(index, index + 1) if index >= 0 else range(0))
         elif word == "all":
             choices.append(range(group.repeats))
+        elif group.id in partner:
+            choices.append(range(indices[partner[group.id]], indices[partner[group.id]] + 1))
         elif common or word == "same":
             choices.append(range(indices[group.id], indices[group.id] + 1))
         else:

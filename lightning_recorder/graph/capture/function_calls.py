@@ -165,7 +165,10 @@ def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
     custom: CustomCall | None = None
     looking = CALL_OF_FUNCTION is not None
     while frame is not None:
-        part = _parts.get(id(frame.f_code)) or _part(frame)
+        try:
+            part = _parts[id(frame.f_code)]
+        except KeyError:
+            part = _part(frame)
         if part is _BETWEEN_PART:
             pass
         elif part is _MODULE_CALL:

@@ -107,8 +107,20 @@ def shown_times(node: Node) -> str:
 
 def shown_across(edge: Edge) -> str:
     """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none."""
-    words = dict.fromkeys(word for _, word in edge.across if word != "same")
-    return "next" if "next" in words else ", ".join(words)
+    words: dict[int, list[str]] = {}
+    for group, word in edge.across:
+        words.setdefault(group, []).append(word)
+    shown = dict.fromkeys(_relation(each) for each in words.values() if each != ["same"])
+    onward = [each for each in shown if each.startswith("next")]
+    return onward[0] if onward else ", ".join(shown)
+
+
+def _relation(words: list[str]) -> str:
+    """Return the relation to the repetitions of one node: ``second`` for the words ``first`` and ``next``."""
+    later = words.count("next")
+    if "first" in words:
+        return ("first", "second", "third", "fourth")[later] if later < 4 else f"number {later + 1}"
+    return f"next, {later} on" if later > 1 else words[0]
 
 
 def times(edge: Edge, graph: Graph) -> int:

@@ -33,8 +33,9 @@ class TextRenderer(BaseRenderer[list[str]]):
     A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``:
     nodes beside it or beside a call around it. The arrow is omitted if the only input is the result of the preceding
     node. ``(first)`` marks an input that only the first repetition of a folded call takes, ``(next)`` the result of the
-    preceding repetition, and ``(all)`` the results of all repetitions. If several visible nodes have the same name, the
-    later ones get a number, such as ``add#2``. The line of a node that failed starts with ``✗``.
+    preceding repetition, ``(all)`` the results of all repetitions, and ``(each)`` that of the same repetition of
+    another folded call. If several visible nodes have the same name, the later ones get a number, such as ``add#2``.
+    The line of a node that failed starts with ``✗``.
 
     Args:
         graph: The graph to render; it is not reduced further.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
-from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node, Repetition
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["closed_calls", "collapse"]
@@ -57,8 +58,7 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
     entering: dict[tuple[object, ...], Edge] = {}
     for edge in graph.edges:
         goal = target[edge.target]
-        # The repetitions inside a closed call are not visible.
-        across = tuple((group, word) for group, word in edge.across if target[group] == group)
+        across = _visible(edge, target)
         if edge.across and not across and target[edge.source] == goal:
             continue
         edge = replace(edge, across=across) if across != edge.across else edge
@@ -70,6 +70,20 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         else:
             entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())
+
+
+def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetition], ...]:
+    """Return the relations of an edge without the repetitions inside closed calls, which are not visible."""
+    paired = [group for group, word in edge.across if word == "each"]
+    alone = {}
+    for one, other in zip(paired[::2], paired[1::2], strict=True):
+        # A closed call around the target takes the tensors of all repetitions of the source.
+        alone[one], alone[other] = target[other] != other, target[one] != one
+    return tuple(
+        (group, "all" if word == "each" and alone[group] else word)
+        for group, word in edge.across
+        if target[group] == group and not (word == "each" and alone[group] and group in paired[1::2])
+    )
 
 
 def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True) -> set[int]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
 from lightning_recorder.graph.views.forms import TENSORS, forms
 from lightning_recorder.graph.views.periods import repetitions
-from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings, merge_ports
+from lightning_recorder.graph.views.runs import (
+    Loop,
+    Run,
+    equal_units,
+    joined_loops,
+    longest_stretch,
+    merged_ports,
+    unit_offset,
+)
+from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings
 
 __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
@@ -24,12 +33,15 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two occurrences
     suffice for a single call that contains others. Units are equal if their classes, functions, parameters, dtypes and
     contents are equal, if they are connected equally inside, and if each takes its inputs from the same nodes outside
-    or from the unit before. The first unit may take other tensors in place of those from the unit before. The names of
-    the modules may differ, and the sizes of tensors that are not determined by parameters; see :class:`TensorMeta`.
+    or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
+    may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
+    the same number. The names of the modules may differ, and the sizes of tensors that are not determined by
+    parameters; see :class:`TensorMeta`.
 
-    The word in :attr:`Edge.across` tells an edge from one occurrence to the next, an edge into the first one only, and
-    an edge from all of them to a later node. With these words, the folded graph determines the original one. The
-    multiplicity of an edge is the number of recorded tensors that it represents.
+    The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
+    edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
+    With these words, the folded graph determines the original one. The multiplicity of an edge is the number of
+    recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
     others are not folded, since their names are informative, such as those of query, key and value.
@@ -57,19 +69,6 @@ def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Grap
         graph = folded
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Equal units, one after the other."""
-
-    start: int
-    length: int
-    times: int
-    parallel: bool
-
-    def units(self) -> range:
-        return range(self.start, self.start + self.length * self.times, self.length)
-
-
 class _Fold:
     """Folds a graph once, from the outer calls to the inner ones."""
 
@@ -83,6 +82,7 @@ class _Fold:
         self._forms = {node: numbers.setdefault((form, held.get(node)), len(numbers)) for node, form in shown.items()}
         self._widest: dict[int, tuple[TensorMeta, ...]] = {}
         self._changed = False
+        self._loops: list[Loop] = []
         self._free = max(self._graph.nodes) + 1
 
     def result(self) -> Graph:
@@ -97,14 +97,17 @@ class _Fold:
             framed: set[int] = set()
             for chosen in self._chosen(siblings) if len(parts) > 1 else ():
                 # The runs that are merged before may be the sources of this one.
-                run = _equal_units(siblings, chosen.start, chosen.length, chosen.start + chosen.length * chosen.times)
+                run = equal_units(siblings, chosen.start, chosen.length, chosen.start + chosen.length * chosen.times)
                 if self._enough(siblings, run):
                     todo.append(self._merge(siblings, run))
                     framed.update(todo[-1])
             todo.extend(self._graph.children.get(part, []) for part in parts if part not in framed)
+        if not self._changed:
+            for loop, run in joined_loops(self._loops, lambda loop, run: self._enough(loop.siblings, run)):
+                self._merge(loop.siblings, run)
         return self._rebuilt() if self._changed else self._original
 
-    def _chosen(self, siblings: Siblings) -> list[_Run]:
+    def _chosen(self, siblings: Siblings) -> list[Run]:
         """Return runs without overlaps; those with the most parts are preferred."""
         runs = self._runs(siblings)
         queue = [(-run.length * run.times, run.length, run.start, run.times, run.parallel) for run in runs]
@@ -113,10 +116,10 @@ class _Fold:
         chosen = []
         while queue:
             _, length, start, times, parallel = heapq.heappop(queue)
-            run = _Run(start, length, times, parallel)
-            free = _longest([not any(taken[unit : unit + length]) for unit in run.units()])
+            run = Run(start, length, times, parallel)
+            free = longest_stretch([not any(taken[unit : unit + length]) for unit in run.units()])
             if len(free) < times:
-                rest = _Run(start + length * free.start, length, len(free), parallel)
+                rest = Run(start + length * free.start, length, len(free), parallel)
                 if self._enough(siblings, rest):
                     heapq.heappush(queue, (-length * len(free), length, rest.start, len(free), parallel))
                 continue
@@ -124,9 +127,9 @@ class _Fold:
             chosen.append(run)
         return chosen
 
-    def _runs(self, siblings: Siblings) -> list[_Run]:
+    def _runs(self, siblings: Siblings) -> list[Run]:
         """Return the runs of equal units."""
-        found: list[_Run] = []
+        found: list[Run] = []
         for start, end, length in repetitions([self._forms[part] for part in siblings.parts]):
             known = any(
                 length % run.length == 0 and run.length * run.times > end - start - run.length
@@ -135,15 +138,16 @@ class _Fold:
             )
             if known:
                 continue  # a longer unit would be several of the shorter ones
-            unit = start + _offset(siblings, start, end, length)
+            unit = start + unit_offset(siblings, start, end, length)
+            self._loops.append(Loop(siblings, unit, length, (end - unit) // length))
             while unit + 2 * length <= end:
-                run = _equal_units(siblings, unit, length, end)
+                run = equal_units(siblings, unit, length, end)
                 if self._enough(siblings, run):
                     found.append(run)
                 unit += run.length * run.times
         return found
 
-    def _enough(self, siblings: Siblings, run: _Run) -> bool:
+    def _enough(self, siblings: Siblings, run: Run) -> bool:
         """Return True if a run is worth folding."""
         nodes, children = self._graph.nodes, self._graph.children
         unit = siblings.parts[run.start : run.start + run.length]
@@ -152,7 +156,7 @@ class _Fold:
             return False
         return nested or not run.parallel or run.times > _FEW
 
-    def _merge(self, siblings: Siblings, run: _Run) -> list[int]:
+    def _merge(self, siblings: Siblings, run: Run) -> list[int]:
         """Keep the first unit of a run, and return its nodes."""
         self._changed = True
         nodes, start, length = self._graph.nodes, run.start, run.length
@@ -193,7 +197,7 @@ class _Fold:
             nodes[node] = replace(nodes[node], parent=group)
         return inside
 
-    def _counterparts(self, siblings: Siblings, run: _Run) -> dict[int, int]:
+    def _counterparts(self, siblings: Siblings, run: Run) -> dict[int, int]:
         """Map each node of all units to the equal node in the first unit."""
         kept: dict[Key, int] = {}
         pairs: dict[int, int] = {}
@@ -217,14 +221,15 @@ class _Fold:
                 nodes[node] = replace(nodes[node], shared=node in outermost)
         return shared
 
-    def _outer(self, siblings: Siblings, run: _Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
+    def _outer(self, siblings: Siblings, run: Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
         """Return the edges into the nodes outside of a run that take its results."""
         units = run.units()
         start, length, last = run.start, run.length, units[-1]
         whole = start, length, last + length
         everywhere = siblings.leaving(start, *whole)
         found: dict[int, list[Edge]] = {}
-        for target in {key[2]: None for key in (*everywhere, *siblings.leaving(last, *whole))}:
+        leaving = {key[2]: None for key in (*everywhere, *siblings.leaving(last, *whole)) if isinstance(key[2], int)}
+        for target in leaving | dict.fromkeys(siblings.joined_users(start, length, run.times)):
             if target in pairs:
                 continue  # inside the run; an outer repetition passes these tensors on
             found[target] = []
@@ -232,6 +237,10 @@ class _Fold:
                 position, offset = siblings.place.get(edge.source, (-1, None))
                 if pairs.get(edge.source) is None:
                     found[target].append(edge)
+                    continue
+                if siblings.in_step(target, (position - start) // length):
+                    moved = _moved(edge, pairs, edge.multiplicity)
+                    found[target].append(replace(moved, across=(*moved.across, (group, "each"))))
                     continue
                 unit = position - (position - start) % length
                 key = position - unit, offset, target, siblings.across(edge, unit, length)
@@ -278,78 +287,28 @@ class _Fold:
         return replace(edge, tensor=self._graph.nodes[edge.source].outputs[before.index(edge.tensor)])
 
 
-def _equal_units(siblings: Siblings, start: int, length: int, end: int) -> _Run:
-    """Return the longest run of units that starts at a position and is connected equally."""
-    most = (end - start) // length
-    one, two = (siblings.ports(unit, start, length) for unit in (start, start + length))
-    parallel = True
-    for key in one.keys() | two.keys():
-        node, later = (siblings.subtrees[unit + key[0]][key[1]] for unit in (start, start + length))
-        ports = siblings.port(node, start, start, length), siblings.port(later, start + length, start, length)
-        merged = merge_ports(*ports, exact=siblings.graph.nodes[node].kind == "op")
-        if merged is None:
-            return _Run(start, length, 1, True)
-        parallel &= all(word != "next" for word, _, _ in merged)
-    times = 2
-    while times < most and siblings.ports(start + times * length, start, length) == two:
-        times += 1
-    times = _equally_named(siblings, start, length, times)
-    return _Run(start, length, _equally_used(siblings, start, length, times), parallel)
-
-
-def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units that call the same modules, or each another module."""
-    first = set(siblings.names(start, length))
-    seen = set(first)
-    same = None
-    for unit in range(1, times):
-        names = set(siblings.names(start + unit * length, length))
-        again = names == first
-        if not (again or seen.isdisjoint(names)) or same not in (None, again):
-            return unit
-        same = again
-        seen |= names
-    return times
-
-
-def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units before one whose results are used outside in another way.
-
-    Only the last one may have additional uses.
-    """
-    end = start + length * times
-    uses = siblings.leaving(start, start, length, end)
-    for unit in range(1, times):
-        others = siblings.leaving(start + unit * length, start, length, end)
-        if any(others.get(key, 0) < number for key, number in uses.items()):
-            times = unit
-            break
-        if others != uses:
-            times = unit + 1
-            break
-    targets = {key[2] for key in uses}
-    inside = any(start <= siblings.place.get(target, (-1,))[0] < end for target in targets)
-    if inside or not all(siblings.in_turn(target, list(uses), start, length, times) for target in targets):
-        return 1
-    return times
-
-
-def _repeated(siblings: Siblings, node: int, run: _Run, group: int, pairs: Mapping[int, int]) -> list[Edge]:
+def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mapping[int, int]) -> list[Edge]:
     """Return the edges into a node of the first unit, for all repetitions."""
-    start, length, times = run.start, run.length, run.times
+    start, length = run.start, run.length
     position, offset = siblings.place[node]
-    later = siblings.subtrees[position + length][offset]
-    ports = siblings.port(node, start, start, length), siblings.port(later, start + length, start, length)
-    into = siblings.graph.into
-    at_first = {key: edge for (key, _), edge in zip(ports[0], into.get(node, ()), strict=True)}
-    at_later = {key: edge for (key, _), edge in zip(ports[1], into.get(later, ()), strict=True)}
+    known: list[dict[Key, Edge]] = []
+    for step in range(run.back + 1):
+        each = siblings.subtrees[position + step * length][offset]
+        port = siblings.port(each, start + step * length, start, length)
+        into = siblings.graph.into.get(each, ())
+        known.append({key: edge for (key, _), edge in zip(port, into, strict=True)})
     found = []
-    for word, key, number in merge_ports(*ports, exact=False) or []:
-        edge = _moved((at_later if word == "next" else at_first)[key], pairs, number, target=node)
-        across: tuple[tuple[int, Repetition], ...] = ((group, word),) if word else ()
-        if not word and key[0][0] == "unit" and edge.relates("next"):
+    for words, key, number in merged_ports(siblings, node, start, length, run.back, exact=False) or []:
+        later = words.count("next")
+        # The tensors of the repetitions before are in the last port.
+        place = later if "first" in words or not words else run.back
+        edge = _moved(known[place][key], pairs, number, target=node)
+        across: tuple[tuple[int, Repetition], ...] = tuple((group, word) for word in words)
+        if not words and key[0][0] == "unit" and edge.relates("next"):
             across = ((group, "same"),)
-        number *= {"first": 1, "next": times - 1}.get(word, times)
+        if sum(word == "each" for _, word in edge.across) % 2:
+            across = (*across, (group, "each"))  # from the same step of a joined loop, which is folded
+        number *= 1 if "first" in words else run.times - later
         found.append(replace(edge, multiplicity=number, across=(*edge.across, *across)))
     return found
 
@@ -359,42 +318,6 @@ def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | N
     across = tuple((pairs.get(group, group), word) for group, word in edge.across)
     goal = edge.target if target is None else target
     return replace(edge, source=pairs.get(edge.source, edge.source), target=goal, multiplicity=number, across=across)
-
-
-def _offset(siblings: Siblings, start: int, end: int, length: int) -> int:
-    """Return the offset of the units in a stretch for which the fewest tensors pass from one unit to the next.
-
-    An offset that loses a unit is not considered.
-    """
-    spare = (end - start) % length
-    if not spare:
-        return 0
-    alive = [0] * (end - start + 1)
-    for position in range(start, end):
-        for offset in siblings.sources[position]:
-            users = siblings.graph.users.get(siblings.subtrees[position][offset], {}).values()
-            places = (siblings.place.get(edge.target, (-1,))[0] for edge in users)
-            last = max((place for place in places if place < end), default=-1)
-            if last > position:
-                alive[position + 1 - start] += 1
-                alive[last + 1 - start] -= 1
-    for place in range(1, len(alive)):
-        alive[place] += alive[place - 1]
-    # The first unit is left out: it takes tensors from outside instead.
-    cuts = [alive[offset + length : end - start : length] for offset in range(spare + 1)]
-    means = [round(sum(each) / len(each), 6) if each else 0.0 for each in cuts]
-    return means.index(min(means))
-
-
-def _longest(free: list[bool]) -> range:
-    """Return the longest stretch of true values."""
-    best = range(0)
-    start = 0
-    for place in range(len(free) + 1):
-        if place == len(free) or not free[place]:
-            best = max(best, range(start, place), key=len)
-            start = place + 1
-    return best
 
 
 def _wider(one: TensorMeta, other: TensorMeta) -> TensorMeta:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 
-__all__ = ["MutableGraph", "Port", "Siblings", "merge_ports"]
+__all__ = ["FARTHEST", "MutableGraph", "Port", "Siblings", "merge_deep_ports", "merge_ports"]
+
+FARTHEST = 4  # the largest number of repetitions between those that compute and use a tensor
 
 Key = tuple[Any, ...]
 Port = list[tuple[Key, int]]
@@ -84,6 +87,9 @@ class Siblings:
         self.spans: dict[int, tuple[int, int]] = {}
         for tensor in tensors:
             self._place_tensor(tensor)
+        # While joined loops are compared: the compared one, and the loop, step and place of each of their nodes.
+        self.loop: Any = None
+        self.joined: Mapping[int, tuple[Any, int, Key]] = {}
 
     def _offsets(self, tree: list[int], condition: Any) -> list[int]:
         return [offset for offset, node in enumerate(tree) if condition(node, self.place[tree[0]][0])]
@@ -147,6 +153,8 @@ class Siblings:
     def _spot(self, edge: Edge, unit: int, first: int, length: int) -> Key:
         """Return the place of a source: in the unit, in the one before it, or the node itself if it is outside."""
         source = edge.source
+        if self.joined and (joined := self.in_step(source, (unit - first) // length, earlier=True)):
+            return joined
         if source not in self.place:
             return "out", source
         position, offset = self.place[source]
@@ -156,11 +164,25 @@ class Siblings:
         # An outer repetition passes this tensor on, so the source is not computed before.
         if source in self.spans or not first <= position < unit or edge.relates("next"):
             return "out", source
-        return ("before", position - unit + length, offset) if position >= unit - length else ("earlier", source)
+        back = (unit - position + length - 1) // length
+        return ("before", position - unit + back * length, offset, back) if back <= FARTHEST else ("earlier", source)
+
+    def in_step(self, node: int, step: int, *, earlier: bool = False) -> Key | None:
+        """Return the place of a node in a step of a loop that is joined with the compared one; see :class:`Loop`.
+
+        Args:
+            node: The node.
+            step: The number of the step.
+            earlier: Search the loops before the compared one, otherwise those behind it.
+        """
+        loop, number, place = self.joined.get(node, (None, 0, ()))
+        if loop is None or loop is self.loop or number != step or loop.times != self.loop.times:
+            return None
+        return ("each", loop, place) if (loop.first < self.loop.first) == earlier else None
 
     def across(self, edge: Edge, unit: int, length: int) -> Key:
         """Return the relations of an edge to folded nodes, which are relative if they are inside the unit."""
-        return tuple((self._group(group, unit, length), word) for group, word in edge.across)
+        return tuple([(self._group(group, unit, length), word) for group, word in edge.across]) if edge.across else ()
 
     def _group(self, group: int, unit: int, length: int) -> Key:
         position, offset = self.place.get(group, (-1, None))
@@ -177,9 +199,18 @@ class Siblings:
             for offset in self.sources[unit + relative]:
                 for edge in self.graph.users.get(tree[offset], {}).values():
                     if not self._stays(edge, unit, first, length, end):
-                        key = relative, offset, edge.target, self.across(edge, unit, length)
+                        target = self.in_step(edge.target, (unit - first) // length) or edge.target
+                        key = relative, offset, target, self.across(edge, unit, length)
                         found[key] = edge.multiplicity
         return found
+
+    def joined_users(self, first: int, length: int, times: int) -> Iterator[int]:
+        """Yield the nodes in joined loops that take tensors from the same step of the units."""
+        for position in range(first, first + length * times) if self.joined else ():
+            for offset in self.sources[position]:
+                for edge in self.graph.users.get(self.subtrees[position][offset], {}).values():
+                    if self.in_step(edge.target, (position - first) // length):
+                        yield edge.target
 
     def _stays(self, edge: Edge, unit: int, first: int, length: int, end: int) -> bool:
         position = self._position(edge.target)
@@ -218,7 +249,12 @@ def tensor_label(node: Node) -> Key:
     return node.kind, name, node.outputs
 
 
-def merge_ports(first: Port, later: Port, *, exact: bool) -> list[tuple[Literal["", "first", "next"], Key, int]] | None:
+Words = tuple[Literal["first", "next"], ...]
+Merged = list[tuple[Words, Key, int]]
+"""The relation to the repetition, the source and the number of tensors of each edge into a node."""
+
+
+def merge_ports(first: Port, later: Port, *, exact: bool) -> Merged | None:
     """Combine the sources of a node in the first repetition with those in the later ones.
 
     Args:
@@ -227,9 +263,9 @@ def merge_ports(first: Port, later: Port, *, exact: bool) -> list[tuple[Literal[
         exact: Require the same number of tensors in all repetitions.
 
     Returns:
-        The relation to the repetition, the source and the number of tensors for each edge. The edges without relation
-        and those of the first repetition are in the order of ``first``, the others in the order of ``later``. ``None``
-        if the order differs, or if a source that differs is not in the repetition before.
+        The edges. Those without relation and those of the first repetition are in the order of ``first``, the others in
+        the order of ``later``. ``None`` if the order differs, or if a source that differs is not in the repetition
+        before.
     """
     at_first, at_later = dict(first), dict(later)
     common = {key: min(number, at_later[key]) for key, number in first if key in at_later}
@@ -237,7 +273,7 @@ def merge_ports(first: Port, later: Port, *, exact: bool) -> list[tuple[Literal[
         return None
     start = [(key, number - common.get(key, 0)) for key, number in first if number > common.get(key, 0)]
     onward = [(key, number - common.get(key, 0)) for key, number in later if number > common.get(key, 0)]
-    if any(key[0][0] != "out" for key, _ in start) or any(key[0][0] != "before" for key, _ in onward):
+    if any(key[0][0] != "out" for key, _ in start) or any(key[0][0] != "before" or key[0][3] > 1 for key, _ in onward):
         return None
     numbers = [sum(number for _, number in part) for part in (start, onward)]
     if bool(numbers[0]) != bool(numbers[1]) or (exact and numbers[0] != numbers[1]):
@@ -248,18 +284,61 @@ def merge_ports(first: Port, later: Port, *, exact: bool) -> list[tuple[Literal[
     extra = any(at_first[key] > number for key, number in common.items())
     if not all(one <= other if extra else one == other if exact else bool(one) == bool(other) for one, other in gaps):
         return None
-    merged: list[tuple[Literal["", "first", "next"], Key, int]] = []
+    merged: Merged = []
     waiting = [key for key, _ in first]
     for key, number in later:
         while waiting and (waiting[0] not in common or key in common):
             earlier = waiting.pop(0)
             if at_first[earlier] > common.get(earlier, 0):
-                merged.append(("first", earlier, at_first[earlier] - common.get(earlier, 0)))
+                merged.append((("first",), earlier, at_first[earlier] - common.get(earlier, 0)))
             if earlier == key:
                 break
-        merged.append(("", key, common[key]) if key in common else ("next", key, number))
-    merged.extend(("first", key, at_first[key]) for key in waiting)
+        merged.append(((), key, common[key]) if key in common else (("next",), key, number))
+    merged.extend((("first",), key, at_first[key]) for key in waiting)
     return merged
+
+
+def merge_deep_ports(ports: list[Port]) -> Merged | None:
+    """Combine the sources of a node if it uses tensors of more than one repetition before, such as a second-order scan.
+
+    Args:
+        ports: The sources in each of the first repetitions; those in the last one are equal to those in all later ones.
+
+    Returns:
+        The edges, or ``None`` if the sources in the same place do not correspond. The relation ``first, next`` is that
+        of the second repetition, and ``next, next`` skips a repetition.
+    """
+    slots = [[key for key, number in port for _ in range(number)] for port in ports]
+    if len({len(each) for each in slots}) > 1:
+        return None
+    merged: Counter[tuple[Words, Key]] = Counter()
+    for keys in zip(*slots, strict=True):
+        steady = keys[-1]
+        if all(key == steady for key in keys):
+            merged[(), steady] += 1
+            continue
+        back = steady[0][3] if steady[0][0] == "before" else 0
+        if not back or any(key != steady for key in keys[back:]) or any(key[0][0] != "out" for key in keys[:back]):
+            return None
+        for step, key in enumerate(keys[:back]):
+            merged[("first", *_onward(step)), key] += 1
+        merged[_onward(back), steady] += 1
+    found = [(words, key, number) for (words, key), number in merged.items()]
+    # Edges with equal ends are one edge, which has one place among the arguments.
+    return found if all(_at(found, step) == port for step, port in enumerate(ports)) else None
+
+
+def _onward(steps: int) -> Words:
+    return tuple(["next" for _ in range(steps)])
+
+
+def _at(merged: Merged, step: int) -> Port:
+    """Return the sources in one repetition."""
+    return [
+        (key, number)
+        for words, key, number in merged
+        if (words.count("next") == step if "first" in words else words.count("next") <= step)
+    ]
 
 
 def _between(port: Port, common: dict[Key, int]) -> list[int]:

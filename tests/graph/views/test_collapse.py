@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import (
@@ -17,6 +17,7 @@ from lightning_recorder.graph import (
     capture_graph,
     collapse,
     fit_view,
+    fold_repeats,
 )
 from tests.graph.nets import Net, X, bare, block, stack
 from tests.graph.outline import outline, text
@@ -130,3 +131,28 @@ def test_deepest_depth_is_the_innermost_closing(graph: Graph) -> None:
     deepest = max((node.depth for node in graph.module_calls()), default=1)
     assert collapse(graph, deepest) == collapse(graph, deepest + 3) == collapse(graph)
     assert collapse(collapse(graph)) == collapse(graph)
+
+
+def test_joined_loops_with_a_closed_end() -> None:
+    """A closed call takes the tensors of all repetitions of a loop that was joined with one inside of it."""
+
+    def inner(net: Any, x: Tensor, states: list[Tensor]) -> Tensor:
+        for state in states:
+            x = (x + state).tanh()
+        return x
+
+    net = Net(lambda net, x: net.inner(x, [x.exp().sin() for _ in range(4)]), inner=Net(inner))
+    view = fold_repeats(bare(net, X))
+    assert outline(view) == text(
+        """
+        input
+        (module) [4 times]
+          exp <- input ×4
+          sin <- exp ×4
+        inner: Net
+          (module) [4 times]
+            add <- input first, tanh ×3 next, sin ×4 each each
+            tanh <- add ×4
+        """
+    )
+    assert outline(collapse(view, 1)).splitlines()[-1] == "inner: Net <- input, (module) ×4 all"

@@ -517,6 +517,113 @@ def test_a_loop_in_a_loop() -> None:
     )
 
 
+def test_layers_with_their_own_first_states() -> None:
+    """Layers in a loop fold if each starts from its own state: each repetition takes the state of the same number."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = [torch.zeros(2, 4) for _ in range(4)]
+        for _ in range(3):
+            y = x
+            for index in range(4):
+                y = states[index] = (y + states[index]).tanh()
+        return y
+
+    view = fold_repeats(bare(Net(forward), X))
+    assert outline(view) == text(
+        """
+        input
+        zeros [4 times]
+        (module) [3 times]
+          (module) [4 times]
+            add <- input ×3 first, tanh ×9 next, zeros ×4 first each each, tanh ×8 next same
+            tanh <- add ×12
+        """
+    )
+    assert [line for line in to_text(view).splitlines() if "add" in line] == [
+        "│     ├─ add  2×4  ← input (first), tanh ×2 (next), zeros (first, each)"
+    ]
+
+
+def test_generation_with_a_cache() -> None:
+    """The tokens after the first one are a loop with its layers folded inside, which pass their caches on."""
+
+    def layer(net: Any, x: Tensor, cache: Tensor | None) -> Tensor:
+        keys: Tensor = net.key(x)
+        net.cache = keys if cache is None else torch.cat([cache, keys])
+        return torch.add(x, net.value(net.cache).sum(0))
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for token in range(5):
+            x = net.model(x, token)
+        return x
+
+    layers = [Net(layer, key=linear(), value=linear()) for _ in range(3)]
+
+    def model(net: Any, x: Tensor, token: int) -> Tensor:
+        for each in net.children():
+            x = each(x, each.cache if token else None)
+        return x
+
+    net = Net(forward, model=Net(model, **{f"layer{number}": each for number, each in enumerate(layers)}))
+    assert outline(fold_repeats(collapse(bare(net, X)))) == text(
+        """
+        input
+        model: Net
+          model.layer0: Net [3 times]
+            model.layer0.key: Linear <- input first, add ×2 next
+            model.layer0.value: Linear <- model.layer0.key ×3
+            sum <- model.layer0.value ×3
+            add <- input first, add ×2 next, sum ×3
+        model: Net (call 2) [4 times]
+          model.layer0: Net (call 2) [3 times]
+            model.layer0.key: Linear (call 2) <- add first first, add#2 ×3 next first, add#2 ×8 next
+            cat <- model.layer0.key ×3 first each each, cat ×9 next same, model.layer0.key ×12
+            model.layer0.value: Linear (call 2) <- cat ×12
+            sum#2 <- model.layer0.value ×12
+            add#2 <- add first first, add#2 ×3 next first, add#2 ×8 next, sum#2 ×12
+        """
+    )
+
+
+def test_parallel_layers_and_their_functions_stay_apart() -> None:
+    """Query, key and value are not folded because each is followed by an equal function."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        q, k, v = [part(x) for part in net.children()]
+        one, two, three = [each.exp() for each in (q, k, v)]
+        product: Tensor = one * two * three
+        return product
+
+    view = fold_repeats(collapse(bare(Net(forward, q=linear(), k=linear(), v=linear()), X)))
+    assert [node.name for node in view.module_calls()] == ["q", "k", "v"]
+
+
+def test_a_state_of_two_steps() -> None:
+    """A step that uses the two states before it is one repetition, with the first states of the first two steps."""
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        before, now = x.exp(), x.sin()
+        for _ in range(6):
+            before, now = now, (before.cos() + now).tanh()
+        return now
+
+    view = fold_repeats(bare(Net(forward), X))
+    assert outline(view) == text(
+        """
+        input
+        exp <- input
+        sin <- input
+        (module) [6 times]
+          cos <- exp first, sin first next, tanh ×4 next next
+          add <- cos ×6, sin first, tanh ×5 next
+          tanh <- add ×6
+        """
+    )
+    assert next(line for line in to_text(view).splitlines() if "cos" in line) == (
+        "│  ├─ cos  2×4  ← exp (first), sin (second), tanh (next, 2 on)"
+    )
+
+
 # Sizes.
 
 

@@ -1,0 +1,245 @@
+"""Runs of equal consecutive units, and runs that are joined step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from lightning_recorder.graph.views.wiring import FARTHEST, Key, Merged, Siblings, merge_deep_ports, merge_ports
+
+__all__ = ["Loop", "Run", "equal_units", "joined_loops", "longest_stretch", "merged_ports", "unit_offset"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal units, one after the other."""
+
+    start: int
+    length: int
+    times: int
+    parallel: bool
+    back: int = 1
+    """The largest number of units between those that compute and use a tensor."""
+
+    def units(self) -> range:
+        """Return the positions of the units."""
+        return range(self.start, self.start + self.length * self.times, self.length)
+
+
+def equal_units(siblings: Siblings, start: int, length: int, end: int) -> Run:
+    """Return the longest run of units that starts at a position and is connected equally."""
+    most = (end - start) // length
+    run = _equally_fed(siblings, start, length, most, 1)
+    if run.times == most or most < 3:
+        return run
+    probe = siblings.ports(start + min(FARTHEST, most - 1) * length, start, length).values()
+    back = max((key[0][3] for port in probe for key, _ in port if key[0][0] == "before"), default=1)
+    return max(run, _equally_fed(siblings, start, length, most, back), key=lambda each: each.times) if back > 1 else run
+
+
+def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: int) -> Run:
+    """Return the longest run of units that take their tensors equally, from at most ``back`` units before."""
+    if back >= most:
+        return Run(start, length, 1, True)
+    ports = [siblings.ports(start + step * length, start, length) for step in range(back + 1)]
+    parallel = True
+    for relative, offset in {key: None for port in ports for key in port}:
+        merged = merged_ports(siblings, siblings.subtrees[start + relative][offset], start, length, back)
+        if merged is None:
+            return Run(start, length, 1, True)
+        parallel &= all("next" not in words for words, _, _ in merged)
+    times = back + 1
+    while times < most and siblings.ports(start + times * length, start, length) == ports[-1]:
+        times += 1
+    times = _equally_named(siblings, start, length, times)
+    used = _equally_used(siblings, start, length, times)
+    while back < used < times:
+        # The results of several units may be used in the units that were left out.
+        times, used = used, _equally_used(siblings, start, length, used)
+    return Run(start, length, used, parallel, back) if used > back else Run(start, length, 1, True)
+
+
+def merged_ports(
+    siblings: Siblings, node: int, start: int, length: int, back: int, *, exact: bool | None = None
+) -> Merged | None:
+    """Return the sources of a node of the first unit in all units; see :func:`merge_ports`."""
+    position, offset = siblings.place[node]
+    ports = [
+        siblings.port(siblings.subtrees[position + step * length][offset], start + step * length, start, length)
+        for step in range(back + 1)
+    ]
+    if back > 1:
+        return merge_deep_ports(ports)
+    exact = siblings.graph.nodes[node].kind == "op" if exact is None else exact
+    return merge_ports(ports[0], ports[1], exact=exact)
+
+
+def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
+    """Return the number of units that call the same modules, or each another module."""
+    first = set(siblings.names(start, length))
+    seen = set(first)
+    same = None
+    for unit in range(1, times):
+        names = set(siblings.names(start + unit * length, length))
+        again = names == first
+        if not (again or seen.isdisjoint(names)) or same not in (None, again):
+            return unit
+        same = again
+        seen |= names
+    return times
+
+
+def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:
+    """Return the number of units before one whose results are used outside in another way.
+
+    Only the last one may have additional uses.
+    """
+    end = start + length * times
+    uses = siblings.leaving(start, start, length, end)
+    for unit in range(1, times):
+        others = siblings.leaving(start + unit * length, start, length, end)
+        if any(others.get(key, 0) < number for key, number in uses.items()):
+            times = unit
+            break
+        if others != uses:
+            times = unit + 1
+            break
+    targets = {key[2] for key in uses if isinstance(key[2], int)}  # others are in joined loops
+    inside = any(start <= siblings.place.get(target, (-1,))[0] < end for target in targets)
+    if inside or not all(siblings.in_turn(target, list(uses), start, length, times) for target in targets):
+        return 1
+    return times
+
+
+def unit_offset(siblings: Siblings, start: int, end: int, length: int) -> int:
+    """Return the offset of the units in a stretch for which the fewest tensors pass from one unit to the next.
+
+    An offset that loses a unit is not considered.
+    """
+    spare = (end - start) % length
+    if not spare:
+        return 0
+    alive = [0] * (end - start + 1)
+    for position in range(start, end):
+        for offset in siblings.sources[position]:
+            users = siblings.graph.users.get(siblings.subtrees[position][offset], {}).values()
+            places = (siblings.place.get(edge.target, (-1,))[0] for edge in users)
+            last = max((place for place in places if place < end), default=-1)
+            if last > position:
+                alive[position + 1 - start] += 1
+                alive[last + 1 - start] -= 1
+    for place in range(1, len(alive)):
+        alive[place] += alive[place - 1]
+    # The first unit is left out: it takes tensors from outside instead.
+    cuts = [alive[offset + length : end - start : length] for offset in range(spare + 1)]
+    means = [round(sum(each) / len(each), 6) if each else 0.0 for each in cuts]
+    return means.index(min(means))
+
+
+def longest_stretch(free: list[bool]) -> range:
+    """Return the longest stretch of true values."""
+    best = range(0)
+    start = 0
+    for place in range(len(free) + 1):
+        if place == len(free) or not free[place]:
+            best = max(best, range(start, place), key=len)
+            start = place + 1
+    return best
+
+
+@dataclass(eq=False)
+class Loop:
+    """A stretch of equal parts of a call that cannot be folded on its own.
+
+    The units of a loop are its steps. Two loops with equal numbers of steps are joined if steps of one take tensors
+    from the steps of the other that have the same number: in a second call of a model, each layer takes its cache from
+    the first call of the same layer. Joined loops can only be folded together.
+    """
+
+    siblings: Siblings
+    start: int
+    length: int
+    times: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last step."""
+        return self.start + self.length * self.times
+
+    @property
+    def first(self) -> int:
+        """The first node."""
+        return self.siblings.parts[self.start]
+
+    def nodes(self, *steps: int) -> Iterator[tuple[int, int, Key]]:
+        """Yield each node of some steps, or of all, with the number of its step and its place in it."""
+        for step in steps or range(self.times):
+            for relative in range(self.length):
+                tree = self.siblings.subtrees[self.start + step * self.length + relative]
+                yield from ((node, step, (relative, offset)) for offset, node in enumerate(tree))
+
+    def check(self) -> Run:
+        """Return the run of equal units at the start of the loop."""
+        self.siblings.loop = self
+        return equal_units(self.siblings, self.start, self.length, self.end)
+
+
+def joined_loops(loops: Iterable[Loop], worth: Callable[[Loop, Run], bool]) -> Iterator[tuple[Loop, Run]]:
+    """Yield the loops to fold together, in the order of time, each one as it is after the earlier ones were folded.
+
+    Args:
+        loops: All loops of a graph.
+        worth: Return True if a loop is worth folding. One loop of several that are joined suffices.
+    """
+    links = _links(loops)
+    alive = _disjoint({loop: None for pair in links for loop in pair})
+    while True:
+        joined = {node: (loop, step, place) for loop in alive for node, step, place in loop.nodes()}
+        for loop in alive:
+            loop.siblings.joined = joined
+        runs = {loop: run for loop in alive if (run := loop.check()).times == loop.times}
+        links = [pair for pair in links if runs.keys() >= set(pair)]
+        before, alive = alive, [loop for loop in runs if any(loop in pair for pair in links)]
+        if alive == before:
+            break
+    wanted = {loop for loop in alive if worth(loop, runs[loop])}
+    for _ in alive:
+        wanted |= {loop for pair in links if wanted & set(pair) for loop in pair}
+    for loop in sorted(wanted, key=lambda each: each.first):
+        yield loop, loop.check()
+        for node, _, _ in loop.nodes():
+            del joined[node]
+
+
+def _links(loops: Iterable[Loop]) -> list[tuple[Loop, Loop]]:
+    """Return the pairs of loops of which the second one takes tensors from the first one, in each of two steps."""
+    places: dict[int, list[tuple[Loop, int]]] = {}
+    for loop in loops:
+        for node, step, _ in loop.nodes(0, 1):
+            places.setdefault(node, []).append((loop, step))
+    found: dict[tuple[Loop, Loop], set[int]] = {}
+    for loop in loops:
+        users = loop.siblings.graph.users
+        for node, step, _ in loop.nodes(0, 1):
+            for edge in users.get(node, {}).values():
+                for other, same in places.get(edge.target, ()):
+                    if other.first > loop.first and same == step and other.times == loop.times:
+                        found.setdefault((loop, other), set()).add(step)
+    return [pair for pair, steps in found.items() if len(steps) > 1]
+
+
+def _disjoint(loops: Iterable[Loop]) -> list[Loop]:
+    """Return loops without common nodes; outer loops and those with the most parts are preferred."""
+
+    def order(loop: Loop) -> tuple[int, int, int]:
+        first = loop.siblings.graph.nodes[loop.first]
+        return first.depth, -loop.length * loop.times, loop.length
+
+    covered: set[int] = set()
+    chosen = []
+    for loop in sorted(loops, key=order):
+        nodes = {node for node, _, _ in loop.nodes()}
+        if covered.isdisjoint(nodes):
+            covered |= nodes
+            chosen.append(loop)
+    return chosen
