@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from playwright.sync_api import Page, expect
 
 from lightning_recorder.page import page_data, page_html
@@ -287,3 +288,82 @@ def test_text_can_be_read(page: Page, files: Path, width: int, height: int) -> N
     page.get_by_label("zoom out").click()
     assert "px" in page.evaluate(UNREADABLE)[0]
     page.set_viewport_size({"width": 1400, "height": 900})
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run in which the second of four numbered layers returns only zeros."""
+    folder = tmp_path_factory.mktemp("stuck")
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    zeros, others = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)
+    zeros[0], others[700] = 8, 8
+    for step in range(6):
+        usual = {"rms": 1.0 + step, "min": 0.5, "max": 2.0, "zero_fraction": 0.25, "count": 8.0}
+        dead = {"rms": 0.0, "min": 0.0, "max": 0.0, "zero_fraction": 1.0, "count": 8.0}
+        sites = [
+            SiteRecord(f"net.{each}", "out", dead if each == 1 else usual, zeros if each == 1 else others)
+            for each in range(4)
+        ]
+        writer.write({"step": step}, sites)
+    path = folder / "page.html"
+    open_recording(folder).page(path)
+    return path
+
+
+def test_a_label_is_never_a_number_alone(page: Page, stuck: Path) -> None:
+    """Names that fit are whole, and the parent stays where a layer only has a number."""
+    opened(page, stuck)
+    labels = page.locator(".strip .names button").all_inner_texts()
+    assert sorted(labels) == [f"net.{each}" for each in range(4)]
+
+
+def test_axes_of_shares_and_constants(page: Page, stuck: Path) -> None:
+    """The axis of a share is from 0 to 1, the one of a constant close around it."""
+    opened(page, stuck, "#layer=net.1")
+    charts = page.locator("aside.layer figure.chart", has=page.locator(".uplot"))
+    axes = {
+        chart.locator("figcaption span").first.inner_text().split(":")[0]: [
+            float(end) for end in (chart.locator("[data-axis]").get_attribute("data-axis") or "").split()
+        ]
+        for chart in charts.all()
+    }
+    assert axes == {"rms": [-1.0, 1.0], "zero_fraction": [0.0, 1.0]}
+
+
+def test_zeros_are_said_in_words(page: Page, stuck: Path) -> None:
+    """A histogram of nothing but zeros is a sentence, the one of other values a picture."""
+    opened(page, stuck, "#layer=net.1")
+    expect(page.locator("aside.layer")).to_contain_text("All values are 0 in every record.")
+    expect(page.locator("aside.layer .histogram")).to_have_count(0)
+    opened(page, stuck, "#layer=net.2")
+    expect(page.locator("aside.layer .histogram")).to_have_count(1)
+
+
+def test_a_small_model_fills_the_screen(page: Page, files: Path, stuck: Path) -> None:
+    """The rows of few layers are 28 pixels high, and the graph has the room beneath them, if there is one."""
+    opened(page, stuck)
+    cells = page.locator(".strip .cells").bounding_box()
+    assert cells is not None
+    assert cells["height"] == 4 * 28
+    expect(page.locator(".beneath")).to_have_count(0)
+    opened(page, files / "healthy.html")
+    page.locator(".beneath g.node.module").first.click()
+    expect(page.locator("aside.layer")).to_be_visible()
+
+
+def test_nan_has_its_color_in_every_statistic(page: Page, tmp_path: Path) -> None:
+    """A tensor with some NaN is marked as such, although its rms is the one of the other values."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step, count in enumerate([0.0, 2.0]):
+        writer.write({"step": step}, [SiteRecord("a", "out", {"rms": 1.0, "nan_count": count, "count": 4.0})])
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    for statistic, marked in (("rms", [False, True]), ("nan_count", [False, False])):
+        opened(page, path, f"#show=activations/{statistic}")
+        pixels = page.evaluate(
+            "[0, 1].map((x) => "
+            "[...document.querySelector('.strip canvas').getContext('2d').getImageData(x, 0, 1, 1).data])"
+        )
+        assert [each[:3] == [0xD6, 0x00, 0x8B] for each in pixels] == marked

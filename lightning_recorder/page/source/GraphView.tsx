@@ -23,11 +23,11 @@ function make(parent: Element, name: string, attributes: Record<string, string |
 
 export function GraphView(props: {
   tree: Tree; paint: Paint | null; layer: string; query: string; sick: Set<string>; unused: string[];
-  changed: Map<number, Change>; onPick: (module: string) => void; onDepth?: (count: number) => void;
+  changed: Map<number, Change>; onPick: (module: string) => void; sideways?: boolean;
 }) {
   const { tree } = props;
   const holder = useRef<SVGSVGElement>(null);
-  const [open, setOpen] = useState<Set<number>>(() => tree.initial(60));
+  const [open, setOpen] = useState<Set<number>>(() => tree.initial(props.sideways ? 16 : 60));
   const [drawn, setDrawn] = useState<{ shown: View; placed: Layout } | null>(null);
   const [at, setAt] = useState({ x: 0, y: 0, zoom: 1 });
   const [focus, setFocus] = useState<string | null>(null);
@@ -37,8 +37,8 @@ export function GraphView(props: {
   useEffect(() => {
     let current = true;
     const shown = view(tree, open);
-    void layout(shown).then((placed) => {
-      if (!current) return;
+    void layout(shown, props.sideways).then((placed) => {
+      if (!current || !holder.current) return;
       setDrawn({ shown, placed });
       const kept = anchor.current && placed.places.get(anchor.current.id);
       if (kept) {

@@ -4,10 +4,10 @@ import { render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, type Curve } from "./charts";
+import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
-import { decode, floats, format, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { decode, floats, format, isShare, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
@@ -54,7 +54,8 @@ function App(props: { data: PageData }) {
     const recorder = first.recorders.find((each) => each.group === "activations") ?? first.recorders[0];
     const worst = first.data.findings.find((each) => each.rule === "non-finite" || (each.trace && first.recorder(each.trace.recorder)));
     const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
-    const statistic = worst?.severity !== "note" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
+    // With the usual statistic, NaN and infinities have a color of their own.
+    const statistic = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
     return { tab: "overview", layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
   });
   const [query, setQuery] = useState("");
@@ -160,7 +161,8 @@ function App(props: { data: PageData }) {
       const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module))).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
       const middle = median([...values.values()]);
       const value = (module: string): number => values.get(module) ?? NaN;
-      return { scale, paint: { value, color: (module) => scale.color(value(module)), odd: (module) => values.has(module) ? oddness(value(module), middle, scale) : -1 } };
+      const shown = (module: string): number => recorder.shown(statistic, row, recorder.column(module));
+      return { scale, paint: { value, color: (module) => scale.color(shown(module)), odd: (module) => values.has(module) ? oddness(shown(module), middle, scale) : -1 } };
     }
     if (!tree || !cost) return null;
     const get = COSTS[cost]![1];
@@ -189,6 +191,8 @@ function App(props: { data: PageData }) {
       {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} />}
     </span>
   );
+  const graph = (sideways: boolean): ComponentChildren => <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree!} paint={painted?.paint ?? null}
+    layer={state.layer} query={query} sick={sick} unused={run.data.graph?.unused ?? []} changed={changed} sideways={sideways} onPick={(layer) => change({ layer })} />;
   return (
     <div class="page">
       <header>
@@ -224,13 +228,12 @@ function App(props: { data: PageData }) {
       </header>
       <div class="body">
         <main>
-          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} differing={tree ? differing(tree, changed) : []} />}
+          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} graph={tree && graph(true)} differing={tree ? differing(tree, changed) : []} />}
           {state.tab === "graph" && tree && (
             <section class="graphs" aria-label="graph">
               <div class="bar">{chooser}{changed.size > 0 && <span class="key">
                 <b class="altered" /> differs <b class="added" /> only in {run.label} <b class="removed" /> only in {other!.label}</span>}</div>
-              <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree} paint={painted?.paint ?? null} layer={state.layer} query={query} sick={sick}
-                unused={run.data.graph?.unused ?? []} changed={changed} onPick={(layer) => change({ layer })} />
+              {graph(false)}
             </section>)}
         </main>
         {state.layer && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
@@ -250,14 +253,17 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
   return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
+const LEAST_GRAPH = 170;  // pixels
+
 function Overview(props: {
   run: Run; other: Run | null; data: PageData; state: State; change: (part: Partial<State>) => void; prefix: string; sick: Set<string>;
-  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; differing: NodeData[];
+  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; graph: ComponentChildren; differing: NodeData[];
 }) {
   const { run, other, state, change, recorder } = props;
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
-  const [room, setRoom] = useState(300);
+  const [room, setRoom] = useState(0);
+  const free = room - 14 - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
     measure();
@@ -288,9 +294,10 @@ function Overview(props: {
       {recorder && props.scale && <>
         <div class="bar"><h2>All layers over steps</h2>{props.chooser}</div>
         <div ref={holder} class="stripes">
-          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room}
+          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300}
             onPick={(layer, step) => change({ layer, step })} />
         </div>
+        {props.graph && free >= LEAST_GRAPH && <div class="beneath" style={{ height: `${free}px` }}>{props.graph}</div>}
       </>}
     </section>
   );
@@ -466,7 +473,7 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
               if (values.every((each) => Number.isNaN(each))) return null;
               const curves: Curve[] = [{ label: run.label, steps: full ? all!.steps : recorder.steps, values, color: COLORS[0]! }];
               if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.label, steps: twin.steps, values: twin.history(statistic, twinColumn), color: COLORS[1]!, dashed: true });
-              return <Lines title={`${statistic}: ${format(recorder.value(statistic, recorder.rowAt(step), column))} at step ${recorder.steps[recorder.rowAt(step)] ?? step}`} curves={curves} step={step} height={84} onStep={onStep} />;
+              return <Lines title={`${statistic}: ${format(recorder.value(statistic, recorder.rowAt(step), column))} at step ${recorder.steps[recorder.rowAt(step)] ?? step}`} curves={curves} step={step} height={84} onStep={onStep} share={isShare(statistic)} />;
             })}
             {recorder.vectors(column).map((each) => <Channels {...each} step={step} onStep={onStep} />)}
             <Histogram recorder={recorder} column={column} step={step} onStep={onStep} />

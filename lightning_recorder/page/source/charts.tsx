@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { format, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
+import { format, isShare, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
 
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
@@ -44,9 +44,17 @@ export function saveSvg(title: string, curves: Curve[]): void {
     + label(580, 200, "end", String(right)) + label(320, 18, "middle", title) + "</svg>");
 }
 
+/** The ends of the axis of values: 0 and 1 for shares, close to the value of a constant, or null for those of the data. */
+function ends(values: number[], share: boolean): [number, number] | null {
+  const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
+  if (share && low >= 0 && high <= 1) return [0, 1];
+  const around = Math.abs(low) * 0.05 || 1;
+  return low === high ? [low - around, low + around] : null;
+}
+
 /** Lines over steps, with a mark at the chosen step. A click chooses a step. */
 export function Lines(props: {
-  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; log?: boolean;
+  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean;
 }) {
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -56,21 +64,23 @@ export function Lines(props: {
     const element = holder.current!;
     const tables = props.curves.map((each) => [each.steps, each.values] as uPlot.AlignedData);
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]];
-    const finite = props.curves.flatMap((each) => each.values).filter((each) => Number.isFinite(each) && each !== 0);
-    const log = props.log ?? (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
+    const values = props.curves.flatMap((each) => each.values), fixed = ends(values, props.share === true);
+    const finite = values.filter((each) => Number.isFinite(each) && each !== 0);
+    const log = !fixed && (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
     const color = getComputedStyle(element).color;
     const axis = { stroke: color, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884", width: 1 }, font: "11px sans-serif" };
     const made = new uPlot({
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-      axes: [{ ...axis, size: 26 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
+      scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
+      axes: [{ ...axis, size: 26 }, { ...axis, size: 56, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? {} : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
       }))],
       hooks: {
         draw: [(self) => {
+          element.dataset.axis = `${self.scales.y!.min} ${self.scales.y!.max}`;
           self.ctx.save(); self.ctx.fillStyle = NOT_FINITE; self.ctx.globalAlpha = 0.4;
           for (const each of props.curves) each.values.forEach((value, place) => {
             if (!Number.isFinite(value)) self.ctx.fillRect(self.valToPos(each.steps[place]!, "x", true) - 1.5, self.bbox.top, 3, self.bbox.height);
@@ -154,6 +164,11 @@ export function Histogram(props: { recorder: Recorder; column: number; step: num
     });
   }, [found?.counts, props.column]);
   if (!found) return null;
+  if (found.first === 0 && found.rows === 1) {
+    // Row 0 also holds what is too small for a normal number.
+    const zero = ["min", "max"].every((each) => props.recorder.statistics.includes(each) && props.recorder.history(each, props.column).every((value) => value === 0 || Number.isNaN(value)));
+    return <p class="none">{zero ? "All values are 0 in every record." : `All values are 0 or closer to 0 than ${format(2 ** -126)}.`}</p>;
+  }
   // Row n holds the n-th octave above the least one, and row 0 what is smaller.
   const edge = (row: number): number => Math.sign(row) * 2 ** (found.least + Math.abs(row) - 1 - 127);
   const highest = found.first + found.rows - 1, top = highest >= 0 ? edge(highest + 1) : edge(highest);
@@ -188,7 +203,7 @@ export function Channels(props: { statistic: string; steps: number[]; values: Fl
     context.putImageData(image, 0, 0);
   }, [values]);
   const curves = Array.from({ length: Math.min(count, 6) }, (_, row): Curve => ({ label: String(row), steps, values: steps.map((_, at) => values[at * count + row]!), color: COLORS[row]! }));
-  if (count <= 6 && steps.length > 1) return <Lines title={`${statistic}, each of ${count}`} curves={curves} step={props.step} height={84} onStep={props.onStep} />;
+  if (count <= 6 && steps.length > 1) return <Lines title={`${statistic}, each of ${count}`} curves={curves} step={props.step} height={84} onStep={props.onStep} share={isShare(statistic)} />;
   return (
     <figure class="chart">
       <figcaption><span>{statistic}, each of {count}</span><small>{tip || `${format(scale.low)} to ${format(scale.high)}`}</small></figcaption>
@@ -222,6 +237,14 @@ export function Bars(props: { names: string[]; values: number[]; chosen: number;
   );
 }
 
+export const TALLEST_ROW = 28;
+const ROOM = 36;  // letters beside the strip
+
+/** The tensors that have a row in the strip: all, but only one of the parameters of each module. */
+export function stripColumns(recorder: Recorder): number[] {
+  return recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
+}
+
 /** All sites × steps for one statistic, in the order of execution. A click opens the layer. */
 export function Strip(props: {
   recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; prefix: string; layer: string;
@@ -230,8 +253,8 @@ export function Strip(props: {
   const { recorder, statistic, scale, marked, prefix } = props;
   const holder = useRef<HTMLCanvasElement>(null);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
-  const columns = recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
-  const rowHeight = Math.max(1, Math.min(18, props.height / Math.max(1, columns.length)));
+  const columns = stripColumns(recorder);
+  const rowHeight = Math.max(1, Math.min(TALLEST_ROW, props.height / Math.max(1, columns.length)));
   const height = Math.max(rowHeight * columns.length, 20);
   const steps = recorder.steps;
   useEffect(() => {
@@ -239,10 +262,9 @@ export function Strip(props: {
     const context = element.getContext("2d")!;
     const image = context.createImageData(steps.length, columns.length);
     const pixels = new Uint32Array(image.data.buffer), color = scale.pixels();
-    const table = recorder.table(statistic), width = recorder.sites.length;
     columns.forEach((column, row) => {
       for (let at = 0; at < steps.length; at++) {
-        const value = table[at * width + column] ?? NaN;
+        const value = recorder.shown(statistic, at, column);
         pixels[row * steps.length + at] = color(value, Number.isFinite(value) || recorder.seen(at, column));
       }
     });
@@ -250,10 +272,12 @@ export function Strip(props: {
   }, [recorder, statistic]);
   const labels: { y: number; text: string; kind: string; module: string }[] = [];
   const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= 14);
-  const name = (column: number): string => {
+  const label = (column: number, module: (name: string) => string): string => {
     const site = recorder.sites[column]!;
-    return (shortened(site.module, prefix, 36) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
+    return (module(site.module) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
   };
+  const fits = columns.every((column) => label(column, (each) => each).length <= ROOM);
+  const name = (column: number): string => label(column, (each) => fits ? each : shortened(each, prefix, ROOM));
   const add = (row: number, kind: string): void => {
     const y = Math.max(8, Math.min(height - 8, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
     if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });

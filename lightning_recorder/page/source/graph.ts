@@ -184,9 +184,9 @@ let engine: Promise<Graphviz> | null = null;
 export function graphviz(): Promise<Graphviz> { return engine ??= Graphviz.load(); }
 
 /** Place the boxes with Graphviz. No name from the model gets into the document, only numbers and sizes. */
-export async function layout(shown: View): Promise<Layout> {
+export async function layout(shown: View, sideways = false): Promise<Layout> {
   const text: string[] = [
-    "digraph g { graph [compound=true nodesep=0.22 ranksep=0.3 margin=0.1]",
+    `digraph g { graph [compound=true ${sideways ? "rankdir=LR " : ""}nodesep=0.22 ranksep=0.3 margin=0.1]`,
     'node [shape=box fixedsize=true label=""] edge [arrowsize=0.6 label=""]',
   ];
   const write = (each: Box): void => {

@@ -50,6 +50,8 @@ function bytesOf(text: string): Uint8Array<ArrayBuffer> {
 
 export function floats(text: string): Float32Array { return new Float32Array(bytesOf(text).buffer); }
 
+const COUNTS = ["nan_count", "inf_count"];
+
 /** Numbers that JSON cannot express arrive as words. */
 export function toNumber(value: number | string): number {
   if (typeof value === "number") return value;
@@ -92,6 +94,12 @@ export class Recorder {
   seen(row: number, column: number): boolean {
     const counted = ["count", "nan_count"].find((each) => this.statistics.includes(each));
     return counted === undefined || !Number.isNaN(this.value(counted, row, column));
+  }
+
+  /** A value for a color: not finite if the tensor has NaN or infinities, which most statistics leave out. */
+  shown(statistic: string, row: number, column: number): number {
+    const value = this.value(statistic, row, column);
+    return !Number.isFinite(value) || COUNTS.includes(statistic) || !COUNTS.some((each) => this.statistics.includes(each) && this.value(each, row, column) > 0) ? value : NaN;
   }
 
   history(statistic: string, column: number): number[] {
@@ -181,6 +189,9 @@ export function format(value: number): string {
   return text.replace("-", "−").replace("e−", "e-").replace("e+", "e");
 }
 
+/** True for statistics between 0 and 1. */
+export function isShare(statistic: string): boolean { return statistic.endsWith("fraction"); }
+
 const VIRIDIS = ["#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
 const DIVERGING = ["#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"];
 export const NOT_FINITE = "#d6008b";
@@ -204,7 +215,7 @@ export class Scale {
     if (least < 0) {
       this.kind = "diverging";
       this.high = Math.max(-least, most) || 1; this.low = -this.high;
-    } else if (statistic.endsWith("fraction")) {
+    } else if (isShare(statistic)) {
       this.kind = "linear"; this.low = 0; this.high = 1;
     } else if (smallest > 0 && most / smallest > 50) {
       this.kind = "log";
@@ -277,13 +288,14 @@ export function inkOn(color: string): string {
   return 0.2126 * red! + 0.7152 * green! + 0.0722 * blue! > 0.18 ? "#111" : "#fff";
 }
 
-/** Names without the dotted parts that all of them share at the start. */
+/** The dotted parts that all names share at the start; what follows never begins with a number, which says nothing alone. */
 export function sharedPrefix(names: string[]): string {
   const parts = names.filter(Boolean).map((each) => each.split("."));
   const first = parts[0];
   if (!first || parts.length < 2) return "";
   let count = 0;
   while (count < first.length - 1 && parts.every((each) => each.length > count + 1 && each[count] === first[count])) count++;
+  while (count && parts.some((each) => /^\d+$/.test(each[count]!))) count--;
   return count ? first.slice(0, count).join(".") + "." : "";
 }
 
