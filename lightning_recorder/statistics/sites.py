@@ -58,7 +58,7 @@ SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
 _BINS = "histogram"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, because a frozen one takes several times as long to make
 class Snapshot:
     """The states of the sites at one point in time.
 
@@ -173,7 +173,7 @@ NOTHING = Snapshot((), [], [])
 """No states, until those of all ranks are merged."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Record:
     """The statistics of one or more steps with their metadata.
 
