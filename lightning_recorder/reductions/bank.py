@@ -65,6 +65,11 @@ class Collected(Generic[Key]):
     states: Tensor
     """``[keys, width]`` float64."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the states in bytes."""
+        return self.states.nbytes
+
 
 class StateBank(Generic[Key]):
     """A bank with one row of state per key and device, allocated in blocks of rows.
@@ -177,6 +182,19 @@ class StateBank(Generic[Key]):
             if new:
                 groups.append(Collected(copied.reduction, [keys[index] for index in new], states))
         return groups
+
+    def on_host(self) -> tuple[Reduction, list[Tensor], list[Key]] | None:
+        """Return the reduction, the states of each block and all keys, if each key has one state, on the CPU.
+
+        The states are those of the bank, not a copy.
+        """
+        if self._seen_on != {_CPU} or len(self._blocks) != 1:
+            return None
+        (blocks,) = self._blocks.values()
+        if any(row.deferred for block in blocks for row in block.rows):
+            return None
+        keys = [key for block in blocks for key in block.keys]
+        return blocks[0].rows[0].reduction, [block.states[: len(block.keys)] for block in blocks], keys
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
         """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""

@@ -305,7 +305,7 @@ class RankMergingRecorder:
         """
         pending = None if alone else self.submit(scope)
         if pending is None:
-            return Merged(self._snapshot() if self._is_first else None)
+            return Merged(self._snapshot(compact=True) if self._is_first else None)
         return self.finished(pending)
 
     def submit(self, scope: str = "") -> PendingMerge | None:
@@ -353,9 +353,9 @@ class RankMergingRecorder:
             with self.contained():
                 raise error
 
-    def _snapshot(self) -> Snapshot | None:
+    def _snapshot(self, *, compact: bool = False) -> Snapshot | None:
         snapshot = None
         if not self.failed:
             with self.contained():
-                snapshot = self.recorder.states.snapshot(self.recorder.modules)
+                snapshot = self.recorder.states.snapshot(self.recorder.modules, compact=compact)
         return snapshot

@@ -303,3 +303,28 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
   }
   if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
 }
+
+/* Copy states, [rows, width], without the empty bins of their histograms. `others` receives all slots but the
+   histogram, `sizes` the number of nonempty bins of each row, and `bins` and `counts` those bins. Return the number of
+   all nonempty bins. */
+int64_t compact_states(const double *states, int64_t rows, int64_t width, double *others, int64_t *sizes,
+                       uint16_t *bins, double *counts) {
+  int64_t found = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    const double *state = states + row * width, *histogram = state + HISTOGRAM;
+    int64_t before = found;
+    memcpy(others, state, HISTOGRAM * sizeof *state);
+    memcpy(others + HISTOGRAM, histogram + BINS, (width - HISTOGRAM - BINS) * sizeof *state);
+    others += width - BINS;
+    for (int from = 0; from < BINS; from += LINE) {
+      uint64_t bits[LINE], any = 0;
+      memcpy(bits, histogram + from, sizeof bits);
+      for (int i = 0; i < LINE; i++) any |= bits[i];
+      if (!any) continue;
+      for (int i = 0; i < LINE; i++)
+        if (bits[i]) bins[found] = (uint16_t)(from + i), counts[found++] = histogram[from + i];
+    }
+    sizes[row] = found - before;
+  }
+  return found;
+}

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
@@ -29,7 +31,7 @@ from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, P
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "compact_states", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -44,10 +46,12 @@ _FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOT
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 60
+_MOST_SCRATCH = 4
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
+_Compact = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint16], NDArray[np.float64]]
 
 
 class _Loaded:
@@ -56,6 +60,7 @@ class _Loaded:
     lock = threading.Lock()
     tried = False
     kernel: _Kernel | None = None
+    compactor: Callable[[int, int, int, int, int, int, int], int] | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -132,6 +137,46 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     return True
 
 
+def compact_states(states: Tensor) -> _Compact | None:
+    """Return a copy of states without the empty bins of their histograms, or None if there is no compiled function.
+
+    Args:
+        states: The states, ``[rows, width]`` float64 on the CPU, contiguous, as :class:`Statistics` lays them out.
+
+    Returns:
+        The slots that are no bins, ``[rows, width - 2048]``; the number of nonempty bins of each row, ``[rows]``; those
+        bins and their counts.
+    """
+    if _Loaded.compactor is None:
+        return None
+    rows, width = states.shape
+    (others, sizes, bins, counts), addresses = _scratch.of(rows, width)
+    found = _Loaded.compactor(states.data_ptr(), rows, width, *addresses)
+    return others.copy(), sizes.copy(), bins[:found].copy(), counts[:found].copy()
+
+
+class _Scratch(threading.local):
+    """Arrays for the results of :func:`compact_states`, one set per thread. Those of the latest shapes are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[_Compact, list[int]]] = {}
+
+    def of(self, rows: int, width: int) -> tuple[_Compact, list[int]]:
+        """Return the arrays and their addresses."""
+        known = self._known.get((rows, width))
+        if known is None:
+            if len(self._known) == _MOST_SCRATCH:
+                self._known.clear()
+            # There is room for the bins of all rows, but the system provides only memory that is written.
+            bins, counts = np.empty(rows * BINS, dtype=np.uint16), np.empty(rows * BINS)
+            arrays = np.empty((rows, width - BINS)), np.empty(rows, dtype=np.int64), bins, counts
+            known = self._known[rows, width] = arrays, [each.ctypes.data for each in arrays]
+        return known
+
+
+_scratch = _Scratch()
+
+
 def _load() -> None:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -144,7 +189,8 @@ def _load() -> None:
 def _load_with(compiler: str, flags: Sequence[str]) -> bool:
     """Load the function as built with these flags. Return True if it is available."""
     try:
-        kernel = _opened(_built(compiler, flags))
+        library = _built(compiler, flags)
+        kernel = _opened(library)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
         return False
@@ -153,6 +199,7 @@ def _load_with(compiler: str, flags: Sequence[str]) -> bool:
         _log.warning("the C function built by %s gives wrong results and is not used", compiler)
         return False
     _Loaded.kernel, _Loaded.missing = kernel, missing
+    _Loaded.compactor = _opened_compactor(library)
     return True
 
 
@@ -216,6 +263,14 @@ def _opened(library: Path) -> _Kernel:
         ctypes.c_void_p,
     ]
     function.restype = None
+    return function
+
+
+def _opened_compactor(library: Path) -> Callable[[int, int, int, int, int, int, int], int]:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).compact_states
+    numbers, address = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [address, numbers, numbers, address, address, address, address]
+    function.restype = numbers
     return function
 
 
