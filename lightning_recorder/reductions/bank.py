@@ -93,6 +93,7 @@ class StateBank(Generic[Key]):
         self._rows: dict[tuple[Key, torch.device], _Row] = {}
         self._blocks: dict[tuple[torch.device, str], list[_Block[Key]]] = {}
         self._seen_on: set[torch.device] = set()
+        self._host: tuple[Reduction, list[Tensor], list[Key]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -151,6 +152,7 @@ class StateBank(Generic[Key]):
             block.rows.append(row)
             self._rows[key, seen_on] = row
             self._seen_on.add(seen_on)
+            self._host = None
             return row
 
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
@@ -188,13 +190,11 @@ class StateBank(Generic[Key]):
 
         The states are those of the bank, not a copy.
         """
-        if self._seen_on != {_CPU} or len(self._blocks) != 1:
-            return None
-        (blocks,) = self._blocks.values()
-        if any(row.deferred for block in blocks for row in block.rows):
-            return None
-        keys = [key for block in blocks for key in block.keys]
-        return blocks[0].rows[0].reduction, [block.states[: len(block.keys)] for block in blocks], keys
+        if self._host is None and self._seen_on == {_CPU} and len(self._blocks) == 1 and self.reduction.is_sized:
+            (blocks,) = self._blocks.values()
+            keys = [key for block in blocks for key in block.keys]
+            self._host = blocks[0].rows[0].reduction, [block.states[: len(block.keys)] for block in blocks], keys
+        return None if any(row.deferred for row in self._rows.values()) else self._host
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
         """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""

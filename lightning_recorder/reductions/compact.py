@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,36 +28,41 @@ class CompactStates(Generic[Key]):
     Args:
         reduction: The reduction, a :class:`~lightning_recorder.reductions.Statistics`.
         keys: The key of each state.
-        others: All slots but the histogram, ``[keys, width - 2048]``.
-        sizes: The number of nonempty bins of each histogram, ``[keys]``.
-        bins: The nonempty bins of each histogram in ascending order, one histogram after the other.
-        counts: Their counts, float64.
+        blocks: The results of :func:`compact_states` and their numbers of rows.
     """
 
-    def __init__(
-        self,
-        reduction: Reduction,
-        keys: list[Key],
-        others: NDArray[np.float64],
-        sizes: NDArray[np.int64],
-        bins: NDArray[np.uint16],
-        counts: NDArray[np.float64],
-    ) -> None:
-        self.reduction, self.keys, self.others = reduction, keys, others
-        self.sizes, self.bins, self.counts = sizes, bins, counts
+    def __init__(self, reduction: Reduction, keys: list[Key], blocks: list[tuple[NDArray[np.float64], int]]) -> None:
+        self.reduction, self.keys, self._blocks = reduction, keys, blocks
 
     @property
     def nbytes(self) -> int:
         """The size of the states in bytes."""
-        return self.others.nbytes + self.sizes.nbytes + self.bins.nbytes + self.counts.nbytes
+        return sum(block.nbytes for block, _ in self._blocks)
+
+    @property
+    def parts(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint16], NDArray[np.float64]]:
+        """All slots but the histogram, ``[keys, width - 2048]``; the number of nonempty bins of each histogram,
+        ``[keys]``; these bins, ascending, one histogram after the other; and their counts."""
+        columns = list(zip(*(_split(block, rows, self.reduction.width) for block, rows in self._blocks), strict=True))
+        others, sizes, bins, counts = (each[0] if len(each) == 1 else np.concatenate(each) for each in columns)
+        return others, sizes, bins, counts
 
     @cached_property
     def states(self) -> Tensor:
         """The whole states, ``[keys, width]`` float64."""
-        whole = np.zeros((len(self.keys), self.others.shape[1] + BINS))
-        whole[:, :HISTOGRAM], whole[:, HISTOGRAM + BINS :] = np.split(self.others, [HISTOGRAM], axis=1)
-        whole[np.repeat(np.arange(len(self.keys)), self.sizes), HISTOGRAM + self.bins.astype(np.int64)] = self.counts
+        others, sizes, bins, counts = self.parts
+        whole = np.zeros((len(self.keys), self.reduction.width))
+        whole[:, :HISTOGRAM], whole[:, HISTOGRAM + BINS :] = np.split(others, [HISTOGRAM], axis=1)
+        whole[np.repeat(np.arange(len(self.keys)), sizes), HISTOGRAM + bins.astype(np.int64)] = counts
         return torch.from_numpy(whole)
+
+
+def _split(block: NDArray[np.float64], rows: int, width: int) -> tuple[NDArray[Any], ...]:
+    slots = rows * (width - BINS)
+    sizes = block[slots : slots + rows].view(np.int64)
+    first, found = slots + rows, int(sizes.sum())
+    bins = block[first + found :].view(np.uint16)[:found]
+    return block[:slots].reshape(rows, width - BINS), sizes, bins, block[first : first + found]
 
 
 def compacted(bank: StateBank[Key]) -> CompactStates[Key] | None:
@@ -69,9 +74,11 @@ def compacted(bank: StateBank[Key]) -> CompactStates[Key] | None:
     found = bank.on_host()
     if found is None:
         return None
-    reduction, blocks, keys = found
-    parts = [compact_states(states) for states in blocks]
-    if any(part is None for part in parts):
-        return None
-    columns = list(zip(*filter(None, parts), strict=True))
-    return CompactStates(reduction, keys, *(each[0] if len(each) == 1 else np.concatenate(each) for each in columns))
+    reduction, states, keys = found
+    blocks = []
+    for each in states:
+        block = compact_states(each)
+        if block is None:
+            return None
+        blocks.append((block, len(each)))
+    return CompactStates(reduction, keys, blocks)

@@ -490,11 +490,8 @@ def _summaries(groups: Sequence[Collected[Site] | CompactStates[Site]]) -> tuple
     reduction = groups[0].reduction
     small = [group for group in groups if isinstance(group, CompactStates)]
     if len(small) == len(groups) and _are_scalars_enough(reduction):
-        others = torch.from_numpy(np.concatenate([group.others for group in small]))
-        parts = (
-            np.concatenate(each) for each in zip(*((group.sizes, group.bins, group.counts) for group in small), strict=True)
-        )
-        return _columns(reduction, others), SparseCounts.of_entries(*parts)
+        others, *entries = (np.concatenate(part) for part in zip(*(group.parts for group in small), strict=True))
+        return _columns(reduction, torch.from_numpy(others)), SparseCounts.of_entries(*entries)
     # With numpy, since torch would start a pool of threads for the writer thread, which slows the one that trains.
     joined = [group.states.numpy() for group in groups]
     states = torch.from_numpy(joined[0] if len(joined) == 1 else np.concatenate(joined))

@@ -304,18 +304,18 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
   if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
 }
 
-/* Copy states, [rows, width], without the empty bins of their histograms. `others` receives all slots but the
-   histogram, `sizes` the number of nonempty bins of each row, and `bins` and `counts` those bins. Return the number of
-   all nonempty bins. */
-int64_t compact_states(const double *states, int64_t rows, int64_t width, double *others, int64_t *sizes,
-                       uint16_t *bins, double *counts) {
-  int64_t found = 0;
+/* Copy states, [rows, width], without the empty bins of their histograms: first all slots but the histogram,
+   [rows, width - BINS], then the number of nonempty bins of each row as int64, the counts of those bins, and those bins
+   as uint16. Return the size in doubles. There must be room for rows times (width + 1 + BINS / 4) doubles. */
+int64_t compact_states(const double *states, int64_t rows, int64_t width, double *to) {
+  int64_t found = 0, size;
+  double *counts = to + rows * (width - BINS + 1);
+  uint16_t *bins = (uint16_t *)(counts + rows * BINS);
   for (int64_t row = 0; row < rows; row++) {
     const double *state = states + row * width, *histogram = state + HISTOGRAM;
     int64_t before = found;
-    memcpy(others, state, HISTOGRAM * sizeof *state);
-    memcpy(others + HISTOGRAM, histogram + BINS, (width - HISTOGRAM - BINS) * sizeof *state);
-    others += width - BINS;
+    memcpy(to + row * (width - BINS), state, HISTOGRAM * sizeof *state);
+    memcpy(to + row * (width - BINS) + HISTOGRAM, histogram + BINS, (width - HISTOGRAM - BINS) * sizeof *state);
     for (int from = 0; from < BINS; from += LINE) {
       uint64_t bits[LINE], any = 0;
       memcpy(bits, histogram + from, sizeof bits);
@@ -324,7 +324,9 @@ int64_t compact_states(const double *states, int64_t rows, int64_t width, double
       for (int i = 0; i < LINE; i++)
         if (bits[i]) bins[found] = (uint16_t)(from + i), counts[found++] = histogram[from + i];
     }
-    sizes[row] = found - before;
+    size = found - before;
+    memcpy(to + rows * (width - BINS) + row, &size, sizeof size);
   }
-  return found;
+  memmove(counts + found, bins, found * sizeof *bins);
+  return counts + found + (found + 3) / 4 - to;
 }

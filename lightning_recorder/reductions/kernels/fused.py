@@ -46,12 +46,11 @@ _FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOT
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 60
-_MOST_SCRATCH = 4
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
-_Compact = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint16], NDArray[np.float64]]
+_Compactor = Callable[[int, int, int, int], int]
 
 
 class _Loaded:
@@ -60,7 +59,7 @@ class _Loaded:
     lock = threading.Lock()
     tried = False
     kernel: _Kernel | None = None
-    compactor: Callable[[int, int, int, int, int, int, int], int] | None = None
+    compactor: _Compactor | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -137,41 +136,36 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     return True
 
 
-def compact_states(states: Tensor) -> _Compact | None:
+def compact_states(states: Tensor) -> NDArray[np.float64] | None:
     """Return a copy of states without the empty bins of their histograms, or None if there is no compiled function.
 
     Args:
         states: The states, ``[rows, width]`` float64 on the CPU, contiguous, as :class:`Statistics` lays them out.
 
     Returns:
-        The slots that are no bins, ``[rows, width - 2048]``; the number of nonempty bins of each row, ``[rows]``; those
-        bins and their counts.
+        One array with four parts: the slots that are no bins, ``[rows, width - 2048]``; the number of nonempty bins of
+        each row as the bits of int64, ``[rows]``; the counts of these bins; and the bins as the bits of uint16.
     """
     if _Loaded.compactor is None:
         return None
     rows, width = states.shape
-    (others, sizes, bins, counts), addresses = _scratch.of(rows, width)
-    found = _Loaded.compactor(states.data_ptr(), rows, width, *addresses)
-    return others.copy(), sizes.copy(), bins[:found].copy(), counts[:found].copy()
+    scratch, address = _scratch.of(rows * (width + 1 + BINS // 4))
+    return scratch[: _Loaded.compactor(states.data_ptr(), rows, width, address)].copy()
 
 
 class _Scratch(threading.local):
-    """Arrays for the results of :func:`compact_states`, one set per thread. Those of the latest shapes are kept."""
+    """Memory for the results of :func:`compact_states`, one array per thread."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[_Compact, list[int]]] = {}
+        self._array = np.empty(0)
+        self._address = 0
 
-    def of(self, rows: int, width: int) -> tuple[_Compact, list[int]]:
-        """Return the arrays and their addresses."""
-        known = self._known.get((rows, width))
-        if known is None:
-            if len(self._known) == _MOST_SCRATCH:
-                self._known.clear()
-            # There is room for the bins of all rows, but the system provides only memory that is written.
-            bins, counts = np.empty(rows * BINS, dtype=np.uint16), np.empty(rows * BINS)
-            arrays = np.empty((rows, width - BINS)), np.empty(rows, dtype=np.int64), bins, counts
-            known = self._known[rows, width] = arrays, [each.ctypes.data for each in arrays]
-        return known
+    def of(self, size: int) -> tuple[NDArray[np.float64], int]:
+        """Return an array of at least this size, and its address."""
+        if len(self._array) < size:  # the system provides only the memory that is written
+            self._array = np.empty(size)
+            self._address = self._array.ctypes.data
+        return self._array, self._address
 
 
 _scratch = _Scratch()
@@ -266,10 +260,10 @@ def _opened(library: Path) -> _Kernel:
     return function
 
 
-def _opened_compactor(library: Path) -> Callable[[int, int, int, int, int, int, int], int]:
+def _opened_compactor(library: Path) -> _Compactor:
     function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).compact_states
     numbers, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [address, numbers, numbers, address, address, address, address]
+    function.argtypes = [address, numbers, numbers, address]
     function.restype = numbers
     return function
 
