@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.bins import BINS
-from lightning_recorder.reductions.bank import StateBank
+from lightning_recorder.reductions.bank import Collected, StateBank
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.kernels.fused import compact_states
 from lightning_recorder.reductions.row import HISTOGRAM
@@ -22,7 +22,7 @@ __all__ = ["CompactStates", "compacted"]
 Key = TypeVar("Key", bound=Hashable)
 
 
-class CompactStates(Generic[Key]):
+class CompactStates(Collected[Key]):
     """The states of default statistics, with about a tenth of the memory of a :class:`Collected`.
 
     Args:
@@ -31,19 +31,24 @@ class CompactStates(Generic[Key]):
         blocks: The results of :func:`compact_states` and their numbers of rows.
     """
 
+    blocks: list[tuple[NDArray[np.float64], int]]
+
     def __init__(self, reduction: Reduction, keys: list[Key], blocks: list[tuple[NDArray[np.float64], int]]) -> None:
-        self.reduction, self.keys, self._blocks = reduction, keys, blocks
+        vars(self).update(reduction=reduction, keys=keys, blocks=blocks)  # the base class is frozen
 
     @property
     def nbytes(self) -> int:
         """The size of the states in bytes."""
-        return sum(block.nbytes for block, _ in self._blocks)
+        return sum(block.nbytes for block, _ in self.blocks)
 
     @property
     def parts(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.uint16], NDArray[np.float64]]:
-        """All slots but the histogram, ``[keys, width - 2048]``; the number of nonempty bins of each histogram,
-        ``[keys]``; these bins, ascending, one histogram after the other; and their counts."""
-        columns = list(zip(*(_split(block, rows, self.reduction.width) for block, rows in self._blocks), strict=True))
+        """The other slots, the sizes, the bins and the counts.
+
+        These are all slots but the histogram, ``[keys, width - 2048]``; the number of nonempty bins of each histogram,
+        ``[keys]``; these bins, ascending, one histogram after the other; and their counts.
+        """
+        columns = list(zip(*(_split(block, rows, self.reduction.width) for block, rows in self.blocks), strict=True))
         others, sizes, bins, counts = (each[0] if len(each) == 1 else np.concatenate(each) for each in columns)
         return others, sizes, bins, counts
 

@@ -83,7 +83,7 @@ class Snapshot:
     """
 
     names: tuple[str, ...]
-    groups: list[list[Collected[Site] | CompactStates[Site]]]
+    groups: list[list[Collected[Site]]]
     left_out: Sequence[frozenset[Site]]
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
     diverged: frozenset[Site] = frozenset()
@@ -98,6 +98,11 @@ class Snapshot:
     def nbytes(self) -> int:
         """The size of the states of the default statistics in bytes."""
         return sum(group.nbytes for group in self.groups[0]) if self.groups else 0
+
+    def resembles(self, other: Snapshot) -> bool:
+        """Return True if another snapshot has the same modules, dtypes and shapes, in the same order."""
+        are_equal = self.names == other.names and self.kinds == other.kinds
+        return are_equal and [*self.kinds] == [*other.kinds]
 
     def release(self) -> None:
         """Free the states. The snapshot has no statistics from then on."""
@@ -132,7 +137,7 @@ class Snapshot:
         return table
 
     def _summaries(
-        self, place: int, groups: list[Collected[Site] | CompactStates[Site]]
+        self, place: int, groups: list[Collected[Site]]
     ) -> list[tuple[Site, dict[str, float], dict[str, Tensor]]]:
         """Return the statistics of an extra reduction for its sites, or an empty list if it fails."""
         try:
@@ -351,9 +356,7 @@ class SiteStates:
             states.revive()
 
     @torch.no_grad()
-    def snapshot(
-        self, names: Iterable[str], device: torch.device | str = "cpu", *, compact: bool = False
-    ) -> Snapshot:
+    def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu", *, compact: bool = False) -> Snapshot:
         """Return a copy of the current states, from which another thread can compute the statistics.
 
         Args:
@@ -362,7 +365,7 @@ class SiteStates:
             compact: Leave out the empty bins of the histograms, if the states are on the CPU.
         """
         small = compacted(self._banks[0]) if compact and _are_scalars_enough(self._reductions[0]) else None
-        groups: list[list[Collected[Site] | CompactStates[Site]]] = [
+        groups: list[list[Collected[Site]]] = [
             [small] if small is not None and place == 0 else [*bank.collect(device)]
             for place, bank in enumerate(self._banks)
         ]
@@ -476,16 +479,21 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
         found[number] += [(first + row, site) for row, site in enumerate(group.keys) if seen[first + row]]
         first += len(group.keys)
     tables = []
+    before: tuple[Snapshot, list[Site]] | None = None
     for snapshot, rows in zip(snapshots, found, strict=True):
-        sites, order = _in_module_order(snapshot.names, tuple(site for _, site in rows))
+        own = [site for _, site in rows]
+        # Nearly all records have the sites of the previous one, and comparing them takes less time than a look-up.
+        if before is None or own != before[1] or not snapshot.resembles(before[0]):
+            sites, order = _in_module_order(snapshot.names, tuple(own))
+            kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
+            schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
+        before = snapshot, own
         where = np.array([row for row, _ in rows], dtype=np.int64)[order]
-        kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
-        schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
         tables.append(snapshot.completed(StatisticsTable(schema, values[where], counts.take(where))))
     return tables
 
 
-def _summaries(groups: Sequence[Collected[Site] | CompactStates[Site]]) -> tuple[Columns, SparseCounts]:
+def _summaries(groups: Sequence[Collected[Site]]) -> tuple[Columns, SparseCounts]:
     """Return the scalars and the histograms of the default statistics in all groups, one group after the other."""
     reduction = groups[0].reduction
     small = [group for group in groups if isinstance(group, CompactStates)]
@@ -528,7 +536,9 @@ def _columns(reduction: Reduction, states: Tensor) -> Columns:
     return {name: torch.cat([summary[name] for summary in summaries]).numpy() for name in names}
 
 
-def _by_site(group: Collected[Site] | CompactStates[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
+def _by_site(
+    group: Collected[Site],
+) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """Yield the scalars and the tensors of each site, from states that are summarized together."""
     some = max(1, _FEW_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
