@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -479,7 +478,7 @@ class StatisticsCallback(ResumingCallback):
 
     def _on_record(self, record: Record) -> None:
         if record.stage == "train":
-            record = replace(record, batch=self._fingerprints.take())
+            record.batch = self._fingerprints.take()
         self._results.add(record, self._run)
 
     def _announce(self, step: int, recording_ms: float) -> None:

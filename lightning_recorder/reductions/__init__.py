@@ -3,6 +3,7 @@
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.combined import Combined
+from lightning_recorder.reductions.compact import CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
@@ -39,6 +40,7 @@ __all__ = [
     "CoarseHistogram",
     "Collected",
     "Combined",
+    "CompactStates",
     "DeadChannels",
     "ExpertLoad",
     "ExponentHistogram",
@@ -64,6 +66,7 @@ __all__ = [
     "Tallies",
     "Values",
     "add_tensor",
+    "compacted",
     "prepare",
     "prepare_device",
     "row_state",

@@ -65,6 +65,11 @@ class Collected(Generic[Key]):
     states: Tensor
     """``[keys, width]`` float64."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the states in bytes."""
+        return self.states.nbytes
+
 
 class StateBank(Generic[Key]):
     """A bank with one row of state per key and device, allocated in blocks of rows.
@@ -87,6 +92,8 @@ class StateBank(Generic[Key]):
         self.reduction = reduction
         self._rows: dict[tuple[Key, torch.device], _Row] = {}
         self._blocks: dict[tuple[torch.device, str], list[_Block[Key]]] = {}
+        self._seen_on: set[torch.device] = set()
+        self._host: tuple[Reduction, list[Tensor], list[Key]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -144,6 +151,8 @@ class StateBank(Generic[Key]):
             block.keys.append(key)
             block.rows.append(row)
             self._rows[key, seen_on] = row
+            self._seen_on.add(seen_on)
+            self._host = None
             return row
 
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
@@ -152,13 +161,14 @@ class StateBank(Generic[Key]):
         Synchronizes each other device once per kind of state. Does not wait if the states are already on ``device``.
         """
         groups: list[Collected[Key]] = []
+        if len(self._blocks) == 1 and len(self._seen_on) == 1:  # the common case: each key has one row
+            (blocks,) = self._blocks.values()
+            return [_copied(blocks, device)]
         places: dict[Key, tuple[Tensor, int]] = {}
         for blocks in self._blocks.values():
             rows = [row for block in blocks for row in block.rows]
-            keys = [key for block in blocks for key in block.keys]
-            _settle(rows)
-            # Always a copy, because the states continue to change. A GPU makes one transfer.
-            states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to(device)
+            copied = _copied(blocks, device)
+            keys, states = copied.keys, copied.states
             new = []
             for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
                 if key not in places:
@@ -172,8 +182,19 @@ class StateBank(Generic[Key]):
                 states = states[new]
                 places.update({keys[index]: (states, place) for place, index in enumerate(new)})
             if new:
-                groups.append(Collected(rows[0].reduction, [keys[index] for index in new], states))
+                groups.append(Collected(copied.reduction, [keys[index] for index in new], states))
         return groups
+
+    def on_host(self) -> tuple[Reduction, list[Tensor], list[Key]] | None:
+        """Return the reduction, the states of each block and all keys, if each key has one state, on the CPU.
+
+        The states are those of the bank, not a copy.
+        """
+        if self._host is None and self._seen_on == {_CPU} and len(self._blocks) == 1 and self.reduction.is_sized:
+            (blocks,) = self._blocks.values()
+            keys = [key for block in blocks for key in block.keys]
+            self._host = blocks[0].rows[0].reduction, [block.states[: len(block.keys)] for block in blocks], keys
+        return None if any(row.deferred for row in self._rows.values()) else self._host
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
         """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""
@@ -245,6 +266,17 @@ class StateBank(Generic[Key]):
                     block.rows[0].reduction.restart(states)
                 else:
                     states.copy_(block.initial)
+
+
+def _copied(blocks: Sequence[_Block[Key]], device: torch.device | str) -> Collected[Key]:
+    """Return a copy of the states in the blocks, because the states continue to change. A GPU makes one transfer."""
+    _settle([row for block in blocks for row in block.rows])
+    first = blocks[0]
+    if len(blocks) == 1:
+        states = first.states[: len(first.keys)]
+        return Collected(first.rows[0].reduction, list(first.keys), states.to(device, copy=True))
+    states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to(device)
+    return Collected(first.rows[0].reduction, [key for block in blocks for key in block.keys], states)
 
 
 def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:

@@ -63,6 +63,21 @@ class SparseCounts:
         self._entries = _Entries.of(counts)
         self._rows = np.arange(len(counts))
 
+    @classmethod
+    def of_entries(cls, sizes: Integers, bins: NDArray[Any], counts: NDArray[Any]) -> SparseCounts:
+        """Return histograms from their nonempty bins.
+
+        Args:
+            sizes: The number of nonempty bins of each histogram, ``[histograms]``.
+            bins: The nonempty bins of each histogram in ascending order, one histogram after the other.
+            counts: Their counts.
+        """
+        found = object.__new__(cls)
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)))
+        found._entries = _Entries(starts, bins.astype(np.int64), counts.astype(np.int64))
+        found._rows = np.arange(len(sizes))
+        return found
+
     def take(self, rows: Integers) -> SparseCounts:
         """Return the histograms of some rows, in this order."""
         found = object.__new__(SparseCounts)

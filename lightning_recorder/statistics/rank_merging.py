@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -211,6 +212,21 @@ class Exchange:
         return torch.stack(answers).cpu()
 
 
+class _Contained:
+    """A context that passes errors to a recorder. It is entered several times for each record, so it is made once."""
+
+    def __init__(self, recorder: RankMergingRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, Exception) and self._recorder.take_error(error)
+
+
 class RankMergingRecorder:
     """A recorder that contains its errors and merges its states across ranks.
 
@@ -245,6 +261,7 @@ class RankMergingRecorder:
         self.failed = False
         """True if recording has stopped because of an error."""
         self._is_first = rank == 0
+        self._contained = _Contained(self)
         self._clock = clock
         self._absent_ranks: set[int] = set()  # those that have caused a warning
         self._pending: list[PendingMerge] = []  # those whose errors have not been reported
@@ -255,18 +272,17 @@ class RankMergingRecorder:
         merges = self.exchange is not None and self.exchange.is_open
         return self.enabled and not self.failed and (self._is_first or merges)
 
-    @contextmanager
-    def contained(self) -> Iterator[None]:
+    def contained(self) -> _Contained:
         """Catch errors in a block and stop recording after the first one. Only the first error causes a warning."""
-        try:
-            yield
-        except Exception as error:
-            is_first_error = not self.failed
-            self.fail()
-            if self.strict:
-                raise
-            if is_first_error:
-                warn(f"{self.name} is off for the rest of the run: {describe_error(error)}")
+        return self._contained
+
+    def take_error(self, error: Exception) -> bool:
+        """Stop recording because of an error. Return True unless it is to be raised."""
+        is_first_error = not self.failed
+        self.fail()
+        if is_first_error and not self.strict:
+            warn(f"{self.name} is off for the rest of the run: {describe_error(error)}")
+        return not self.strict
 
     def fail(self) -> None:
         """Stop recording for good."""
@@ -289,7 +305,7 @@ class RankMergingRecorder:
         """
         pending = None if alone else self.submit(scope)
         if pending is None:
-            return Merged(self._snapshot() if self._is_first else None)
+            return Merged(self._snapshot(compact=True) if self._is_first else None)
         return self.finished(pending)
 
     def submit(self, scope: str = "") -> PendingMerge | None:
@@ -337,9 +353,9 @@ class RankMergingRecorder:
             with self.contained():
                 raise error
 
-    def _snapshot(self) -> Snapshot | None:
+    def _snapshot(self, *, compact: bool = False) -> Snapshot | None:
         snapshot = None
         if not self.failed:
             with self.contained():
-                snapshot = self.recorder.states.snapshot(self.recorder.modules)
+                snapshot = self.recorder.states.snapshot(self.recorder.modules, compact=compact)
         return snapshot

@@ -337,7 +337,9 @@ class RunRecorder(RankMergingRecorder):
             snapshot = _without_ranks(snapshot)
         of_step: dict[str, Any] = {}
         with self.contained():
-            snapshot, of_step = replace(snapshot, settings=self.recorder.settings()), self.recorder.about()
+            settings, of_step = self.recorder.settings(), self.recorder.about()
+            if settings:
+                snapshot = replace(snapshot, settings=settings)
         return Record(
             step,
             self._epoch,

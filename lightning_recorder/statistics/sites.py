@@ -20,12 +20,14 @@ from lightning_recorder.reductions import (
     SCALAR_STATISTICS,
     Collected,
     Combined,
+    CompactStates,
     Reduction,
     SparseCounts,
     StateBank,
     Statistics,
     Values,
     add_tensor,
+    compacted,
     row_state,
 )
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
@@ -57,8 +59,10 @@ SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
 
 _BINS = "histogram"
 
+Columns = dict[str, NDArray[np.float64]]
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)  # not frozen, because a frozen one takes several times as long to make
 class Snapshot:
     """The states of the sites at one point in time.
 
@@ -93,7 +97,12 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """The size of the states of the default statistics in bytes."""
-        return sum(group.states.nbytes for group in self.groups[0]) if self.groups else 0
+        return sum(group.nbytes for group in self.groups[0]) if self.groups else 0
+
+    def resembles(self, other: Snapshot) -> bool:
+        """Return True if another snapshot has the same modules, dtypes and shapes, in the same order."""
+        are_equal = self.names == other.names and self.kinds == other.kinds
+        return are_equal and [*self.kinds] == [*other.kinds]
 
     def release(self) -> None:
         """Free the states. The snapshot has no statistics from then on."""
@@ -173,7 +182,7 @@ NOTHING = Snapshot((), [], [])
 """No states, until those of all ranks are merged."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Record:
     """The statistics of one or more steps with their metadata.
 
@@ -347,14 +356,19 @@ class SiteStates:
             states.revive()
 
     @torch.no_grad()
-    def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu") -> Snapshot:
+    def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu", *, compact: bool = False) -> Snapshot:
         """Return a copy of the current states, from which another thread can compute the statistics.
 
         Args:
             names: The modules in order.
             device: The device of the copies. Copies on the CPU synchronize the device of the tensors.
+            compact: Leave out the empty bins of the histograms, if the states are on the CPU.
         """
-        groups = [bank.collect(device) for bank in self._banks]
+        small = compacted(self._banks[0]) if compact and _are_scalars_enough(self._reductions[0]) else None
+        groups: list[list[Collected[Site]]] = [
+            [small] if small is not None and place == 0 else [*bank.collect(device)]
+            for place, bank in enumerate(self._banks)
+        ]
         left_out = [frozenset(sites) for sites in self._left_out]
         return Snapshot(
             tuple(names),
@@ -455,14 +469,8 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
     if not groups:
         nothing = SparseCounts(np.empty((0, BINS)))
         return [StatisticsTable(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
-    # With numpy, since torch would start a pool of threads for the writer thread, which slows the one that trains.
-    joined = [group.states.numpy() for _, group in groups]
-    states = torch.from_numpy(joined[0] if len(joined) == 1 else np.concatenate(joined))
-    del joined
-    columns = _columns(groups[0][1].reduction, states)
+    columns, counts = _summaries([group for _, group in groups])
     values = np.stack(list(columns.values()), axis=1)
-    counts = SparseCounts(states[:, HISTOGRAM : HISTOGRAM + BINS].numpy())
-    del states
     # A row that was allocated for an earlier step and has received nothing since is skipped.
     seen = ((columns["count"] != 0) | (columns["nan_count"] != 0) | (columns["inf_count"] != 0)).tolist()
     found: list[list[tuple[int, Site]]] = [[] for _ in snapshots]
@@ -471,13 +479,33 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
         found[number] += [(first + row, site) for row, site in enumerate(group.keys) if seen[first + row]]
         first += len(group.keys)
     tables = []
+    before: tuple[Snapshot, list[Site]] | None = None
     for snapshot, rows in zip(snapshots, found, strict=True):
-        sites, order = _in_module_order(snapshot.names, tuple(site for _, site in rows))
+        own = [site for _, site in rows]
+        # Nearly all records have the sites of the previous one, and comparing them takes less time than a look-up.
+        if before is None or own != before[1] or not snapshot.resembles(before[0]):
+            sites, order = _in_module_order(snapshot.names, tuple(own))
+            kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
+            schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
+        before = snapshot, own
         where = np.array([row for row, _ in rows], dtype=np.int64)[order]
-        kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
-        schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
         tables.append(snapshot.completed(StatisticsTable(schema, values[where], counts.take(where))))
     return tables
+
+
+def _summaries(groups: Sequence[Collected[Site]]) -> tuple[Columns, SparseCounts]:
+    """Return the scalars and the histograms of the default statistics in all groups, one group after the other."""
+    reduction = groups[0].reduction
+    small = [group for group in groups if isinstance(group, CompactStates)]
+    if len(small) == len(groups) and _are_scalars_enough(reduction):
+        others, *entries = (np.concatenate(part) for part in zip(*(group.parts for group in small), strict=True))
+        return _columns(reduction, torch.from_numpy(others)), SparseCounts.of_entries(*entries)
+    # With numpy, since torch would start a pool of threads for the writer thread, which slows the one that trains.
+    joined = [group.states.numpy() for group in groups]
+    states = torch.from_numpy(joined[0] if len(joined) == 1 else np.concatenate(joined))
+    del joined
+    counts = SparseCounts(states[:, HISTOGRAM : HISTOGRAM + BINS].numpy())
+    return _columns(reduction, states), counts
 
 
 _UNKNOWN = (None, None)
@@ -491,10 +519,15 @@ def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[t
     return tuple(sites[each] for each in order), np.array(order, dtype=np.int64)
 
 
-def _columns(reduction: Reduction, states: Tensor) -> dict[str, NDArray[np.float64]]:
+def _are_scalars_enough(reduction: Reduction) -> bool:
+    """Return True if no statistic needs the counts, as quantiles and those of a sample do."""
+    return reduction.partial is not None and {*reduction.statistics} == {*reduction.partial.statistics, _BINS}
+
+
+def _columns(reduction: Reduction, states: Tensor) -> Columns:
     """Return the scalars of the default statistics, ``[sites]`` each."""
     scalars = reduction.partial
-    if scalars is not None and {*reduction.statistics} == {*scalars.statistics, _BINS}:
+    if scalars is not None and _are_scalars_enough(reduction):
         summaries = [scalars.summarize(states[:, : scalars.width])]
     else:  # quantiles or a sample, which need the counts
         some = max(1, _FEW_ELEMENTS // max(1, reduction.width))
@@ -503,7 +536,9 @@ def _columns(reduction: Reduction, states: Tensor) -> dict[str, NDArray[np.float
     return {name: torch.cat([summary[name] for summary in summaries]).numpy() for name in names}
 
 
-def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
+def _by_site(
+    group: Collected[Site],
+) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """Yield the scalars and the tensors of each site, from states that are summarized together."""
     some = max(1, _FEW_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):

@@ -108,6 +108,11 @@ class TableSchema:
         return places
 
     @cached_property
+    def columns_set(self) -> frozenset[str]:
+        """The columns as a set."""
+        return frozenset(self.columns)
+
+    @cached_property
     def _places(self) -> dict[tuple[str, ...], NDArray[np.int64]]:
         return {}
 
@@ -220,9 +225,11 @@ class StatisticsTable(Mapping[Site, SiteStatistics]):
 
     def part(self, rows: NDArray[np.int64], names: tuple[str, ...]) -> NDArray[np.float64]:
         """Return some statistics of some rows, ``[rows, names]``; NaN where a site lacks one."""
+        if not self.numbers.size:
+            return np.full((len(rows), len(names)), np.nan)
         places = self.schema.places_of(names)
-        found: NDArray[np.float64] = self.numbers[rows[:, None], places]
-        if (places < 0).any():
+        found: NDArray[np.float64] = self.numbers.take(rows, axis=0).take(places, axis=1)
+        if not self.schema.columns_set.issuperset(names):
             found[:, places < 0] = np.nan
         return found
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_recorder.statistics import batch_fingerprint
+from lightning_recorder.statistics.fingerprint import _as_array, _of_array, _of_tensor
 
 
 def values(batch: Any) -> list[int]:
@@ -86,3 +87,15 @@ def test_nothing_waits_for_the_device_and_the_batch_is_unchanged() -> None:
     assert isinstance(found, Tensor)
     assert torch.equal(batch, before)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3000,), (128, 784), (64, 3, 32, 32), (4, 1, 1, 1, 9)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool])
+def test_numpy_and_torch_compute_the_same_checksums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A CPU tensor, which numpy reads, has the checksums that torch computes on other devices."""
+    tensor = (50 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    transposed = tensor.transpose(0, -1) if tensor.dim() > 1 else tensor
+    for each in (tensor, transposed):
+        array = _as_array(each)
+        assert array is not None
+        assert _of_array(array).tolist() == _of_tensor(each).tolist()

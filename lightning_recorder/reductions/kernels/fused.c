@@ -43,13 +43,24 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
   *count = total;
 }
 
+/* Count LANES floats. Neighbors, which are often equal, are counted in different tables. */
+static inline void count_lanes(const void *x, uint16_t (*restrict tables)[BINS + PAD]) {
+  uint32_t bits[LANES];
+  memcpy(bits, x, sizeof bits);
+  for (int lane = 0; lane < LANES; lane++) tables[lane & 3][bits[lane] >> BIN_SHIFT]++;
+}
+
 /* Process one block of TYPE. UINT holds its bits, and EXPONENT is the exponent of values that are not finite. Nearly
    every block is entirely finite; otherwise the other values are removed and the loop runs again. Deviations are from
    the mean of the previous blocks. If that mean is so far off that the squares lose the precision of the spread, they
    are summed again around the mean of the block. There are LANES separate sums, because a single sum would wait for
-   each addition. */
+   each addition.
+
+   With tables, the bins of whole groups of LANES values are counted in the same loop: the arithmetic uses the vector
+   units of the processor and the counting does not, so together they take two thirds of the time. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
-  static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
+  static inline __attribute__((always_inline)) void NAME(const TYPE *restrict x, int n, Part *part,                    \
+                                                          uint16_t (*restrict tables)[BINS + PAD]) {                   \
     TYPE finite[BLOCK];                                                                                                \
     double pivot = part->mean, sum, square;                                                                            \
     TYPE low, high;                                                                                                    \
@@ -63,7 +74,8 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
       int whole = count / LANES * LANES;                                                                               \
       sum = square = 0, low = INFINITY, high = -INFINITY, largest = 0, zeros = 0;                                      \
       for (int lane = 0; lane < LANES; lane++) lows[lane] = INFINITY, highs[lane] = -INFINITY;                         \
-      for (int i = 0; i < whole; i += LANES)                                                                           \
+      for (int i = 0; i < whole; i += LANES) {                                                                         \
+        if (tables && x != finite) count_lanes(x + i, tables);                                                         \
         for (int lane = 0; lane < LANES; lane++) {                                                                     \
           TYPE value = x[i + lane];                                                                                    \
           double deviation = (double)value - pivot;                                                                    \
@@ -77,6 +89,7 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
           sizes[lane] = size > sizes[lane] ? size : sizes[lane];                                                       \
           none[lane] += size == 0;                                                                                     \
         }                                                                                                              \
+      }                                                                                                                \
       for (int i = whole; i < count; i++) {                                                                            \
         int lane = i - whole;                                                                                          \
         double deviation = (double)x[i] - pivot;                                                                       \
@@ -149,20 +162,21 @@ static void empty_tables(Part *part) {
   part->tables->count = 0;
 }
 
-static void count_all(const float *x, int n, Part *part) {
+/* Make room in the tables for a full block. */
+static void make_room(Part *part) {
+  if (part->tables->count + BLOCK > 4 * UINT16_MAX) empty_tables(part);
+  part->tables->count += BLOCK;
+}
+
+/* Count the values of a block from index i on. */
+static void count_all(const float *x, int i, int n, Part *part) {
   uint16_t(*tables)[BINS + PAD] = part->tables->tables;
-  uint32_t bits[BLOCK];
-  memcpy(bits, x, n * sizeof *x);
-  if (part->tables->count + n > 4 * UINT16_MAX) empty_tables(part);
-  int i = 0;
-  for (; i + 3 < n; i += 4) {
-    tables[0][bits[i] >> BIN_SHIFT]++;
-    tables[1][bits[i + 1] >> BIN_SHIFT]++;
-    tables[2][bits[i + 2] >> BIN_SHIFT]++;
-    tables[3][bits[i + 3] >> BIN_SHIFT]++;
+  for (; i + LANES <= n; i += LANES) count_lanes(x + i, tables);
+  for (; i < n; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    tables[i & 3][bits >> BIN_SHIFT]++;
   }
-  for (int table = 0; i < n; i++, table++) tables[table][bits[i] >> BIN_SHIFT]++;
-  part->tables->count += BLOCK; /* as if the block were full */
 }
 
 /* Count the sampled values of a block that starts at index `at` of the array, while the block is in the cache. */
@@ -187,12 +201,25 @@ static void count_few(const float *x, int n, double *bins) {
 }
 
 static void count_block(const float *x, int64_t at, int n, int how, Part *part) {
-  if (how == FEW_VALUES)
+  if (how == FEW_VALUES) {
     count_few(x, n, part->bins);
-  else if (how == ALL_VALUES)
-    count_all(x, n, part);
-  else
+  } else if (how == ALL_VALUES) {
+    make_room(part);
+    count_all(x, 0, n, part);
+  } else {
     count_places(x, at, n, part);
+  }
+}
+
+static void take_floats(const float *x, int64_t at, int n, int how, Part *part) {
+  if (how == ALL_VALUES) {
+    make_room(part);
+    block_of_floats(x, n, part, part->tables->tables);
+    count_all(x, n / LANES * LANES, n, part);
+  } else {
+    block_of_floats(x, n, part, 0);
+    count_block(x, at, n, how, part);
+  }
 }
 
 static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
@@ -205,8 +232,7 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       for (int i = 0; i < n; i++) scaled[i] = x[i] * scale;
       x = scaled;
     }
-    block_of_floats(x, n, part);
-    count_block(x, at, n, how, part);
+    take_floats(x, at, n, how, part);
   }
 }
 
@@ -221,7 +247,7 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
       /* Finite values stay finite: they go to the end bin of their sign. */
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
-    block_of_doubles(scaled, n, part);
+    block_of_doubles(scaled, n, part, 0);
     count_block(narrow, at, n, how, part);
   }
 }
@@ -236,8 +262,7 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
     memcpy(wide, bits, n * sizeof *wide);
     if (scale != 1)
       for (int i = 0; i < n; i++) wide[i] *= scale;
-    block_of_floats(wide, n, part);
-    count_block(wide, at, n, how, part);
+    take_floats(wide, at, n, how, part);
   }
 }
 
@@ -277,4 +302,31 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     row[SLOT_INFINITIES] += (double)part->infinities;
   }
   if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
+}
+
+/* Copy states, [rows, width], without the empty bins of their histograms: first all slots but the histogram,
+   [rows, width - BINS], then the number of nonempty bins of each row as int64, the counts of those bins, and those bins
+   as uint16. Return the size in doubles. There must be room for rows times (width + 1 + BINS / 4) doubles. */
+int64_t compact_states(const double *states, int64_t rows, int64_t width, double *to) {
+  int64_t found = 0, size;
+  double *counts = to + rows * (width - BINS + 1);
+  uint16_t *bins = (uint16_t *)(counts + rows * BINS);
+  for (int64_t row = 0; row < rows; row++) {
+    const double *state = states + row * width, *histogram = state + HISTOGRAM;
+    int64_t before = found;
+    memcpy(to + row * (width - BINS), state, HISTOGRAM * sizeof *state);
+    memcpy(to + row * (width - BINS) + HISTOGRAM, histogram + BINS, (width - HISTOGRAM - BINS) * sizeof *state);
+    for (int from = 0; from < BINS; from += LINE) {
+      uint64_t bits[LINE], any = 0;
+      memcpy(bits, histogram + from, sizeof bits);
+      for (int i = 0; i < LINE; i++) any |= bits[i];
+      if (!any) continue;
+      for (int i = 0; i < LINE; i++)
+        if (bits[i]) bins[found] = (uint16_t)(from + i), counts[found++] = histogram[from + i];
+    }
+    size = found - before;
+    memcpy(to + rows * (width - BINS) + row, &size, sizeof size);
+  }
+  memmove(counts + found, bins, found * sizeof *bins);
+  return counts + found + (found + 3) / 4 - to;
 }

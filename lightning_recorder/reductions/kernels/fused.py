@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
@@ -29,7 +31,7 @@ from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, P
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "compact_states", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -48,6 +50,7 @@ _TIMEOUT_S = 60
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
+_Compactor = Callable[[int, int, int, int], int]
 
 
 class _Loaded:
@@ -56,6 +59,7 @@ class _Loaded:
     lock = threading.Lock()
     tried = False
     kernel: _Kernel | None = None
+    compactor: _Compactor | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -132,6 +136,41 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     return True
 
 
+def compact_states(states: Tensor) -> NDArray[np.float64] | None:
+    """Return a copy of states without the empty bins of their histograms, or None if there is no compiled function.
+
+    Args:
+        states: The states, ``[rows, width]`` float64 on the CPU, contiguous, as :class:`Statistics` lays them out.
+
+    Returns:
+        One array with four parts: the slots that are no bins, ``[rows, width - 2048]``; the number of nonempty bins of
+        each row as the bits of int64, ``[rows]``; the counts of these bins; and the bins as the bits of uint16.
+    """
+    if _Loaded.compactor is None:
+        return None
+    rows, width = states.shape
+    scratch, address = _scratch.of(rows * (width + 1 + BINS // 4))
+    return scratch[: _Loaded.compactor(states.data_ptr(), rows, width, address)].copy()
+
+
+class _Scratch(threading.local):
+    """Memory for the results of :func:`compact_states`, one array per thread."""
+
+    def __init__(self) -> None:
+        self._array = np.empty(0)
+        self._address = 0
+
+    def of(self, size: int) -> tuple[NDArray[np.float64], int]:
+        """Return an array of at least this size, and its address."""
+        if len(self._array) < size:  # the system provides only the memory that is written
+            self._array = np.empty(size)
+            self._address = self._array.ctypes.data
+        return self._array, self._address
+
+
+_scratch = _Scratch()
+
+
 def _load() -> None:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -144,7 +183,8 @@ def _load() -> None:
 def _load_with(compiler: str, flags: Sequence[str]) -> bool:
     """Load the function as built with these flags. Return True if it is available."""
     try:
-        kernel = _opened(_built(compiler, flags))
+        library = _built(compiler, flags)
+        kernel = _opened(library)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
         return False
@@ -153,6 +193,7 @@ def _load_with(compiler: str, flags: Sequence[str]) -> bool:
         _log.warning("the C function built by %s gives wrong results and is not used", compiler)
         return False
     _Loaded.kernel, _Loaded.missing = kernel, missing
+    _Loaded.compactor = _opened_compactor(library)
     return True
 
 
@@ -216,6 +257,14 @@ def _opened(library: Path) -> _Kernel:
         ctypes.c_void_p,
     ]
     function.restype = None
+    return function
+
+
+def _opened_compactor(library: Path) -> _Compactor:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).compact_states
+    numbers, address = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [address, numbers, numbers, address]
+    function.restype = numbers
     return function
 
 
