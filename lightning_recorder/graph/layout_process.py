@@ -26,7 +26,8 @@ _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
 _COLUMN = re.compile(r"subgraph cluster_column_(?P<call>\d+)_")
-_DETOUR = re.compile(r"(top_\w+ -> bottom_\w+ \[[^\]]*weight=)\d+")
+_DETOUR = re.compile(r"((?P<top>top_\w+) -> bottom_\w+ \[[^\]]*weight=)\d+")
+_HEADS = re.compile(r"(?:top_(?P<call>\d+)_\d+|top_\d+) -> (?P<next>top_\w+) \[style=invis\]")
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
@@ -138,7 +139,7 @@ def with_columns_in_order(renderer: str, source: str, layout: Any) -> tuple[str,
     choice if the lines that are led around need not be straight, and still more without the frames of the columns.
     """
     calls = calls_with_reversed_columns(layout)
-    bent = _DETOUR.sub(r"\g<1>1", source)
+    bent = with_bent_detours(source, calls)
     for other in (bent, without_column_frames(bent, calls)) if calls else ():
         changed = json.loads(draw(renderer, other, ["json0"])[0])
         # For some graphs, dot then finds no way for an edge.
@@ -159,6 +160,17 @@ def calls_with_reversed_columns(layout: Any) -> set[str]:
             places = [float(objects[node]["pos"].split(",")[0]) for node in each.get("nodes", ())]
             middles.setdefault(column[1], []).append((int(column[2]), sum(places) / max(len(places), 1)))
     return {call for call, each in middles.items() if [at for _, at in sorted(each)] != sorted(at for _, at in each)}
+
+
+def with_bent_detours(source: str, calls: Container[str]) -> str:
+    """Return the document in which the lines that are led around the columns of some calls need not be straight."""
+    bent, call = set(), ""
+    for heads in _HEADS.finditer(source):
+        # A row of heads begins with that of the first column.
+        call = heads["call"] or call
+        if call in calls:
+            bent.add(heads["next"])
+    return _DETOUR.sub(lambda part: f"{part[1]}1" if part["top"] in bent else part[0], source)
 
 
 def without_column_frames(source: str, calls: Container[str]) -> str:

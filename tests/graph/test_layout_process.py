@@ -10,6 +10,7 @@ from lightning_recorder.graph.layout_process import (
     lines_of,
     place,
     points_of,
+    with_bent_detours,
     without_column_frames,
 )
 
@@ -79,3 +80,12 @@ def test_columns_from_right_to_left_lose_their_frames() -> None:
     assert calls_with_reversed_columns({"objects": objects, "rankdir": "LR"}) == set()
     source = "subgraph cluster_column_3_1 {} subgraph cluster_column_7_0 {} subgraph cluster_3 {}"
     assert without_column_frames(source, {"3"}) == source.replace("cluster_column_3", "column_3")
+
+
+def test_only_the_lines_around_reversed_columns_may_bend() -> None:
+    """The lines that are led around the columns of a call lose their weight, and those of other calls keep it."""
+    rows = ("top_3_0 -> top_41", "top_41 -> top_42", "top_42 -> top_3_1", "top_7_0 -> top_51", "top_51 -> top_7_1")
+    row = " ".join(f"{each} [style=invis]" for each in rows)
+    lines = [f"top_{number} -> bottom_{number} [dir=none weight=50]" for number in (41, 42, 51)]
+    expected = [*(line.replace("50", "1") for line in lines[:2]), lines[2]]
+    assert with_bent_detours(" ".join([row, *lines]), {"3"}) == " ".join([row, *expected])
