@@ -367,3 +367,16 @@ def test_nan_has_its_color_in_every_statistic(page: Page, tmp_path: Path) -> Non
             "[...document.querySelector('.strip canvas').getContext('2d').getImageData(x, 0, 1, 1).data])"
         )
         assert [each[:3] == [0xD6, 0x00, 0x8B] for each in pixels] == marked
+
+
+def test_edges_have_shapes_on_request(page: Page, files: Path) -> None:
+    """The shapes of tensors stand at the edges after a click on a button, and go away with the next one."""
+    opened(page, files / "healthy.html", "#tab=graph")
+    page.locator("g.node").first.wait_for()
+    labels = page.locator(".edges text")
+    expect(labels).to_have_count(0)
+    button = page.get_by_label("show the shapes of tensors at the edges")
+    button.click()
+    expect(labels.filter(has_text="8×4×8×8").first).to_be_visible()
+    button.click()
+    expect(labels).to_have_count(0)

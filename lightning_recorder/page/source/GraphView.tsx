@@ -6,6 +6,7 @@ import { CELL, CELLS, layout, shortName, Tree, view, type Box, type Change, type
 import { format, inkOn, NOT_FINITE, NOT_RECORDED, type NodeData } from "./model";
 
 const SVG = "http://www.w3.org/2000/svg";
+const LARGE = 300;  // nodes
 const KINDS: Record<string, string> = {
   op: "#eef1f5", input: "#fff4d6", output: "#fff4d6", parameter: "#e9e2f5", buffer: "#e9e2f5", tensor: "#eee",
   backward: "#fbe3d6", optimizer: "#dff0df", module: "#fff",
@@ -27,17 +28,20 @@ export function GraphView(props: {
 }) {
   const { tree } = props;
   const holder = useRef<SVGSVGElement>(null);
-  const [open, setOpen] = useState<Set<number>>(() => tree.initial(props.sideways ? 16 : 60));
+  // A large model opens with few boxes, since nobody can read all of them.
+  const first = props.sideways ? 16 : tree.data.nodes.length > LARGE ? 24 : 60;
+  const [open, setOpen] = useState<Set<number>>(() => tree.initial(first));
   const [drawn, setDrawn] = useState<{ shown: View; placed: Layout } | null>(null);
   const [at, setAt] = useState({ x: 0, y: 0, zoom: 1 });
   const [focus, setFocus] = useState<string | null>(null);
   const anchor = useRef<{ id: string; x: number; y: number } | null>(null);
   const moved = useRef(false);
+  const [shapes, setShapes] = useState(false);
 
   useEffect(() => {
     let current = true;
     const shown = view(tree, open);
-    void layout(shown, props.sideways).then((placed) => {
+    void layout(shown, props.sideways, shapes).then((placed) => {
       if (!current || !holder.current) return;
       setDrawn({ shown, placed });
       const kept = anchor.current && placed.places.get(anchor.current.id);
@@ -48,7 +52,7 @@ export function GraphView(props: {
       anchor.current = null;
     });
     return () => { current = false; };
-  }, [tree, open]);
+  }, [tree, open, shapes]);
 
   // Text must be readable, so a large graph shows the part around the first finding, or else its begin.
   const fit = (placed: Layout, shown: View): void => {
@@ -88,9 +92,10 @@ export function GraphView(props: {
     const layer = holder.current!.querySelector("g")!;
     layer.replaceChildren();
     const frames = make(layer, "g", {}), edges = make(layer, "g", { class: "edges" }), nodes = make(layer, "g", {});
-    for (const { line, path } of placed.paths) {
+    for (const { line, path, label } of placed.paths) {
       const target = shown.boxes.get(line.target)!, source = shown.boxes.get(line.source)!;
       const made = make(edges, "path", { d: path, class: `${line.back ? "back" : ""} ${line.side}`, "marker-end": "url(#arrow)" });
+      if (label) make(edges, "text", { x: label.x, y: label.y + 4, "text-anchor": "middle" }, label.text);
       made.dataset.source = line.source; made.dataset.target = line.target;
       make(made, "title", {}, `${source.title} → ${target.title}${line.tensor ? `: ${line.tensor}` : ""}${line.count > 1 ? ` ×${line.count}` : ""}`);
     }
@@ -222,8 +227,9 @@ export function GraphView(props: {
       if (placed) { const zoom = Math.min(1.2, (element.clientWidth - 20) / placed.width, (element.clientHeight - 20) / placed.height); setAt({ zoom, x: (element.clientWidth - placed.width * zoom) / 2, y: 10 }); }
     }],
     ["SVG", "save the graph as SVG", () => { if (drawn) save(`${tree.data.title}.svg`, "image/svg+xml", pictureOf(holder.current!, drawn.placed)); }],
-    ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(60))],
-  ] as [string, string, () => void][], [drawn, tree]);
+    ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(first))],
+    ["shapes", "show the shapes of tensors at the edges", () => setShapes((now) => !now)],
+  ] as [string, string, () => void][], [drawn, tree, first]);
 
   return (
     <div class="graph">

@@ -15,7 +15,7 @@ export type Side = "" | "added" | "removed";
 export type Change = "added" | "removed" | "altered";
 export interface View { root: Box; boxes: Map<string, Box>; lines: Line[] }
 export interface Placed { x: number; y: number; width: number; height: number }
-export interface Layout { width: number; height: number; places: Map<string, Placed>; paths: { line: Line; path: string }[] }
+export interface Layout { width: number; height: number; places: Map<string, Placed>; paths: { line: Line; path: string; label: { text: string; x: number; y: number } | null }[] }
 
 const LEAST_GROUP = 3;
 export const CELL = 11;
@@ -184,7 +184,7 @@ let engine: Promise<Graphviz> | null = null;
 export function graphviz(): Promise<Graphviz> { return engine ??= Graphviz.load(); }
 
 /** Place the boxes with Graphviz. No name from the model gets into the document, only numbers and sizes. */
-export async function layout(shown: View, sideways = false): Promise<Layout> {
+export async function layout(shown: View, sideways = false, shapes = false): Promise<Layout> {
   const text: string[] = [
     `digraph g { graph [compound=true ${sideways ? "rankdir=LR " : ""}nodesep=0.22 ranksep=0.3 margin=0.1]`,
     'node [shape=box fixedsize=true label=""] edge [arrowsize=0.6 label=""]',
@@ -200,13 +200,15 @@ export async function layout(shown: View, sideways = false): Promise<Layout> {
   shown.lines.forEach((each, place) => {
     const source = anchor(shown, each.source, true), target = anchor(shown, each.target, false);
     if (source && target && source !== target) {
-      text.push(each.back ? `${target} -> ${source} [dir=back id="e${place}"]` : `${source} -> ${target} [id="e${place}"]`);
+      // Zeros take the room of the label, which the page writes.
+      const label = shapes ? ` label="${"0".repeat(shapeOf(each).length + 2)}" fontsize=14` : "";
+      text.push(each.back ? `${target} -> ${source} [dir=back id="e${place}"${label}]` : `${source} -> ${target} [id="e${place}"${label}]`);
     }
   });
   text.push("}");
   const out = JSON.parse((await graphviz()).layout(text.join("\n"), "json", "dot")) as {
     bb: string; objects?: { name: string; pos?: string; width?: string; height?: string; bb?: string }[];
-    edges?: { id: string; pos: string }[];
+    edges?: { id: string; pos: string; lp?: string }[];
   };
   const [, , right, top] = out.bb.split(",").map(Number) as [number, number, number, number];
   const places = new Map<string, Placed>();
@@ -222,10 +224,14 @@ export async function layout(shown: View, sideways = false): Promise<Layout> {
   }
   const paths = (out.edges ?? []).map((each) => {
     const line = shown.lines[Number(each.id.slice(1))]!;
-    return { line, path: spline(each.pos, top) };
+    const [x, y] = (each.lp ?? "").split(",").map(Number) as [number, number], written = shapes && each.lp ? shapeOf(line) : "";
+    return { line, path: spline(each.pos, top), label: written ? { text: written, x, y: top - y } : null };
   });
   return { width: right, height: top, places, paths };
 }
+
+/** The shape of the tensor of an edge, without its dtype. */
+function shapeOf(line: Line): string { return line.tensor.split(" ")[0]! + (line.count > 1 ? ` ×${line.count}` : ""); }
 
 /** An edge of an open box ends at one of its contents. */
 function anchor(shown: View, id: string, last: boolean): string | null {

@@ -63,6 +63,7 @@ export class Recorder {
   readonly label: string; readonly group: string; readonly steps: number[]; readonly sites: SiteData[];
   readonly statistics: string[];
   readonly title: string;
+  private bad: Uint8Array | null = null;
   private readonly tables = new Map<string, Float32Array>();
   private readonly columns = new Map<string, number[]>();
 
@@ -98,8 +99,12 @@ export class Recorder {
 
   /** A value for a color: not finite if the tensor has NaN or infinities, which most statistics leave out. */
   shown(statistic: string, row: number, column: number): number {
-    const value = this.value(statistic, row, column);
-    return !Number.isFinite(value) || COUNTS.includes(statistic) || !COUNTS.some((each) => this.statistics.includes(each) && this.value(each, row, column) > 0) ? value : NaN;
+    if (!this.bad) {
+      // The strip asks for every value of a statistic, so the counts are looked at once.
+      this.bad = new Uint8Array(this.steps.length * this.sites.length);
+      for (const each of COUNTS) if (this.statistics.includes(each)) this.table(each).forEach((count, at) => { if (count > 0) this.bad![at] = 1; });
+    }
+    return this.bad[row * this.sites.length + column] && !COUNTS.includes(statistic) ? NaN : this.value(statistic, row, column);
   }
 
   history(statistic: string, column: number): number[] {
