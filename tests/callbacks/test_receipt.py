@@ -681,9 +681,9 @@ def cadences(
         clock.now += hook_ms(step) / 1000
         add(*args)
 
-    def slow_snapshot(*args: Any) -> Any:
+    def slow_snapshot(*args: Any, **options: Any) -> Any:
         clock.now += flush_ms / 1000
-        return snapshot(*args)
+        return snapshot(*args, **options)
 
     recorder.states.add = slow_add  # type: ignore[assignment,method-assign]  # takes time
     recorder.states.snapshot = slow_snapshot  # type: ignore[assignment,method-assign]  # as above
