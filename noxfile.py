@@ -66,7 +66,9 @@ def tests(session: nox.Session) -> None:
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     session.run("python", "-m", "pytest", *doctests)
-    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    # Processes that the tests start import the package again, so its bytecode is written even if the caller forbids it.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env=environment)
 
 
 @nox.session

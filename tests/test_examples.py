@@ -61,6 +61,7 @@ def check_commands(logged: str, folder: Path) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_digits_learns_and_leaves_picture_and_dumps(tmp_path: Path) -> None:
     """More than 95 % of the digits are recognized, every printed file exists, and every command works."""
     logged = run("digits.py", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -88,6 +89,7 @@ def statements(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.I
             yield from statements(child, inside)
 
 
+@functools.cache
 def imports() -> list[Import]:
     """Return every import of the package, with ``from folder import file`` as an import of the file."""
     trees = modules()
@@ -106,9 +108,6 @@ def imports() -> list[Import]:
     return found
 
 
-IMPORTS = imports()
-
-
 def layer(name: str) -> int:
     """Return the number of a module's layer; the most specific entry applies."""
     places = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
@@ -125,11 +124,11 @@ def folder(name: str) -> str:
 
 def test_the_imports_are_found() -> None:
     """The source scan finds imports of files and folders, inside and outside of functions."""
-    assert Import("graph.views.fold", f"{PACKAGE}.graph.model", False) in IMPORTS
-    assert Import("taps.base", f"{PACKAGE}.internals.autograd", False) in IMPORTS
-    assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in IMPORTS
-    assert Import("sinks.files", "PIL.Image", True) in IMPORTS
-    assert Import("selection", "torch.nn", False) in IMPORTS
+    assert Import("graph.views.fold", f"{PACKAGE}.graph.model", False) in imports()
+    assert Import("taps.base", f"{PACKAGE}.internals.autograd", False) in imports()
+    assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in imports()
+    assert Import("sinks.files", "PIL.Image", True) in imports()
+    assert Import("selection", "torch.nn", False) in imports()
 
 
 def test_every_module_has_a_layer() -> None:
@@ -142,7 +141,7 @@ def test_every_module_has_a_layer() -> None:
 def test_imports_point_downward() -> None:
     """Files import only from lower layers and their own folder."""
     wrong = []
-    for each in IMPORTS:
+    for each in imports():
         if each.inner is None or not each.importer:
             continue
         own = folder(each.importer) == folder(each.inner)
@@ -154,13 +153,13 @@ def test_imports_point_downward() -> None:
 
 def test_nothing_imports_the_public_face() -> None:
     """No file imports the package itself, whose names come from the files above it."""
-    assert [each for each in IMPORTS if each.imported == PACKAGE] == []
+    assert [each for each in imports() if each.imported == PACKAGE] == []
 
 
 def test_no_import_goes_in_a_circle() -> None:
     """No module imports itself, directly, through others, or through an import inside a function."""
     needs: dict[str, set[str]] = {}
-    for each in IMPORTS:
+    for each in imports():
         if each.inner is not None:
             needs.setdefault(each.importer, set()).add(each.inner)
     try:
@@ -172,13 +171,13 @@ def test_no_import_goes_in_a_circle() -> None:
 def test_only_callbacks_import_lightning() -> None:
     """Everything below the callbacks works without Lightning, under any of its names."""
     frameworks = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-    users = {folder(each.importer) for each in IMPORTS if each.imported.partition(".")[0] in frameworks}
+    users = {folder(each.importer) for each in imports() if each.imported.partition(".")[0] in frameworks}
     assert users == {"callbacks"}
 
 
 def users_of(library: str) -> list[Import]:
     """Return the imports of a library or of its submodules."""
-    return [each for each in IMPORTS if f"{each.imported}.".startswith(f"{library}.")]
+    return [each for each in imports() if f"{each.imported}.".startswith(f"{library}.")]
 
 
 @pytest.mark.parametrize("library", BACKENDS)

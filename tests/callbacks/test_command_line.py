@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -270,12 +269,14 @@ def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Any]], list[Any]]:
     """Return the callbacks of a file that has a callback for each case of a kind, in order."""
+    kept: dict[type[Any], list[Any]] = {}
 
-    @functools.cache
     def load_all(kind: type[Any]) -> list[Any]:
-        values = [{name: value} for name, value, *_ in CASES[kind]]
-        cli = load("--config", str(written(tmp_path_factory.mktemp("all"), kind, *values)))
-        return [each for each in cli.trainer.callbacks if type(each) is kind]
+        if kind not in kept:
+            values = [{name: value} for name, value, *_ in CASES[kind]]
+            cli = load("--config", str(written(tmp_path_factory.mktemp("all"), kind, *values)))
+            kept[kind] = [each for each in cli.trainer.callbacks if type(each) is kind]
+        return kept[kind]
 
     return load_all
 

@@ -986,7 +986,7 @@ def test_results_of_the_user_are_merged(pair: Path, path: str) -> None:
     One warning per recorder, when the fit starts, names that function.
     """
     results, warned = outcome(pair, "user_reductions")
-    assert [len(each) for each in warned] == [2, 0]
+    assert [len(each) for each in warned] == [2, 0], warned
     assert all("records the results of rows (" in each for each in warned[0])
     seen = results[0]["seen"][path]
     ranks = [[tensor for step in result["kept"] for tensor in step[path]] for result in results]

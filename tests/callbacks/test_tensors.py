@@ -40,6 +40,7 @@ from tests.callbacks.small import BATCHES, go, small, warnings_by
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
 QUIET: dict[str, Any] = {"every_n_train_steps": 1, "strict": True}
+UNDRAWN: dict[str, Any] = {**QUIET, "outputs": Outputs(plots=False)}  # pictures take most of the time of a short fit
 
 
 class Mixed(nn.Module):
@@ -72,7 +73,7 @@ def tags(sink: MemorySink, statistic: str = "rms") -> list[str]:
 def test_inputs_have_tags_by_their_place_in_the_call(tmp_path: Path) -> None:
     """Each positional, keyword and nested input has its own tags; integers are recorded as well."""
     sink = MemorySink()
-    recorder = ActivationRecorder(["mixed", "head"], tensors=["outputs", "inputs"], sinks=[sink], **QUIET)
+    recorder = ActivationRecorder(["mixed", "head"], tensors=["outputs", "inputs"], sinks=[sink], **UNDRAWN)
     fit(Nested(), tmp_path, [recorder], logger=False)
     assert tags(sink) == [
         "activations/head",
@@ -92,7 +93,7 @@ def test_inputs_have_tags_by_their_place_in_the_call(tmp_path: Path) -> None:
 def test_gradients_of_inputs_flow_through_the_module(tmp_path: Path) -> None:
     """An input has the gradient of its use in the module alone, and an integer has none."""
     sink = MemorySink()
-    recorder = GradientRecorder(["mixed", "head"], tensors="inputs", sinks=[sink], **QUIET)
+    recorder = GradientRecorder(["mixed", "head"], tensors="inputs", sinks=[sink], **UNDRAWN)
     fit(Nested(), tmp_path, [recorder], logger=False)
     assert tags(sink) == ["gradients/head/in[0]", "gradients/mixed/in[0].a[0]", "gradients/mixed/in[0].a[1]"]
     one, other = (recorder.latest[Site("mixed", f"in[0].a[{place}]")].scalars for place in (0, 1))
@@ -103,13 +104,13 @@ def test_gradients_of_inputs_flow_through_the_module(tmp_path: Path) -> None:
 def test_by_default_only_outputs_are_recorded(kind: type[TensorsCallback], tmp_path: Path) -> None:
     """Without ``tensors``, the tags are those of the outputs, and all calls are merged."""
     sink = MemorySink()
-    fit(Nested(), tmp_path, [kind(["head", "act"], sinks=[sink], **QUIET)], logger=False)
+    fit(Nested(), tmp_path, [kind(["head", "act"], sinks=[sink], **UNDRAWN)], logger=False)
     assert tags(sink) == [f"{kind.group}/act", f"{kind.group}/head"]
 
 
 def test_an_input_that_an_inplace_module_changes_is_recorded_before(tmp_path: Path) -> None:
     """Inputs are read before the call, so an in-place activation has inputs below zero and outputs without."""
-    recorder = ActivationRecorder("encoder.relu", tensors=["inputs", "outputs"], **QUIET)
+    recorder = ActivationRecorder("encoder.relu", tensors=["inputs", "outputs"], **UNDRAWN)
     fit(Classifier(), tmp_path, [recorder], logger=False)
     before, after = (recorder.latest[Site("encoder.relu", path)].scalars for path in ("in[0]", "out"))
     assert before["min"] < 0 == after["min"]
@@ -118,7 +119,7 @@ def test_an_input_that_an_inplace_module_changes_is_recorded_before(tmp_path: Pa
 
 def test_two_recorders_may_share_a_module_if_one_records_its_inputs(tmp_path: Path) -> None:
     """A recorder of inputs and a recorder of outputs of the same module have different tags."""
-    both: list[Callback] = [ActivationRecorder("head", tensors=each, **QUIET) for each in ("inputs", "outputs")]
+    both: list[Callback] = [ActivationRecorder("head", tensors=each, **UNDRAWN) for each in ("inputs", "outputs")]
     fit(Classifier(), tmp_path, both, logger=False)
     assert [list(each.latest) for each in both if isinstance(each, ActivationRecorder)] == [
         [Site("head", "in[0]")],
@@ -129,7 +130,7 @@ def test_two_recorders_may_share_a_module_if_one_records_its_inputs(tmp_path: Pa
 def test_the_receipt_says_why_an_input_has_no_gradient(tmp_path: Path) -> None:
     """The first module, whose input is the batch, is missing in a recording of the gradients of inputs."""
     sink = MemorySink()
-    recorder = GradientRecorder(["encoder.conv1", "head"], tensors="inputs", sinks=[sink], **QUIET)
+    recorder = GradientRecorder(["encoder.conv1", "head"], tensors="inputs", sinks=[sink], **UNDRAWN)
     fit(Classifier(), tmp_path, [recorder], logger=False)
     (by_step,) = sink.texts.values()
     text = by_step[0]
@@ -142,7 +143,7 @@ def test_the_receipt_says_why_an_input_has_no_gradient(tmp_path: Path) -> None:
 def test_calls_of_a_module_are_kept_apart_on_request(tmp_path: Path) -> None:
     """With ``per_call``, the second call in a batch has its own tags, with the values of that call alone."""
     sink = MemorySink()
-    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "per_call": True, "sinks": [sink], **QUIET}
+    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "per_call": True, "sinks": [sink], **UNDRAWN}
     recorders: list[Callback] = [ActivationRecorder("act", **options), GradientRecorder("act", **options)]
     seen: list[tuple[float, float]] = []
     model = Nested()
@@ -159,7 +160,7 @@ def test_calls_of_a_module_are_kept_apart_on_request(tmp_path: Path) -> None:
 
 def test_merged_calls_are_the_sum_of_the_calls_kept_apart(tmp_path: Path) -> None:
     """The count, the extrema and the number of zeros of all calls are those of the calls together."""
-    merged, apart = ActivationRecorder("act", **QUIET), ActivationRecorder("act", name="b", per_call=True, **QUIET)
+    merged, apart = ActivationRecorder("act", **UNDRAWN), ActivationRecorder("act", name="b", per_call=True, **UNDRAWN)
     fit(Nested(), tmp_path, [merged, apart], logger=False)
     (whole,) = (seen.scalars for seen in merged.latest.values())
     parts = [seen.scalars for seen in apart.latest.values()]
@@ -183,7 +184,7 @@ def test_a_record_has_the_number_and_the_order_of_the_calls(tmp_path: Path) -> N
             return logits
 
     recorders: list[Callback] = [
-        kind(["act", "head", "dropout"], **QUIET) for kind in (ActivationRecorder, GradientRecorder)
+        kind(["act", "head", "dropout"], **UNDRAWN) for kind in (ActivationRecorder, GradientRecorder)
     ]
     fit(Swapping(), tmp_path, recorders, logger=False, loader=digits(3))
     run = open_recording(tmp_path).run
@@ -199,7 +200,7 @@ def test_a_record_has_the_number_and_the_order_of_the_calls(tmp_path: Path) -> N
 def test_the_number_of_calls_survives_an_interruption(reduce: Any, tmp_path: Path) -> None:
     """A resumed record has the number of calls of the whole record."""
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    options: dict[str, Any] = {"reduce": reduce, **QUIET}
+    options: dict[str, Any] = {"reduce": reduce, **UNDRAWN}
     go(tmp_path / "a", [ActivationRecorder("head", **options), checkpoint], enable_checkpointing=True, max_epochs=1)
     go(tmp_path / "b", [ActivationRecorder("head", **options)], ckpt=tmp_path / "step=2.ckpt", max_epochs=1)
     series = open_recording(tmp_path / "b").run["activations"]
@@ -284,7 +285,7 @@ class Below(Callback):
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
 def test_results_equal_those_of_the_recorders_for_plain_loops(reduction: str, mode: str, tmp_path: Path) -> None:
     """Each result of each tensor is bitwise that of the recorder below, up to the scale of accumulated losses."""
-    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "extra": REDUCTIONS[reduction](), **QUIET}
+    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "extra": REDUCTIONS[reduction](), **UNDRAWN}
     recorders: list[TensorsCallback] = [ActivationRecorder("head", **options), GradientRecorder("head", **options)]
     below = Below(recorders, REDUCTIONS[reduction])
     fit(small(), tmp_path, [*recorders, below], logger=False, **MODES[mode])
@@ -297,7 +298,7 @@ def test_results_survive_an_interruption(reduction: str, tmp_path: Path) -> None
     found = []
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     for folder, more, ckpt in (("whole", [checkpoint], None), ("resumed", [], tmp_path / "step=2.ckpt")):
-        options: dict[str, Any] = {"reduce": "epoch", "tensors": ["inputs", "outputs"], **QUIET}
+        options: dict[str, Any] = {"reduce": "epoch", "tensors": ["inputs", "outputs"], **UNDRAWN}
         recorders = [
             kind("head", extra=REDUCTIONS[reduction](), **options) for kind in (ActivationRecorder, GradientRecorder)
         ]
@@ -415,7 +416,7 @@ def test_a_finding_about_an_input_names_the_input(tmp_path: Path) -> None:
                 x[0, 0, 0, :3] = math.nan
             return F.cross_entropy(self(x), batch[1])
 
-    recorder = ActivationRecorder(tensors=["inputs", "outputs"], **QUIET)
+    recorder = ActivationRecorder(tensors=["inputs", "outputs"], **UNDRAWN)
     fit(Spoiled(), tmp_path, [recorder], logger=False)
     found = open_recording(tmp_path).findings
     assert found[0].verdict.startswith("the input in[0] of encoder.conv1 has 3 NaN at step 2")

@@ -532,6 +532,7 @@ def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
 # Incidents.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", ["saved", "checkpoint"])
 def test_the_script_of_an_incident_reproduces_the_finding(parameters: str, tmp_path: Path) -> None:
     """In a new process, ``replay.py`` prints the verdict of the finding, from the folder and a checkpoint alone."""

@@ -55,6 +55,7 @@ def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Pa
     assert all(text.left >= 0 and text.right <= drawn.width for text in texts)
 
 
+@pytest.mark.slow
 def test_a_bitmap_that_would_be_shrunk_is_refused(chain: Graph, tmp_path: Path) -> None:
     """A PNG with unreadable text is an error of the layout; a picture avoids it by its columns."""
     picture = GraphPicture(chain, tmp_path / "graph.dot", ("png",), max_nodes=700)

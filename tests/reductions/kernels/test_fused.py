@@ -258,12 +258,12 @@ print(fused.prepare(), float(statistics.compute()["count"]), flush=True)
 """
 
 
-def prepared(folder: Path, processes: int = 0, **environment: str) -> list[str]:
+def prepared(folder: Path, environment: dict[str, str] | None = None, processes: int = 0) -> list[str]:
     """Return the results of preparing the function in other processes, with the folder as the cache, and the logs."""
     script = folder / "prepare.py"
     script.write_text(PREPARE, encoding="utf-8")
     (folder / "log.txt").unlink(missing_ok=True)
-    variables = {"XDG_CACHE_HOME": str(folder), **environment}
+    variables = {"XDG_CACHE_HOME": str(folder), **(environment or {})}
     codes, log = forks.run(script, folder=folder, ranks=processes, variables=variables)
     assert set(codes) == {0}, log
     return log.splitlines()
@@ -305,7 +305,7 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
 )
 def test_without_it_torch_computes(environment: dict[str, str], warned: str | None, tmp_path: Path) -> None:
     """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
-    *logged, result = prepared(tmp_path, **environment)
+    *logged, result = prepared(tmp_path, environment)
     assert result == "False 3.0"
     assert all(warned in line for line in logged) if warned else logged == []
     assert bool(logged) == bool(warned)
