@@ -172,7 +172,7 @@ class WatchedRun:
                 self._totals.append(torch.linalg.vector_norm(norms))
             if self._reads_now:
                 reading = self._reading(self._batches)
-                if _read(reading):
+                if reading.read():
                     self._examine(reading, parameters_are_known=True)
                     self.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
             elif self._copies is not None:
@@ -193,7 +193,7 @@ class WatchedRun:
         with pause_recording():
             reading = self._reading(self._batches)
             if self._reads_now:
-                _read(reading)
+                reading.read()
                 self._arrive([reading])
             else:
                 self._queue.add(reading)
@@ -375,14 +375,6 @@ def _stacked(norms: list[Tensor]) -> Tensor:
     if all(each.dtype == torch.float32 and each.device == device for each in norms):
         return torch.stack(norms)
     return torch.stack([each.to(device, torch.float32) for each in norms])
-
-
-def _read(reading: Reading) -> bool:
-    """Read the values, and return True if one is not finite."""
-    row = reading.row()
-    if row is not None:
-        reading.set_values(row.tolist())
-    return reading.is_bad
 
 
 def _has_bad_gradient(reading: Reading) -> bool:

@@ -16,6 +16,7 @@ from lightning_recorder.watch.kept import KeptBatch
 
 __all__ = ["Reading", "ReadingQueue"]
 
+_EXACT = (torch.float32, torch.float16, torch.bfloat16)  # other types are rounded to float32
 _MOST_WAITING = 16
 """Steps after which the values of a device without events are read, which waits for the device."""
 
@@ -63,6 +64,22 @@ class Reading:
             return None
         parts = [found.new_zeros(()) if each is None else each for each in (self.loss, self.norm)]
         return torch.stack([each.detach().to(found.device, torch.float32).reshape(()) for each in parts])
+
+    def read(self) -> bool:
+        """Read the values, waiting for the device, and return True if one is not finite."""
+        values: list[float] = []
+        for each in (self.loss, self.norm):
+            if each is None:
+                values.append(math.nan)
+            elif each.device.type == "cpu" and each.dtype in _EXACT:  # cheaper than stacking both
+                values.append(each.item())
+        if len(values) == 2:
+            self.values = values[0], values[1]
+            return self.is_bad
+        row = self.row()
+        if row is not None:
+            self.set_values(row.tolist())
+        return self.is_bad
 
     def set_values(self, values: Sequence[float]) -> None:
         """Set the values that were read."""

@@ -37,3 +37,12 @@ def test_keeping_draws_nothing() -> None:
     states.restore()
     RandomStates()
     assert draw() == expected
+
+
+def test_states_are_read_again_only_after_a_draw() -> None:
+    """Without a draw, the state of Python is the same object; any draw or seed gives the new state."""
+    assert RandomStates().python is RandomStates().python
+    changes = (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: random.seed(3))
+    for change in changes:
+        change()
+        assert RandomStates().python == random.getstate()

@@ -48,3 +48,16 @@ def test_a_missing_value_is_not_bad() -> None:
     assert math.isnan(found[0].values[0])
     assert math.isnan(found[1].values[1])
     assert not found[2].has_bad_loss
+
+
+def test_both_ways_of_reading_agree() -> None:
+    """Values read one by one on the host equal those of the row, for each type and each missing value."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for loss, norm in ((0.1, 3.7), (math.inf, 1.0), (None, 0.3), (0.3, None)):
+            parts = [None if each is None else torch.tensor(each, dtype=dtype) for each in (loss, norm)]
+            one, other = (Reading(0, 0, parts[0], parts[1], [], [0]) for _ in range(2))
+            one.read()
+            row = other.row()
+            assert row is not None
+            other.set_values(row.tolist())
+            assert str(one.values) == str(other.values)
