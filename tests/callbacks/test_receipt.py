@@ -686,7 +686,7 @@ def cadences(
         return snapshot(*args, **options)
 
     recorder.states.add = slow_add  # type: ignore[assignment,method-assign]  # takes time
-    recorder.states.snapshot = slow_snapshot  # type: ignore[assignment,method-assign]  # as above
+    recorder.states.snapshot = slow_snapshot  # type: ignore[method-assign]  # as above
     for step in range(steps):
         run.start_batch(step, 0)
         net(torch.ones(1, 2))
