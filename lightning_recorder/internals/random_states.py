@@ -81,7 +81,8 @@ class _Python:
 
 
 def _python_state() -> Any:
-    memory = _python_memory(random.getstate.__self__) if _CAN_READ_PYTHON else None  # type: ignore[attr-defined]
+    generator = getattr(random.getstate, "__self__", None)  # a program may have replaced the function
+    memory = _python_memory(generator) if _CAN_READ_PYTHON and isinstance(generator, random.Random) else None
     if memory is None or memory != _Python.memory:
         _Python.state, _Python.memory = random.getstate(), memory
     return _Python.state

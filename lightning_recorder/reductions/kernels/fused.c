@@ -57,7 +57,7 @@ static inline void count_lanes(const void *x, uint16_t (*restrict tables)[BINS +
    each addition.
 
    With tables, the bins of whole groups of LANES values are counted in the same loop: the arithmetic uses the vector
-   units of the processor and the counting does not, so together they take two thirds of the time. */
+   units of the processor and the counting does not, so together they take about a quarter less time. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
   static inline __attribute__((always_inline)) void NAME(const TYPE *restrict x, int n, Part *part,                    \
                                                           uint16_t (*restrict tables)[BINS + PAD]) {                   \
