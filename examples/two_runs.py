@@ -68,7 +68,7 @@ def main(folder: Path, steps: int = 100) -> tuple[Path, Path]:
     """Train twice, print what to look at, and return the folders of both runs."""
     runs = train(folder, 0.1, steps), train(folder, 0.2, steps)
     print_look_at(
-        "The runs part at step 1, after the first update, and the learning rate is named as different.", "diff", *runs
+        "The runs part at step 1, after the first update, and the first line names the learning rate.", "diff", *runs
     )
     return runs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -116,12 +117,21 @@ class _Explanation:
         changes = [each for each in self.found.changes if not each.what.startswith("hparams.")]
         hyperparameters = [each for each in self.found.changes if each.what.startswith("hparams.")]
         for divergence in (first, self.found.first_bits):
-            phase = None if divergence is None else self.phase(divergence)
-            for known in (changes, hyperparameters):
+            phases = [None] if divergence is None else [self.phase(divergence)]
+            if divergence is not None and self._follows_unknown_update(divergence):
+                phases.append(Phase.UPDATE)
+            for phase, known in itertools.product(phases, (changes, hyperparameters)):
                 fitting = [each for each in known if phase is None or phase in each.phases]
                 if fitting:
                     return self._preferred(fitting)
         return []
+
+    def _follows_unknown_update(self, first: Divergence) -> bool:
+        """Return whether the parameters may differ at a divergence, because those of that step are not recorded."""
+        pair = self.pair(first)
+        if pair.group == "parameters" or not pair.steps or first.step <= pair.steps[0]:
+            return False
+        return not any(each.group == "parameters" and first.step in each.steps for each in self.found.pairs)
 
     def _preferred(self, fitting: list[Change]) -> list[Change]:
         """Return the changes that explain the most: what only scales or selects data follows from a changed model."""
@@ -217,7 +227,7 @@ class _Explanation:
             factor = self._factor_of([first])
             return f"the inputs differ: {name}" + (f" is {factor}" if factor else ""), f"{name} differs"
         known = f"{name} is the first output that differs"
-        if pair.steps and first.step > pair.steps[0] and not self._knows_parameters(first.step):
+        if self._follows_unknown_update(first):
             return f"{known}; its parameters are not recorded at that step", known
         return f"{known}, from equal {self._equal()}: its code, its buffers or random numbers differ", known
 
@@ -225,9 +235,6 @@ class _Explanation:
         has_parameters = any(pair.group == "parameters" for pair in self.found.pairs)
         has_batch = any("batch" in pair.one.about(step) for pair in self.found.pairs for step in pair.steps[:1])
         return " and ".join(filter(None, ["parameters" * has_parameters, "batches" * has_batch])) or "recorded values"
-
-    def _knows_parameters(self, step: int) -> bool:
-        return any(pair.group == "parameters" and step in pair.steps for pair in self.found.pairs)
 
     def _class_of(self, name: str) -> str:
         classes = self.found.classes

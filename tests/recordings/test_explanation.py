@@ -137,6 +137,21 @@ def test_a_schedule_changes_the_learning_rate_later(trained: Trained) -> None:
     assert text.endswith(": all 36 update ratios are 0.500 ×")
 
 
+@pytest.mark.parametrize(
+    ("recorder", "effect"),
+    [
+        ("activations", "stem is the first output that differs"),
+        ("gradients", "the gradient of head is the first that differs"),
+    ],
+)
+def test_a_setting_of_the_optimizer_explains_what_follows_the_first_update(
+    recorder: str, effect: str, trained: Trained
+) -> None:
+    """Without records of the parameters, the learning rate is the cause of what differs from step 1 on."""
+    found = compared(trained(), trained(lr=2e-3), recorder=recorder)
+    assert explain(found) == f"same until step 0, then lr 0.001 → 0.002: {effect}"
+
+
 def test_two_trainings_with_the_same_settings_are_equal(trained: Trained) -> None:
     """Without any difference, the runs are bitwise equal."""
     found = compared(trained(), trained(seed=0))
