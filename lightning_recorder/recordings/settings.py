@@ -79,7 +79,8 @@ _OF_DATA = {"batch_size": "batch size", "sampler": "sampler", "dataset": "datase
 
 def setting_changes(one: Run, other: Run) -> list[Change]:
     """Return the settings that differ between two runs, as far as both have recorded them."""
-    mine, theirs = (dict(_settings(run)) for run in (one, other))
+    counts = [_group_counts(run) for run in (one, other)]
+    mine, theirs = (dict(_settings(run, is_split=counts[0] == counts[1])) for run in (one, other))
     return [
         *(
             Change(key[0], _shown(mine[key]), _shown(theirs[key]), key[1])
@@ -95,7 +96,9 @@ def _later_changes(one: Run, other: Run) -> list[Change]:
     for label in one:
         steps = [step for step in one[label].steps if label in other and step in set(other[label].steps)]
         for place, step in enumerate(steps):
-            mine, theirs = (dict(_of_groups(run[label].about(step).get("groups"))) for run in (one, other))
+            groups = [run[label].about(step).get("groups") for run in (one, other)]
+            is_split = len({len(each) for each in groups if isinstance(each, list)}) < 2
+            mine, theirs = (dict(_of_groups(each, is_split=is_split)) for each in groups)
             found = [
                 Change(key[0], _shown(mine[key]), _shown(theirs[key]), key[1], since=step if place else None)
                 for key in mine
@@ -106,9 +109,15 @@ def _later_changes(one: Run, other: Run) -> list[Change]:
     return []
 
 
-def _settings(run: Run) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
-    """Yield each setting as its name, the phases that it affects, and its value."""
-    found = next((each for label in run for each in _recorded(run, label)), {})
+def _settings(run: Run, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
+    """Yield each setting as its name, the phases that it affects, and its value.
+
+    Args:
+        run: The run.
+        is_split: Whether each parameter group of an optimizer has its own settings. If not, a setting has the values
+            of all groups.
+    """
+    found = _first_settings(run)
     trainer, data, seeds = (_mapping(found.get(name)) for name in ("trainer", "data", "seeds"))
     for name, value in seeds.items():
         yield ("seed" if name == "seed_everything" else f"{name} seed", _FIRST), value
@@ -116,10 +125,24 @@ def _settings(run: Run) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
         yield (name, _OF_TRAINER.get(name, _ALL)), value
     for name, value in data.items():
         yield (_OF_DATA.get(name, name), (Phase.FORWARD,)), value
-    optimizers = found.get("optimizers")
-    yield from _of_optimizers(optimizers if isinstance(optimizers, list) else [])
+    yield from _of_optimizers(_optimizers(found), is_split=is_split)
     for name, value in _mapping(found.get("hparams")).items():
         yield (f"hparams.{name}", _ALL), value
+
+
+def _first_settings(run: Run) -> Mapping[str, Any]:
+    return next((each for label in run for each in _recorded(run, label)), {})
+
+
+def _optimizers(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = settings.get("optimizers")
+    return [_mapping(each) for each in found] if isinstance(found, list) else []
+
+
+def _group_counts(run: Run) -> list[int]:
+    """Return the number of parameter groups of each optimizer."""
+    groups = [each.get("groups") for each in _optimizers(_first_settings(run))]
+    return [len(each) if isinstance(each, list) else 0 for each in groups]
 
 
 def _recorded(run: Run, label: str) -> Iterator[Mapping[str, Any]]:
@@ -129,30 +152,35 @@ def _recorded(run: Run, label: str) -> Iterator[Mapping[str, Any]]:
             yield settings
 
 
-def _of_groups(groups: object) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
-    """Yield the settings of the parameter groups in a record."""
-    groups = groups if isinstance(groups, list) else []
-    for number, group in enumerate(map(_mapping, groups)):
+def _of_groups(groups: object, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
+    """Yield the settings of parameter groups: of each one, or the different values of all together."""
+    groups = [_mapping(each) for each in groups] if isinstance(groups, list) else []
+    names = dict.fromkeys(name for group in groups for name in group if name not in _OF_SCHEDULERS)
+    if not is_split:
+        for name in names:
+            values = [group[name] for group in groups if name in group]
+            different = tuple(value for place, value in enumerate(values) if value not in values[:place])
+            yield (name, (Phase.UPDATE,)), different if len(different) > 1 else different[0]
+        yield ("parameter groups", (Phase.UPDATE,)), len(groups)
+        return
+    for number, group in enumerate(groups):
         of = f" of group {number}" if len(groups) > 1 else ""
-        for name, value in group.items():
-            if name not in _OF_SCHEDULERS:
-                yield (f"{name}{of}", (Phase.UPDATE,)), value
+        for name in names:
+            if name in group:
+                yield (f"{name}{of}", (Phase.UPDATE,)), group[name]
 
 
 _OF_SCHEDULERS = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 
-def _of_optimizers(optimizers: list[Any]) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
-    for place, optimizer in enumerate(map(_mapping, optimizers)):
+def _of_optimizers(
+    optimizers: list[Mapping[str, Any]], *, is_split: bool
+) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
+    for place, optimizer in enumerate(optimizers):
         of = f" of optimizer {place}" if len(optimizers) > 1 else ""
         yield (f"optimizer{of}", (Phase.UPDATE,)), optimizer.get("class")
-        found = optimizer.get("groups")
-        groups = found if isinstance(found, list) else []
-        for number, group in enumerate(groups):
-            of_group = f" of group {number}" if len(groups) > 1 else ""
-            for name, value in _mapping(group).items():
-                if name not in _OF_SCHEDULERS:
-                    yield (f"{name}{of_group}{of}", (Phase.UPDATE,)), value
+        for (name, phases), value in _of_groups(optimizer.get("groups"), is_split=is_split):
+            yield (f"{name}{of}", phases), value
 
 
 def distinct(changes: list[Change]) -> list[Change]:
@@ -177,6 +205,8 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, tuple):  # of several parameter groups
+        return " and ".join(map(_shown, value))
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

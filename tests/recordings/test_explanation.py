@@ -64,6 +64,13 @@ def initialize_otherwise(net: nn.Module) -> None:
             {"betas": (0.9, 0.99)},
             "betas (0.9, 0.999) → (0.9, 0.99): stem weight.exp_avg_sq is the first update that differs",
         ),
+        (
+            {"no_decay": True},
+            (
+                "weight_decay 0.01 → 0.01 and 0, parameter groups 1 → 2, parameters 38 → 14 and 24: "
+                "blocks.0.norm2 weight is the first update that differs"
+            ),
+        ),
         ({"optimizer": "SGD"}, "optimizer AdamW → SGD: stem weight is the first update that differs"),
         ({"optimizer": "Adam"}, "optimizer AdamW → Adam: blocks.0.norm2 weight is the first update that differs"),
         ({"clip": 0.1}, "gradient_clip_val none → 0.1: all 36 moments exp_avg are 0.052 ×"),

@@ -51,6 +51,7 @@ class Twin:
     noise_from: int | None = None
     steps: int = 5
     schedule: bool = False
+    no_decay: bool = False
 
     def but(self, **changes: Any) -> Twin:
         """Return the same settings with some changes."""
@@ -140,7 +141,13 @@ class Transformer(LightningModule):
         twin = self.twin
         adam = {} if twin.optimizer == "SGD" else {"betas": twin.betas}
         kind = getattr(torch.optim, twin.optimizer)
-        optimizer = kind(self.parameters(), lr=twin.lr, weight_decay=twin.weight_decay, **adam)
+        parameters: Any = self.parameters()
+        if twin.no_decay:
+            groups = [
+                [each for each in self.parameters() if (each.dim() > 1) == is_decayed] for is_decayed in (True, False)
+            ]
+            parameters = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+        optimizer = kind(parameters, lr=twin.lr, weight_decay=twin.weight_decay, **adam)
         if twin.schedule:
             decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
             return [optimizer], [{"scheduler": decay, "interval": "step"}]
