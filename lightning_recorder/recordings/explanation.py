@@ -117,7 +117,7 @@ class _Explanation:
         changes = [each for each in self.found.changes if not each.what.startswith("hparams.")]
         hyperparameters = [each for each in self.found.changes if each.what.startswith("hparams.")]
         for divergence in (first, self.found.first_bits):
-            phases = [None] if divergence is None else [self.phase(divergence)]
+            phases: list[Phase | None] = [None if divergence is None else self.phase(divergence)]
             if divergence is not None and self._follows_unknown_update(divergence):
                 phases.append(Phase.UPDATE)
             for phase, known in itertools.product(phases, (changes, hyperparameters)):
