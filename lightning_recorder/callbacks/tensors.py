@@ -59,10 +59,11 @@ class TensorsCallback(StatisticsCallback):
     @property
     def _why_eager(self) -> str:
         """The argument that recording inside compiled code does not support, or an empty string."""
+        if self.group != "gradients":
+            return ""
         if self.per_call:
-            return "per_call=True needs it"
-        is_gradient = self.group == "gradients" and "inputs" in self.tensors
-        return "the gradients of inputs need it; tensors='outputs' does not" if is_gradient else ""
+            return "per_call=True needs it for gradients"
+        return "the gradients of inputs need it; tensors='outputs' does not" if "inputs" in self.tensors else ""
 
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:

@@ -185,8 +185,9 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
     is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning on a compiled LightningModule
     compiled = {name: each for name, each in root.named_modules() if is_compiled(each)}
     for name, each in compiled.items():
-        # torch compiles the calls inside such a module one by one, and only those that have hooks.
-        if not hasattr(each, "_orig_mod") and type(each).__module__.startswith("torch."):
+        # torch compiles the calls inside such a module one by one, and only those that have hooks. What counts is where
+        # its forward method is defined: the class itself may be one that FSDP derives from the user's.
+        if not hasattr(each, "_orig_mod") and type(each).forward.__module__.startswith("torch."):
             kind = type(each).__name__
             return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
     wanted = set(modules)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
 from typing_extensions import Self, override
@@ -217,9 +218,12 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         self.taps: list[Tap] = []
         """The taps that provide the tensors."""
         options: dict[str, Any] = {"condition": condition, "strict": strict}
+        # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
+        recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
+        inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
         for kind in kinds:
             if inside:
-                self.taps.append(TracedTap(inside, self._receive, like=kind, key=key, **options))
+                self.taps.append(TracedTap(inside, self._receive, like=kind, **inner, **options))
             if outside or not inside:
                 self.taps.append(kind(outside, self._receive, **options))
         for each in self.taps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,17 @@ class TracedTap(Tap):
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
         like: The class of the tap that records the same tensors outside of compiled code: ``InputTap``, ``OutputTap``
             or ``OutputGradientTap``.
-        key: A key of the recording. Taps with equal keys are switched together, so that there are fewer graphs.
+        key: A key of the recording. Taps with equal keys are switched together, so that there are fewer graphs. Taps
+            that record other modules need another key, because compiled code stays in use after the tap is gone.
+        others: Further modules whose calls are compiled. Modules of the same class may share compiled code. Hooks on
+            those that are not recorded keep that code apart while the tap is attached.
         condition: The condition, as for :class:`~lightning_recorder.taps.Tap`. It is evaluated at run time.
         strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
 
     Note:
+        With :attr:`per_call`, the calls of a module are numbered as its tensors arrive. In a backward pass they arrive
+        in another order, so the calls of gradients cannot be kept apart.
+
         Gradients of inputs are not supported, since recording them changes the order in which autograd sums the
         gradients of a tensor with several uses. For the same reason, the gradient of a module that returns its input,
         such as ``nn.Identity``, is not recorded, except for modules with ``inplace=True``. The gradient of an output
@@ -55,12 +61,15 @@ class TracedTap(Tap):
         *,
         like: type[Tap],
         key: str,
+        others: Iterable[nn.Module] = (),
         condition: Callable[[], object] | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.key = key
         self._like = like
+        recorded, kinds = set(self.modules.values()), {type(each) for each in self.modules.values()}
+        self._others = [each for each in others if type(each) in kinds and each not in recorded]
         self._hooks: list[_TracedHook] = []  # the registry of the operators does not keep them alive
         self._visit_eagerly: Any = _visited
 
@@ -74,6 +83,11 @@ class TracedTap(Tap):
             self._visit_eagerly = torch.compiler.disable(_visited)
             for name, module in self.modules.items():
                 self._register(name, module)
+            recorded = len(self._hooks)
+            for module in self._others:
+                self._register("", module)
+            for hook in self._hooks[recorded:]:
+                hook.is_recorded = False
         return self._hooked
 
     @override
@@ -92,6 +106,9 @@ class TracedTap(Tap):
     def attach(self) -> None:
         if not self._attached and self.install():
             self._attached = True
+            self._calls.clear()
+            for hook in self._hooks:
+                hook.seen.clear()
             if issubclass(self._like, GradientTap):
                 self.called.update(self.modules)  # a graph does not report calls without a gradient
             switch(self.key, on=True)
@@ -128,20 +145,33 @@ class _TracedHook(ModuleHook):
         self.key = f"|{tap.key}|"
         self.token = new_token(self)
         self.is_gradient = is_gradient
+        self.is_recorded = True
         self._tap = tap
         self._name = name
         self._sites: dict[str, Site] = {}
+        self.seen: set[str] = set()
+        """The paths that were received in the current call of the module, if its calls are kept apart."""
 
     def receive(self, path: str, tensor: Tensor) -> None:
         """Pass a tensor to the tap. Called by the operators."""
         # A checkpoint repeats forward hooks inside the backward pass.
         if not self.is_gradient and in_backward():
             return
+        if self._tap.per_call:
+            path = self._path_of_call(path)
         site = self._sites.get(path)
         if site is None:
             site = self._sites[path] = Site(self._name, path)
             self._tap.called.add(self._name)
         self._tap._guarded(self._name, site, self._record, path, tensor)
+
+    def _path_of_call(self, path: str) -> str:
+        """Return the path with the number of the call. A path that is received again belongs to the next call."""
+        if not self.seen or path in self.seen:
+            self.seen.clear()
+            self._tap._count_call(self._name)
+        self.seen.add(path)
+        return path + self._tap._suffix(self._name)
 
     def _record(self, name: str, path: str, tensor: Tensor) -> None:
         self._tap.called.add(name)
@@ -164,7 +194,7 @@ class _OutputHook(_TracedHook):
         # This is the only condition in the graph of unrecorded steps, and thus their only guard.
         if not compiled_operators.ACTIVE:
             return None
-        if self.key not in compiled_operators.ACTIVE:
+        if not self.is_recorded or self.key not in compiled_operators.ACTIVE:
             return None
         if self.is_gradient and isinstance(output, Tensor) and not getattr(module, "inplace", False):
             for each in (*args, *kwargs.values()):
@@ -181,7 +211,7 @@ class _InputHook(_TracedHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not compiled_operators.ACTIVE:
             return
-        if self.key not in compiled_operators.ACTIVE:
+        if not self.is_recorded or self.key not in compiled_operators.ACTIVE:
             return
         if torch.compiler.is_compiling():
             _visited(args, "in", self.visit)

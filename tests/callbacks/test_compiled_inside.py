@@ -176,6 +176,8 @@ class Stack(nn.Module):
 class Stacked(Bare):
     """A model with a stack of equal blocks."""
 
+    learns_with: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+
     def __init__(self, **options: bool) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -186,6 +188,9 @@ class Stacked(Bare):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.stack(self.encoder(x)))
         return logits
+
+    def configure_optimizers(self) -> Any:
+        return self.learns_with(self.parameters(), lr=1e-2)
 
 
 NETS: dict[str, dict[str, bool]] = {
@@ -224,6 +229,50 @@ def test_ways_of_compiling(how: str, tmp_path: Path) -> None:
     assert len([tag for tag in inside.scalars if tag.endswith("/zero_fraction")]) == 23  # nn.Flatten has no gradient
 
 
+@pytest.mark.parametrize("how", ["regional", "fullgraph"])
+def test_calls_of_a_shared_block_are_kept_apart(how: str, tmp_path: Path) -> None:
+    """With ``per_call=True``, the activations of each call are those that the eager recorder finds."""
+    found = []
+    for stance in ("eager", "inside"):
+        model, sink = stacked(how), MemorySink()
+        model.stack.shared = True
+        options: dict[str, Any] = {"compiled": stance, "every_n_train_steps": 3, "strict": True, "sinks": [sink]}
+        recorder = ActivationRecorder(per_call=True, tensors=["inputs", "outputs"], **options)
+        train(model, model, tmp_path / stance, [recorder])
+        found.append(sink.scalars)
+    assert compilations() == (2, 0, 0)
+    places = {tag.rpartition("/")[0] for tag in found[1] if "blocks.0.inner" in tag}
+    assert len(places) == 4  # two calls, each with an input and an output
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder])
+def test_some_of_several_equal_blocks(kind: type[StatisticsCallback], tmp_path: Path) -> None:
+    """A block that is recorded and an equal one that is not share the graph of unrecorded steps only."""
+    model, sink = stacked("regional", "eager"), MemorySink()
+    chosen = ["stack.blocks.1.inner", "stack.blocks.1.outer", "stack.blocks.2.outer"]
+    recorder = kind(chosen, compiled="inside", every_n_train_steps=3, sinks=[sink], strict=True)
+    train(model, model, tmp_path, [recorder])
+    group = recorder.group
+    means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/mean")}
+    assert means == {f"{group}/{name}/mean": [0, 2, 5, 8, 11] for name in chosen}
+    assert compilations()[0] == 4  # three combinations of recorded modules, and unrecorded steps
+    assert hooks_left(model) == []
+
+
+def test_a_second_run_that_records_more(tmp_path: Path) -> None:
+    """A recorder of more modules than that of an earlier run has graphs of its own for recorded steps."""
+    model, given = compiled("submodule", "eager")
+    for chosen in (["encoder.conv1"], ["encoder.conv1", "encoder.norm", "encoder.conv2"]):
+        sink = MemorySink()
+        recorder = ActivationRecorder(
+            chosen, compiled="inside", every_n_train_steps=3, sinks=[sink], outputs=Outputs(dumps=False)
+        )
+        train(model, given, tmp_path, [recorder])
+        means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/mean")}
+        assert means == {f"activations/{name}/mean": [0, 2, 5, 8, 11] for name in chosen}
+
+
 def test_recorders_with_different_intervals(tmp_path: Path) -> None:
     """There is one graph for each combination of recorders that occurs: both, one of them, and none."""
     model, given = compiled("fit", "eager")
@@ -237,19 +286,23 @@ def test_recorders_with_different_intervals(tmp_path: Path) -> None:
     assert list(sink.scalars["gradients/head/mean"]) == [0, 3, 7, 11]
 
 
-def test_a_last_batch_of_another_size(tmp_path: Path) -> None:
-    """A smaller last batch is recorded, and is one more graph as it is without recorders."""
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_last_batch_of_another_size(dynamic: bool | None, tmp_path: Path) -> None:
+    """A smaller last batch is recorded, and needs another graph only if it does without recorders."""
     numbers, sink = [], MemorySink()
     for callbacks in ([], recorders(sink, every_n_train_steps=1)):
-        model, given = compiled("submodule", "eager")
         torch._dynamo.reset()
+        torch.manual_seed(2)
+        model = Bare()
+        model.encoder.compile(backend="eager", dynamic=dynamic)
         loader = DataLoader(digits().dataset, batch_size=10)  # 10, 10, 10, 10, 8
-        train(model, given, tmp_path, callbacks, loader=loader, max_epochs=1)
+        train(model, model, tmp_path, callbacks, loader=loader, max_epochs=1)
         numbers.append(compilations())
         if callbacks:
             counts = [each.counts.sum() for each in sink.histograms["activations/encoder.relu/histogram"].values()]
             assert counts == [2560, 2560, 2560, 2560, 2048]
     assert numbers[0] == numbers[1]
+    assert numbers[0][0] == (1 if dynamic else 2)
 
 
 def test_training_and_validation_alternate(tmp_path: Path) -> None:
@@ -307,30 +360,47 @@ def fit_from(given: Any, folder: Path, callbacks: list[Any], path: str | None, s
     return trainer
 
 
-@pytest.mark.parametrize("how", ["compiled before", "torch's own module", "per_call", "inputs"])
+class Pipeline(nn.Sequential):
+    """A class of the user that inherits its forward method from torch."""
+
+
+EAGER: dict[str, str] = {
+    "compiled before": r"Encoder was compiled before .*; call torch\._dynamo\.reset\(\) before the run",
+    "torch's own module": r"'encoder' is a Sequential .*; use torch\.compile\(module\)",
+    "torch's own method": r"'encoder' is a Pipeline .*; use torch\.compile\(module\)",
+    "per_call": "per_call=True needs it for gradients",
+    "inputs": "the gradients of inputs need it; tensors='outputs' does not",
+}
+
+
+@pytest.mark.parametrize("how", list(EAGER))
 def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path) -> None:
-    """The recorders then run recorded steps eagerly, and the warning says how to record inside the compiled code."""
+    """The recorders then run recorded steps eagerly. What the warning advises makes them record inside."""
     torch.manual_seed(2)
-    model = Bare()
-    options: dict[str, Any] = {"compiled": "inside", "every_n_train_steps": 3, "strict": True}
-    if how == "torch's own module":
-        model.encoder = nn.Sequential(model.encoder)  # type: ignore[assignment]  # has the same interface
+    model, wraps = Bare(), how.startswith("torch's own")
+    if wraps:
+        kind = nn.Sequential if how == "torch's own module" else Pipeline
+        model.encoder = kind(model.encoder)  # type: ignore[assignment]  # has the same interface
     model.encoder.compile(backend="eager")
     if how == "compiled before":
         fit(model, tmp_path, logger=False)
-    expected = {
-        "compiled before": r"Encoder was compiled before .*; call torch\._dynamo\.reset\(\) before the run",
-        "torch's own module": r"'encoder' is a Sequential .*; use torch\.compile\(module\)",
-        "per_call": "per_call=True needs it",
-        "inputs": "the gradients of inputs need it",
-    }
+    options: dict[str, Any] = {"compiled": "inside", "every_n_train_steps": 3, "strict": True}
     sink = MemorySink()
     tensors = "inputs" if how == "inputs" else "outputs"
     recorder = GradientRecorder(sinks=[sink], per_call=how == "per_call", tensors=tensors, **options)
-    with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {expected[how]}"):
+    with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER[how]}"):
         fit(model, tmp_path, [recorder], logger=False)
     # The first module has no input gradient.
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES) - (how == "inputs")
+
+    torch._dynamo.reset()
+    if wraps:
+        model.encoder._compiled_call_impl = None
+        model.encoder = torch.compile(model.encoder, backend="eager")  # type: ignore[assignment]  # as above
+    sink = MemorySink()
+    train(model, model, tmp_path, [GradientRecorder(sinks=[sink], **options)])  # a warning is an error
+    assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+    assert compilations() == (2, 0, 0)
 
 
 def test_a_second_run_of_the_same_model_is_recorded(tmp_path: Path) -> None:
@@ -393,6 +463,23 @@ def test_the_gradients_of_accumulated_and_scaled_losses(tmp_path: Path) -> None:
         )
         found.append(sink.scalars)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+def test_low_precision(precision: str, tmp_path: Path) -> None:
+    """In 16-bit formats, training is bitwise that of the compiled run and the records are those of eager recorders."""
+    found = []
+    for stance in (None, "eager", "inside"):
+        model, sink = stacked("dynamic", "eager"), MemorySink()
+        model.learns_with = torch.optim.SGD  # the epsilon of Adam is zero in float16
+        callbacks = recorders(sink, compiled=stance) if stance else []
+        trained = train(model, model, tmp_path / str(stance), callbacks, precision=precision)
+        found.append((trained, compilations(), sink.scalars))
+    (bare, graphs, _), (_, _, eager), (recorded, inside_graphs, inside) = found
+    assert (graphs, inside_graphs) == ((1, 0, 0), (2, 0, 0))
+    assert_same(recorded, bare)
+    assert len(inside) > 0
+    assert inside == eager
 
 
 def test_the_default_set_records_inside_and_captures_the_graph(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def train(
 ) -> LightningModule:
     """Train for three steps on each of two ranks, with eight rows each by default."""
     trainer = trainer_of(folder, callbacks, **options)
-    model = model or Net()
+    model = Net() if model is None else model
     trainer.fit(model, loader or shared(2 * STEPS), validation, ckpt_path=checkpoint, **WEIGHTS_ONLY)
     return model
 
@@ -762,11 +762,9 @@ HEALTHY = (
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
-def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run the scenarios in a process, for which Lightning starts the second rank; return its status and the output."""
-    (code,), log = forks.run(
-        "-m", "tests.callbacks.test_distributed", folder, *names, folder=folder, timeout_s=timeout_s
-    )
+def go(folder: Path, *names: str, timeout_s: float = 60.0, of: str = __name__) -> tuple[int, str]:
+    """Run scenarios of a module in a process, for which Lightning starts the second rank; return status and output."""
+    (code,), log = forks.run("-m", of, folder, *names, folder=folder, timeout_s=timeout_s)
     return code, log
 
 
@@ -1229,11 +1227,11 @@ def test_a_rank_that_ends_early_ends_the_run(name: str, tmp_path: Path) -> None:
     assert float(series["squash"].statistic("count")[0]) in counts
 
 
-def main(folder: Path, names: Sequence[str]) -> None:
+def main(folder: Path, names: Sequence[str], scenarios: Mapping[str, Scenario] = SCENARIOS) -> None:
     for name in names:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            result = SCENARIOS[name](folder / name)
+            result = scenarios[name](folder / name)
         messages = [str(each.message) for each in warned if issubclass(each.category, RecorderWarning)]
         torch.save((result, messages), folder / f"{name}.{this_rank()}.pt")
 
