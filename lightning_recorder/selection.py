@@ -36,8 +36,8 @@ class Selection:
     the children of ``encoder``, ``encoder.**`` matches ``encoder`` and everything below it, and ``**.attn`` matches
     every module called ``attn``.
 
-    A position is an index, a label or a depth in ``named_modules()``, where each module occurs once and the root comes
-    first. A module that is registered under several names has the position of the first one. Wrappers, such as those of
+    Indices, labels and depths refer to ``named_modules()``: the root comes first, and each module occurs once. A module
+    that is registered under several names has the position of the first one. Wrappers, such as those of
     ``torch.compile``, have neither names nor positions.
 
     A ``ModuleList`` or ``ModuleDict`` is never called itself. If it is selected by name, index or label, its entries

@@ -63,15 +63,16 @@ class Outputs:
         findings: Examine the records of a fit for dead layers, missing gradients, NaN and other faults, log the
             findings, and write them to ``<log_dir>/recorder/findings.json``.
         report: Write the page with findings, graph and all layers to ``<log_dir>/recorder/report.html`` when the fit
-            ends; see :meth:`Run.page`. It takes up to a second, or a few for long records. By default, it is written
-            if it takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
+            ends; see :meth:`Run.page`. Writing takes up to a second, and a few seconds for long runs. By default, it is
+            written if it takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
         upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
         max_upload_bytes: The maximum size of all uploads in bytes.
         max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
             reached, one warning is given and no more dumps are written. By default, 1 GiB of statistics or 4 GiB of
             tensors.
         max_bytes: The maximum size in bytes of one step of a :class:`~lightning_recorder.TensorDumper`. Tensors that
-            exceed it are left out, and the manifest lists them. Not used by the recorders of statistics.
+            exceed it are left out, and the manifest lists them. The recorders of activations, gradients and parameters
+            ignore it.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
