@@ -159,7 +159,10 @@ def _of_groups(groups: object, *, is_split: bool) -> Iterator[tuple[tuple[str, t
     if not is_split:
         for name in names:
             values = [group[name] for group in groups if name in group]
-            different = tuple(value for place, value in enumerate(values) if value not in values[:place])
+            # Sorted, since the order of the groups makes no difference.
+            different = tuple(
+                sorted((each for place, each in enumerate(values) if each not in values[:place]), key=_shown)
+            )
             yield (name, (Phase.UPDATE,)), different if len(different) > 1 else different[0]
         yield ("parameter groups", (Phase.UPDATE,)), len(groups)
         return

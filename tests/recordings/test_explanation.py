@@ -67,7 +67,7 @@ def initialize_otherwise(net: nn.Module) -> None:
         (
             {"no_decay": True},
             (
-                "weight_decay 0.01 → 0.01 and 0, parameter groups 1 → 2, parameters 38 → 14 and 24: "
+                "weight_decay 0.01 → 0 and 0.01, parameter groups 1 → 2, parameters 38 → 14 and 24: "
                 "blocks.0.norm2 weight is the first update that differs"
             ),
         ),
