@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -55,6 +57,19 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class LeaveGroup(Callback):
+    """Leaves the process group when the process ends: gloo's threads may otherwise abort it (pytorch#190489)."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 LEAVES = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2", "dropout", "head"]

@@ -402,9 +402,10 @@ SPAWN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import lightning.pytorch as L
-from tests.callbacks.models import Classifier, digits
+from tests.callbacks.models import Classifier, LeaveGroup, digits
 if __name__ == "__main__":
-    trainer = L.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_epochs=1, log_every_n_steps=1)
+    options = {"strategy": "ddp_spawn", "devices": 2, "accelerator": "cpu", "callbacks": [LeaveGroup()]}
+    trainer = L.Trainer(max_epochs=1, log_every_n_steps=1, **options)
     trainer.fit(Classifier(), digits(4))
     print([type(each).__name__ for each in trainer.callbacks])
 """

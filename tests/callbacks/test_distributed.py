@@ -52,7 +52,7 @@ from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reducti
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
 from lightning_recorder.tensors import Recorder
 from tests import forks
-from tests.callbacks.models import LEAVES, Classifier, digits
+from tests.callbacks.models import LEAVES, Classifier, LeaveGroup, digits, leave_group
 from tests.reductions.reference import Moments, values_of
 
 # The resumed run does not have the callback that saves the checkpoints.
@@ -696,7 +696,7 @@ def complete(folder: Path, strategy: str) -> dict[str, Any]:
     for how in ("bare", "recorded") if strategy == "ddp" else ("recorded",):
         torch.manual_seed(0)
         recorders = [GraphRecorder(strict=True), ActivationRecorder(strict=True), GradientRecorder(strict=True)]
-        callbacks = [Final()] if how == "bare" else [*recorders, Final()]
+        callbacks = [*([] if how == "bare" else recorders), Final(), LeaveGroup()]
         options: dict[str, Any] = {
             "strategy": strategy,
             "logger": True,
@@ -1238,3 +1238,4 @@ def main(folder: Path, names: Sequence[str], scenarios: Mapping[str, Scenario] =
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    leave_group()
