@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -123,18 +123,27 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     if len(compared) < rule.thresholds["fewest"]:
         return
     fast = _in_fast_groups(rule, evidence)  # not what a fast weight is compared with, such as its own bias
+    rates = {each: rates.max() for each in compared if len(rates := evidence.setting(each, "learning_rate"))}
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
-        others = np.array([other for key, other in compared.items() if key is not each and key not in fast])
+        usual = _in_slower_groups(each, rates, rule.thresholds["factor"]) or [
+            key for key in compared if key is not each
+        ]
+        others = np.array([compared[key] for key in usual if key is not each and key not in fast])
+        if not len(others):
+            continue
         factor = value / float(np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
         sizes = evidence.column(each.site, "update_ratio")
-        is_fast = _rate_factor(evidence, each, compared) > rule.thresholds["rate"]
+        usual_rate = float(np.median([rates[key] for key in usual if key is not each and key in rates] or [np.nan]))
+        is_fast = rates.get(each, np.nan) > rule.thresholds["rate"] * usual_rate > 0
         largest = rule.thresholds["largest"] * others.max()
         if is_outlier and value > largest and (is_fast or _is_large(rule, sizes)):
+            is_known = rates.get(each, np.nan) > usual_rate
+            rate = f", and its learning rate {rates[each]:.3g} instead of {usual_rate:.3g}" if is_known else ""
             verdict = (
                 f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
-                f"of the other layers{_rates(evidence, each, compared)}"
+                f"of the other layers{rate}"
             )
             yield rule.found(
                 evidence,
@@ -147,18 +156,9 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _rate_factor(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> float:
-    """Return the learning rate of a parameter as a multiple of that of the others; 1 if it is unknown."""
-    rates = {each: rates.max() for each in others if len(rates := evidence.setting(each, "learning_rate"))}
-    usual = [rate for each, rate in rates.items() if each is not one]
-    return float(rates[one] / np.median(usual)) if one in rates and usual and np.median(usual) > 0 else 1.0
-
-
-def _rates(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> str:
-    """Return the learning rate of a parameter beside that of the others, if they differ."""
-    found = {each: rates.max() for each in others if len(rates := evidence.setting(each, "learning_rate"))}
-    usual = np.median([rate for each, rate in found.items() if each is not one]) if len(found) > 1 else np.nan
-    return f", and its learning rate {found[one]:.3g} instead of {usual:.3g}" if found.get(one, usual) > usual else ""
+def _in_slower_groups(one: Parameter, rates: Mapping[Parameter, float], factor: float) -> list[Parameter]:
+    """Return the parameters whose learning rate is far below that of one, which are those of other groups."""
+    return [each for each, rate in rates.items() if 0 < factor * rate < rates.get(one, 0.0)]
 
 
 def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
@@ -314,12 +314,12 @@ RULES = (
         name="learning-rate-outlier",
         severity="warning",
         statistic="rms(update) for Adam, rms(update) / rms(gradient) for SGD, against the other layers",
-        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3, "rate": 100.0},
+        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3, "rate": 20.0},
         persistence=3,
         usual="0.3 to 3",
         why="The parameter group has a learning rate that is far too high.",
         next="Look at the groups in configure_optimizers; lower the learning rate of this layer.",
-        false_alarms="A new head with ten times the rate, if its relative updates stay below 2 %.",
+        false_alarms="A new head with up to twenty times the rate, if its relative updates stay below 2 %.",
         examine=_rate_outlier,
         explains=dict.fromkeys(
             (

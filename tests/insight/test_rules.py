@@ -290,6 +290,32 @@ def test_a_fast_layer_is_not_compared_with_its_own_bias() -> None:
     assert (found.rule, found.module, found.path) == ("learning-rate-outlier", "c", "weight")
 
 
+@pytest.mark.parametrize(
+    ("factor", "ratios", "rules"),
+    [
+        (100.0, (0.847, 0.2, 0.025), ["learning-rate-outlier"]),
+        (100.0, (0.018, 0.018, 0.015), ["learning-rate-outlier"]),
+        (10.0, (0.018, 0.018, 0.015), []),
+        (10.0, (0.847, 0.2, 0.025), ["learning-rate-outlier"]),
+    ],
+)
+def test_the_learning_rate_of_a_group(factor: float, ratios: tuple[float, ...], rules: list[str]) -> None:
+    """Half of the layers in a far faster group are a finding; with ten times the rate, if the weights move fast."""
+    parameters: dict[str, Values] = {"a/weight.exp_avg_sq": {"rms": 1e-6}}
+    for name, rate in (("a", 1e-3), ("b", 1e-3), ("c", factor * 1e-3), ("d", factor * 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=1e-3)
+        of_group: Values = {"update_ratio": [*ratios, *[ratios[-1]] * 5]} if rate > 1e-3 else {}
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], **of_group, "learning_rate": rate}
+        parameters |= layer
+    found = run(None, None, parameters)
+    assert [each.rule for each in found] == rules
+    for each in found:
+        assert (each.module, each.others) == ("c", ("d",))
+        assert f"up to {max(ratios):.1%}" in each.verdict
+        assert f"{factor:.3g} × the median of the other layers, and its learning rate" in each.verdict
+        assert f"{factor * 1e-3:.3g} instead of 0.001" in each.verdict
+
+
 def test_equal_weights() -> None:
     """A weight whose values are all equal is a finding."""
     constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}
