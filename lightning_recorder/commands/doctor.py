@@ -67,13 +67,17 @@ def _examined(run: Run) -> str:
     series = [run[label] for label in run if label != WATCH]
     steps = sorted({step for each in series for step in each.steps})
     sites = sum(len(each) for each in series)
-    span = f", steps {steps[0]} to {steps[-1]}" if steps else ""
+    span = f", {_span(steps[0], steps[-1])}" if steps else ""
     return f"{_counted(len(steps), 'record')} of {sites} sites{span}"
+
+
+def _span(first: int | None, last: int | None) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
     values = ", ".join(f"{printable(name)} {number(value)}" for name, value in finding.numbers.items())
-    steps = f"steps {finding.first_step} to {finding.last_step} ({_counted(finding.records, 'record')})"
+    steps = f"{_span(finding.first_step, finding.last_step)} ({_counted(finding.records, 'record')})"
     rows = [("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else ""))]
     rows += [("healthy", finding.usual), *_bars(finding, out)]
     rows += [("why", finding.why), ("next", finding.next)]
@@ -97,14 +101,16 @@ def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
         return []
     bars = spark(trace.values, _BARS, out)
     ends = f"{number(trace.values[0])} to {number(trace.values[-1])}"
-    span = f"steps {trace.steps[0]} to {trace.steps[-1]}"
+    span = _span(trace.steps[0], trace.steps[-1])
     return [("trend", f"{printable(trace.statistic)} {bars} {ends}, {span}")]
 
 
 def _command(finding: Finding, run: Run) -> str:
-    """Return the command that shows the statistics of the module."""
+    """Return the command that shows the statistics of the module, or of the modules in it if it is not recorded."""
     words = ["lightning-recorder", "show", str(run.log_dir)]
     words += [finding.module] if finding.module else []
     if finding.trace is not None:
+        if finding.module and finding.module not in run[finding.trace.recorder]:
+            words[-1] += ".*"
         words += ["--recorder", finding.trace.recorder, "--statistic", finding.trace.statistic]
     return printable(shlex.join([*words, "--details"]))

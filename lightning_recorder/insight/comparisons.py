@@ -100,6 +100,32 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    norms = gradient_norms(evidence.gradients)
+    order = evidence.wiring.order
+    steps: dict[str, list[tuple[Site, float, float]]] = {}
+    groups = list(_families(evidence.gradients, norms, int(rule.thresholds["fewest"])))
+    for group in groups:
+        growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
+        place = int(np.argmax(np.abs(growth)))
+        others = float(np.abs(np.delete(growth, place)).max())
+        if abs(growth[place]) - others > np.log(rule.thresholds["factor"]):
+            block = _blocks([site.name for site in group])[place + 1]
+            steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
+    for block, found in steps.items():
+        same_sign = len({here > after for _, here, after in found}) == 1
+        if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
+            site, here, after = max(found, key=lambda each: order.get(each[0].name, -1))
+            factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
+            verdict = (
+                f"the gradient {way} {factor:.3g}-fold on its way back through {block}: its norm is {after:.3g} behind "
+                f"it and {here:.3g} at {site.name}"
+            )
+            yield replace(
+                rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
+            )
+
+
 def _blocks(names: list[str]) -> list[str]:
     """Return the names of the blocks that modules at the same place of them belong to."""
     parts = [name.split(".") for name in names]
@@ -169,6 +195,29 @@ RULES = (
                 "vanishing-gradient",
                 "exploding-gradient",
                 "attention-collapse",
+                "saturation",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="gradient-step",
+        severity="warning",
+        statistic="L2 norm of the gradients of equal modules in repeated blocks, from one block to the one before it",
+        thresholds={"fewest": 3, "factor": 12.0, "share": 0.5},
+        persistence=0,
+        usual="0.3 to 3",
+        why="A wrong factor in the residual connection of this block, or none; or a detach() in a part of it.",
+        next="Compare what this block adds to its input, and with which factors, with the code of the other blocks.",
+        false_alarms="None known. Gradients that change in several blocks are left to the other rules.",
+        examine=_step,
+        explains=dict.fromkeys(
+            (
+                "gradient-step",
+                "unlike-siblings",
+                "scale-jump",
+                "vanishing-gradient",
+                "exploding-gradient",
                 "saturation",
             ),
             ("any",),

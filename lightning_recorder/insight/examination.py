@@ -45,6 +45,7 @@ _ORDER = (
     "norm-ineffective",
     "saturation",
     "weight-drift",
+    "gradient-step",
     "vanishing-gradient",
     "exploding-gradient",
     "does-not-move",

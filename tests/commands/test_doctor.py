@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,21 @@ def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:
     assert (len(lines) <= 20, lines[-2]) == (True, "and 3 more; --all prints everything")
     everything = run("doctor", tmp_path, "--all").out.splitlines()
     assert len([line for line in everything if line.startswith("  show")]) == 10
+
+
+def test_a_finding_about_a_block(tmp_path: Path) -> None:
+    """The command that shows more works if the module of the finding is not recorded itself, and a step is singular."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
+    writer.begin(label="gradients", group="gradients")
+    rms = {"blocks.0.fc": 40.0, "blocks.1.fc": 1.0, "blocks.2.fc": 1.0}
+    sites = [SiteRecord(name, "out", {"rms": each, "count": 9.0}, shape=(9,)) for name, each in rms.items()]
+    writer.write({"step": 7}, sites)
+    lines = run("doctor", tmp_path).out.splitlines()
+    assert lines[0].startswith("warning: the gradient grows 40-fold on its way back through blocks.1")
+    assert lines[1].startswith("  rule    gradient-step, step 7 (1 record); ")
+    said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
+    assert said.status == 0
+    assert "blocks.1.fc" in said.out
 
 
 def test_several_runs(runs: Path) -> None:

@@ -395,6 +395,33 @@ def test_a_trend_over_blocks() -> None:
     assert found.others == tuple(f"blocks.{number}" for number in range(5))
 
 
+@pytest.mark.parametrize(
+    ("growth", "found"),
+    [
+        ([1, 40], [("blocks.2", "grows 40-fold")]),
+        ([1 / 40, 1, 1], [("blocks.1", "shrinks 40-fold")]),
+        ([1, 1, 10], []),
+        ([10, 40, 10], []),
+        ([40], []),
+        ([1, 40, 1 / 40, 1], []),
+    ],
+)
+def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[tuple[str, str]]) -> None:
+    """A gradient that grows or shrinks on its way back through one of several blocks is a finding about that block."""
+    rms = [1e-3 * math.prod(growth[place:]) for place in range(len(growth) + 1)]
+    gradients: dict[str, Values] = {
+        f"blocks.{place}.{name}": {"rms": each} for place, each in enumerate(rms) for name in ("norm", "fc")
+    }
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    rules = run(layers, gradients, graph=chain(*gradients, norm="LayerNorm"))
+    steps = [each for each in rules if each.rule == "gradient-step"]
+    assert [each.module for each in steps] == [module for module, _ in found]
+    for each, (module, words) in zip(steps, found, strict=True):
+        assert each is rules[0]
+        assert words in each.verdict
+        assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
+
+
 @pytest.mark.parametrize(("kind", "ratio", "alarm"), [("BatchNorm1d", 1.5, 1), ("Linear", 1.5, 0), ("Linear", 2.5, 1)])
 def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -> None:
     """The first module whose output differs between training and validation is named."""
