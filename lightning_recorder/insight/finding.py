@@ -131,7 +131,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
     The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
-    that names no module is left out if the records of the same step name one.
+    that names no module is left out if the records of the same step name one. A spike of the loss or the gradients
+    comes after the findings of the records if one of them began before it, since that is probably the cause.
 
     Args:
         findings: The findings from records, ranked.
@@ -150,7 +151,10 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         for each in findings
         if (each.rule, each.module, each.path) not in known and not (each.rule == "non-finite" and each.rule in seen)
     ]
-    return sorted([*watched, *others], key=lambda each: SEVERITIES.index(each.severity))
+    begun = min((each.first_step for each in others if not each.is_note), default=math.inf)
+    effects = [each for each in watched if each.rule == "spike" and begun < each.first_step]
+    causes = [each for each in watched if each not in effects]
+    return sorted([*causes, *others, *effects], key=lambda each: SEVERITIES.index(each.severity))
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:

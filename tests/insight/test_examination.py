@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.insight import STATISTICS, Examination, SiteRecords, findings_from_json, findings_to_json
+from lightning_recorder.insight import (
+    STATISTICS,
+    Examination,
+    SiteRecords,
+    findings_from_json,
+    findings_to_json,
+    with_watched,
+)
 from lightning_recorder.insight.table import Table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.taps import Site
@@ -148,3 +155,13 @@ def test_any_numbers_can_be_examined(data: st.DataObject, with_graph: bool, reco
             kind = (("float16",) * len(sites), ((8, 8),) * len(sites))
             examination.add(SiteRecords(group, group, stage, 10 * step, sites, *kind, values))
     assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None
+
+
+@pytest.mark.parametrize(("step", "first"), [(73, "dead-output"), (20, "spike"), (30, "spike")])
+def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> None:
+    """A spike is named first only if no other finding began before it."""
+    dead: Values = {"rms": [1.0] * 3 + [0.0] * 5, "zero_fraction": [0.5] * 3 + [1.0] * 5}
+    found = run({"a": {"rms": 1.0}, "act": dead}, graph=chain("a", "act", act="ReLU"))
+    spike = replace(found[0], rule="spike", module="", first_step=step)
+    assert found[0].first_step == 30
+    assert next(each.rule for each in with_watched(found, [spike])) == first

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from playwright.sync_api import Page, expect
+from torch import nn
 
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.browser.chromium import CHROMIUM, open_page
@@ -316,6 +320,40 @@ def test_a_label_is_never_a_number_alone(page: Page, stuck: Path) -> None:
     opened(page, stuck)
     labels = page.locator(".strip .names button").all_inner_texts()
     assert sorted(labels) == [f"net.{each}" for each in range(4)]
+
+
+def strip_of(folder: Path, layers: int, steps: int = 9) -> Path:
+    """Write the page of a run in which layer 20 has large outputs and a module of the graph was never called."""
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(0, 10 * steps, 10):
+        rms = {f"layers.{each}": 9.0 if each == 20 else 1.0 for each in range(layers)}
+        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": each}) for name, each in rms.items()])
+    net = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
+    net.forward = net["used"].forward  # type: ignore[method-assign]  # a model that leaves out a module
+    graph = capture_graph(net, torch.ones(1, 2))
+    (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    open_recording(folder).page(folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.mark.parametrize(("layers", "labels"), [(43, 43), (64, 64), (300, None)])
+def test_the_labels_of_the_strip(layers: int, labels: int | None, page: Page, tmp_path: Path) -> None:
+    """Every row of up to 64 has its label; of more rows, the first, the last and those that stand out have one."""
+    opened(page, strip_of(tmp_path, layers))
+    shown = page.locator(".strip .names button")
+    names = [each.inner_text() for each in shown.all()]
+    assert labels in (None, len(names))
+    assert {"layers.0", "layers.20", f"layers.{layers - 1}"} <= set(names)
+    tops = sorted(float(box["y"]) for each in shown.all() if (box := each.bounding_box()) is not None)
+    assert min(after - before for before, after in pairwise(tops)) > 13
+
+
+def test_the_axis_of_the_strip(page: Page, tmp_path: Path) -> None:
+    """The steps are written beneath the strip, and the modules that were never called beneath the steps."""
+    opened(page, strip_of(tmp_path, 3))
+    assert page.locator(".stripes .steps span").all_inner_texts() == ["step 0", "20", "40", "60", "80"]
+    assert page.locator(".never").inner_text() == "Never called: spare"
 
 
 def test_axes_of_shares_and_constants(page: Page, stuck: Path) -> None:

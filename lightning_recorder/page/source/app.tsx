@@ -4,7 +4,7 @@ import { render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
+import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
 import { decode, floats, format, isShare, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
@@ -254,6 +254,7 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
 }
 
 const LEAST_GRAPH = 170;  // pixels
+const MOST_NEVER = 8;  // modules in the list of those that were never called
 
 function Overview(props: {
   run: Run; other: Run | null; data: PageData; state: State; change: (part: Partial<State>) => void; prefix: string; sick: Set<string>;
@@ -263,7 +264,8 @@ function Overview(props: {
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [room, setRoom] = useState(0);
-  const free = room - 14 - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
+  const never = run.data.graph?.unused ?? [];
+  const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
     measure();
@@ -297,6 +299,7 @@ function Overview(props: {
           <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300}
             onPick={(layer, step) => change({ layer, step })} />
         </div>
+        {never.length > 0 && <p class="never"><b>Never called:</b> {never.slice(0, MOST_NEVER).join(", ")}{never.length > MOST_NEVER && ` and ${never.length - MOST_NEVER} more`}</p>}
         {props.graph && free >= LEAST_GRAPH && <div class="beneath" style={{ height: `${free}px` }}>{props.graph}</div>}
       </>}
     </section>

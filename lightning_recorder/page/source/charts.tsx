@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { format, isShare, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
+import { format, isShare, median, NOT_FINITE, NOT_RECORDED, oddness, Recorder, Scale, shortened } from "./model";
 
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
@@ -52,6 +52,12 @@ function ends(values: number[], share: boolean): [number, number] | null {
   return low === high ? [low - around, low + around] : null;
 }
 
+/** The powers of ten on an axis, at most about five of them. */
+function decades(low: number, high: number): number[] {
+  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9), by = Math.max(1, Math.ceil((last - first) / 4));
+  return Array.from({ length: Math.max(0, Math.floor((last - first) / by) + 1) }, (_, at) => Number(`1e${first + at * by}`));
+}
+
 /** Lines over steps, with a mark at the chosen step. A click chooses a step. */
 export function Lines(props: {
   title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean;
@@ -73,7 +79,7 @@ export function Lines(props: {
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
-      axes: [{ ...axis, size: 26 }, { ...axis, size: 56, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? {} : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
+      axes: [{ ...axis, size: 26 }, { ...axis, size: 56, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? { splits: (_: uPlot, __: number, low: number, high: number) => decades(low, high), filter: (_: uPlot, ticks: number[]) => ticks } : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
@@ -238,6 +244,10 @@ export function Bars(props: { names: string[]; values: number[]; chosen: number;
 }
 
 export const TALLEST_ROW = 28;
+export const AXIS = 18;  // pixels beneath the strip
+const LABELED_ROW = 14;  // pixels of a row whose label does not touch the next one
+const MOST_ODD = 8;
+const MOST_LABELED = 64;  // rows that all have a label, even if the page becomes longer than the screen
 const ROOM = 36;  // letters beside the strip
 
 /** The tensors that have a row in the strip: all, but only one of the parameters of each module. */
@@ -254,7 +264,8 @@ export function Strip(props: {
   const holder = useRef<HTMLCanvasElement>(null);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
   const columns = stripColumns(recorder);
-  const rowHeight = Math.max(1, Math.min(TALLEST_ROW, props.height / Math.max(1, columns.length)));
+  const least = columns.length <= MOST_LABELED ? LABELED_ROW : 1;
+  const rowHeight = Math.max(least, Math.min(TALLEST_ROW, (props.height - AXIS) / Math.max(1, columns.length)));
   const height = Math.max(rowHeight * columns.length, 20);
   const steps = recorder.steps;
   useEffect(() => {
@@ -271,7 +282,7 @@ export function Strip(props: {
     context.putImageData(image, 0, 0);
   }, [recorder, statistic]);
   const labels: { y: number; text: string; kind: string; module: string }[] = [];
-  const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= 14);
+  const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= LABELED_ROW - 0.1);
   const label = (column: number, module: (name: string) => string): string => {
     const site = recorder.sites[column]!;
     return (module(site.module) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
@@ -279,11 +290,16 @@ export function Strip(props: {
   const fits = columns.every((column) => label(column, (each) => each).length <= ROOM);
   const name = (column: number): string => label(column, (each) => fits ? each : shortened(each, prefix, ROOM));
   const add = (row: number, kind: string): void => {
-    const y = Math.max(8, Math.min(height - 8, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
+    const y = Math.max(LABELED_ROW / 2, Math.min(height - LABELED_ROW / 2, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
     if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });
   };
   columns.forEach((column, row) => { if (recorder.sites[column]!.module === props.layer) add(row, "chosen"); });
   columns.forEach((column, row) => { if (marked.has(recorder.sites[column]!.module)) add(row, "sick"); });
+  // If not all labels fit, the rows that differ most from the others have theirs.
+  const ends = columns.map((column) => recorder.shown(statistic, recorder.rowAt(props.step), column)), usual = median(ends);
+  const odd = ends.map((value, row) => [Number.isNaN(value) ? 0 : oddness(value, usual, scale), row] as const).filter(([far]) => far > 0.2).sort((one, other) => other[0] - one[0]);
+  odd.slice(0, MOST_ODD).forEach(([, row]) => add(row, ""));
+  if (columns.length) [0, columns.length - 1].forEach((row) => add(row, ""));
   columns.forEach((_, row) => add(row, ""));
   const at = (event: MouseEvent): [number, number] => {
     const area = holder.current!.getBoundingClientRect();
@@ -292,7 +308,8 @@ export function Strip(props: {
     return [column, row];
   };
   const chosen = recorder.rowAt(props.step);
-  return (
+  const marks = [...new Set([0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (steps.length - 1))))];
+  return (<>
     <div class="strip">
       <div class="names" style={{ height: `${height}px` }}>
         {labels.map((each) => (
@@ -313,7 +330,10 @@ export function Strip(props: {
         {tip && <span class="tip" style={tip.x > 500 ? { right: `calc(100% - ${tip.x - 8}px)`, top: `${tip.y}px` } : { left: `${tip.x + 12}px`, top: `${tip.y}px` }}>{tip.text}</span>}
       </div>
     </div>
-  );
+    <div class="steps" style={{ height: `${AXIS}px` }} aria-hidden="true">
+      {marks.map((each, at) => <span style={at === 0 ? { left: 0 } : at === marks.length - 1 ? { right: 0 } : { left: `${(each + 0.5) / steps.length * 100}%`, transform: "translateX(-50%)" }}>{at ? steps[each] : `step ${steps[each]}`}</span>)}
+    </div>
+  </>);
 }
 
 export function Legend(props: { scale: Scale; label: string }) {
@@ -321,7 +341,7 @@ export function Legend(props: { scale: Scale; label: string }) {
   return (
     <span class="scale" role="img" aria-label={`colors of ${props.label} from ${format(props.scale.low)} to ${format(props.scale.high)}`}>
       {format(props.scale.low)}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{format(props.scale.high)}
-      {props.scale.kind === "log" && <small>log</small>}
+      {props.scale.kind === "log" && <small> (log)</small>}
       <b style={{ background: NOT_FINITE }} /> NaN or ∞ <b style={{ background: NOT_RECORDED }} /> not recorded
     </span>
   );
