@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,20 +43,27 @@ class StepFlags:
     def origin(self) -> tuple[Origin, int] | None:
         """Return the module with the first bad value, and the place of its batch. Waits for the device.
 
-        A NaN counts before infinities, which masks have. In the backward pass, the module is the one whose output still
-        had a finite gradient right before.
+        A NaN counts before infinities, which masks have, except for positive ones right before it: they became the NaN.
+        In the backward pass, the module is the one whose output still had a finite gradient right before.
         """
         values = [] if self.values is None else self.values.tolist()
-        bad = [index for index, value in enumerate(values) if value != value]
-        bad = bad or [index for index, value in enumerate(values) if value in (float("inf"), float("-inf"))]
-        if not bad:
+        first = next((index for index, value in enumerate(values) if math.isnan(value)), None)
+        if first is None:
+            first = next((index for index, value in enumerate(values) if math.isinf(value)), None)
+        if first is None:
             return None
-        call = self.calls[bad[0]]
-        before = self.calls[bad[0] - 1] if bad[0] else call
-        if call.backward and before.backward and before.batch == call.batch:
-            call = before
-        kind = "NaN" if values[bad[0]] != values[bad[0]] else "inf"
+        while first and values[first - 1] == math.inf and self._is_next(first):
+            first -= 1
+        kind = "NaN" if math.isnan(values[first]) else "inf"
+        call = self.calls[first]
+        if call.backward and first and self._is_next(first):
+            call = self.calls[first - 1]
         return Origin(call.name, call.number, call.backward, "", "", "", kind, 1), call.batch
+
+    def _is_next(self, index: int) -> bool:
+        """Return True if a call follows the one before it in the same pass over the same batch."""
+        before, call = self.calls[index - 1 : index + 1]
+        return (before.backward, before.batch) == (call.backward, call.batch)
 
 
 class ModuleFlags:

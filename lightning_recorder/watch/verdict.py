@@ -21,10 +21,7 @@ NON_FINITE = "non-finite"
 SPIKE = "spike"
 
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
-_NEXT = (
-    "Look at this line and its inputs: add a small constant where the function is undefined, lower the learning rate, "
-    "or clip gradients."
-)
+_NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
 
 
 def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank: str = "") -> Finding:
@@ -41,7 +38,8 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
     at = f" at {_short(origin.line)}" if origin.line else ""
     operation = origin.operation
     numbers = {"batch": float(batch_idx), "epoch": float(reading.epoch), "call": float(origin.call)}
-    why, following = _WHY, _NEXT
+    where_to_look = "this line and its inputs" if origin.line else "the code of this module and its inputs"
+    why, following = _WHY, f"Look at {where_to_look}: {_NEXT}"
     if origin.source.startswith("parameter "):
         name = origin.source.removeprefix("parameter ")
         verdict = f"parameter {name} is not finite at the start of step {reading.step} ({where}): {values}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but missing from the stubs
 
-from lightning_recorder.watch import CommunicationError, Origin, OriginTrace
+from lightning_recorder.watch import CommunicationError, ModuleFlags, Origin, OriginTrace
 
 INF = math.inf
 
@@ -176,3 +176,31 @@ def test_no_hook_is_left() -> None:
     with pytest.raises(RuntimeError):
         origin_of(net, torch.ones(3, 3))
     assert not [each for each in net.modules() if each._forward_hooks or each._forward_pre_hooks]
+
+
+@pytest.mark.parametrize(
+    ("factor", "masked", "name", "kind"),
+    [(math.nan, False, "1", "NaN"), (INF, False, "1", "inf"), (math.nan, True, "1", "NaN")],
+)
+def test_flags_name_the_container_whose_own_code_is_at_fault(factor: float, masked: bool, name: str, kind: str) -> None:
+    """A positive infinity right before the first NaN is the origin; the negative ones of a mask are not."""
+
+    class Block(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.norm, self.mask, self.factor = nn.LayerNorm(4), nn.Threshold(-1e9, -INF if masked else 0), factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.mask(self.norm(x) - 1e10) if masked else x
+            x = torch.nan_to_num(x, neginf=0.0)
+            return x * torch.tensor([self.factor, 1, 1, 1])
+
+    net = nn.Sequential(Block(1.0), Block(factor), Block(1.0))
+    flags = ModuleFlags({name: each for name, each in net.named_modules() if name})
+    flags.begin_batch()
+    net(torch.ones(2, 4))
+    flags.end_batch()
+    found = flags.flags().origin()
+    flags.remove()
+    assert found is not None
+    assert (found[0].module, found[0].kind) == (name, kind)
