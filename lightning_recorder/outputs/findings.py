@@ -39,15 +39,17 @@ _REPORT_S = 0.5  # of a short run, with the import of its code
 _REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
 _FIRST_CHECK = 5  # records of each recorder
 _GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
+# Rules about what does not change by itself while a model trains; their findings are logged at the first check.
+_LASTING = ("non-finite", "not-in-optimizer", "frozen", "gradient-stops")
 _NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
 
 
 class RunFindings:
     """The findings from the records of all recorders of a run.
 
-    The records are checked when their number has doubled, and soon after the first NaN or infinity. A
-    finding is logged once it is in two checks in a row, so that a start that settles is not reported. When the last
-    recorder has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
+    The records are checked after five records of each recorder, when their number has doubled, and soon after the
+    first NaN or infinity. A finding that may settle is logged once it is in two checks in a row. When the last recorder
+    has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
 
     Args:
         directory: The folder of the run's recordings, if it has one.
@@ -200,7 +202,7 @@ class RunFindings:
         bad = [each for each in findings if not each.is_note]
         for each in bad:
             key = _key(each)
-            if key not in self._said and (key in self._before or each.rule == "non-finite"):
+            if key not in self._said and (key in self._before or each.rule in _LASTING):
                 self._said.add(key)
                 self._log(f"Found at step {self._last_step}: {each.line}")
         self._before = set(map(_key, bad))
