@@ -55,7 +55,8 @@ def default_recorders(
 
     Returns:
         New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder`, a
-        :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`.
+        :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`, which does
+        nothing in a trainer that has a :class:`StepWatch` of your own.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -81,5 +82,7 @@ def default_recorders(
         for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
     )
     watch = [StepWatch(sinks=sinks, strict=strict)] if outputs.findings else []
+    for each in watch:
+        each.is_default = True
     graph: Literal["eager", "skip"] = "skip" if compiled == "skip" else "eager"
     return [GraphRecorder(compiled=graph, sinks=sinks, strict=strict), *statistics, *watch]

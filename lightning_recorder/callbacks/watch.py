@@ -36,9 +36,10 @@ OnFinding = Literal["warn", "stop"] | Callable[[Finding], object]
 class StepWatch(RecorderCallback):
     """Watches the loss and the gradient norm of every step, and names the origin of the first bad value.
 
-    It is added to each trainer that has a recorder of statistics, unless the trainer has one already. Loss and gradient
-    norm of every step are written to the records (``watch``). Those of the steps that Lightning logs are also written
-    to the loggers, as ``watch/loss`` and ``watch/grad_norm``.
+    It is added to each trainer that has a recorder of statistics, unless the trainer has one already. One that you pass
+    replaces that of :func:`~lightning_recorder.default_recorders`. Loss and gradient norm of every step are written to
+    the records (``watch``). Those of the steps that Lightning logs are also written to the loggers, as ``watch/loss``
+    and ``watch/grad_norm``.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
     and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
@@ -70,7 +71,8 @@ class StepWatch(RecorderCallback):
         strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
-        ArgumentError: If an argument is invalid. Raised at construction.
+        ArgumentError: If an argument is invalid. Raised at construction. Also if a trainer has two watches that are no
+            default ones; raised when its run starts.
 
     Note:
         Does not wait for the device unless ``wait`` is set: the values are copied to the host without waiting, and read
@@ -85,6 +87,8 @@ class StepWatch(RecorderCallback):
     """
 
     group = "watch"
+    is_default: bool = False
+    """True if the package added this watch. It does nothing in a trainer that has one of the user's own."""
 
     @checked_arguments
     def __init__(
@@ -139,9 +143,23 @@ class StepWatch(RecorderCallback):
         return list(self._found)
 
     @override
+    def alike(self, trainer: Trainer) -> list[RecorderCallback]:
+        # A replaced watch must not change the label of the other one.
+        return [_active_watch(trainer) or self]
+
+    @guarded
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if sum(not each.is_default for each in _watches(trainer)) > 1:
+            raise ArgumentError("callbacks contains two StepWatch: pass one with the arguments of both")
+
+    @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self._found = []
         self._exchange = None
+        if self is not _active_watch(trainer):
+            return
         if trainer.world_size > 1 and Exchange.is_needed():
             exchange = Exchange(trainer.strategy.root_device)
             self._exchange = None if exchange.agree(True, f"watch {self.on_finding == 'stop'}") else exchange
@@ -228,7 +246,8 @@ class StepWatch(RecorderCallback):
 
     @override
     def _stay_away(self, trainer: Trainer) -> None:
-        decline(trainer)
+        if self is _active_watch(trainer):
+            decline(trainer)
 
     @override
     def release(self, trainer: Trainer | None) -> None:
@@ -333,8 +352,18 @@ def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
         trainer: The trainer.
         after: The recorder whose ``setup`` runs.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
-    if not any(isinstance(each, StepWatch) for each in callbacks):
+    if not _watches(trainer):
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
         watch = StepWatch(strict=after.strict)
-        watch.from_environment = after.from_environment
+        watch.is_default, watch.from_environment = True, after.from_environment
         callbacks.insert(next(index for index, each in enumerate(callbacks) if each is after) + 1, watch)
+
+
+def _watches(trainer: Trainer) -> list[StepWatch]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+    return [each for each in callbacks if isinstance(each, StepWatch)]
+
+
+def _active_watch(trainer: Trainer) -> StepWatch | None:
+    """Return the watch that the trainer uses: the one of the user, or the first default one."""
+    return min(_watches(trainer), key=lambda each: each.is_default, default=None)

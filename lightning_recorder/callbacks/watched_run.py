@@ -126,9 +126,10 @@ class WatchedRun:
     def _begin_step(self) -> None:
         self._batches: list[KeptBatch] = []
         self._indices: list[int] = []
-        self._norms: list[tuple[list[nn.Parameter], Tensor]] = []
-        self._totals: list[Tensor] = []
+        self._norms: list[tuple[list[nn.Parameter], list[Tensor]]] = []
+        self._totals: list[Tensor | float] = []
         self._optimizer_steps = 0
+        self._latest: Reading | None = None  # that of the values so far, if it was read before the optimizer stepped
         self.has_bad_gradient = False
         if self._flags is not None:
             self._flags.begin_step()
@@ -137,7 +138,8 @@ class WatchedRun:
 
     def start_batch(self, batch: Any, batch_idx: int) -> None:
         """Begin a batch: keep what is needed to run it again."""
-        self._arrive(self._queue.take())
+        if not self._reads_now:
+            self._arrive(self._queue.take())
         self._series.replay()
         step = logged_step(self._trainer)
         if self._has_ended or (self._batches and self._batches[-1].step != step):
@@ -154,24 +156,31 @@ class WatchedRun:
     def add_loss(self, loss: Tensor) -> None:
         """Note a loss before its backward pass."""
         if self._batches:
+            self._latest = None
             with pause_recording():
                 self._batches[-1].losses.append(loss.detach())
 
     def before_step(self, optimizer: Any) -> None:
         """Measure the gradients that an optimizer is about to use."""
-        groups = getattr(optimizer, "param_groups", ())
-        parameters = [each for group in groups for each in group["params"] if each.grad is not None]
         if not self._batches:
             return
+        parameters, gradients = [], []
+        for group in getattr(optimizer, "param_groups", ()):
+            for each in group["params"]:
+                gradient = each.grad
+                if gradient is not None:
+                    parameters.append(each)
+                    gradients.append(gradient)
         with pause_recording():
             if parameters:
-                norms = _stacked(norms_of([each.grad for each in parameters]))
-                if getattr(optimizer, "_step_supports_amp_scaling", False) and self._scaler is not None:
-                    norms = norms / self._scale(norms)  # Lightning leaves unscaling to such an optimizer
+                norms = norms_of(gradients)
+                total = _total(norms, on_host=self._reads_now)
+                if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+                    total = total / self._scale(norms[0])  # Lightning leaves unscaling to such an optimizer
                 self._norms.append((parameters, norms))
-                self._totals.append(torch.linalg.vector_norm(norms))
+                self._totals.append(total)
             if self._reads_now:
-                reading = self._reading(self._batches)
+                self._latest = reading = self._reading(self._batches)
                 if reading.read():
                     self._examine(reading, parameters_are_known=True)
                     self.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
@@ -190,6 +199,9 @@ class WatchedRun:
         if not is_last:
             return
         self._has_ended = True
+        if self._latest is not None and self._flags is None:  # flags come in until the end of the batch
+            self._arrive([self._latest])
+            return
         with pause_recording():
             reading = self._reading(self._batches)
             if self._reads_now:
@@ -218,9 +230,12 @@ class WatchedRun:
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
-        norm = torch.linalg.vector_norm(torch.stack(self._totals)) if len(self._totals) > 1 else None
-        if len(self._totals) == 1:
-            norm = self._totals[0]
+        norm = self._totals[0] if len(self._totals) == 1 else None
+        if len(self._totals) > 1:
+            device = next((each.device for each in self._totals if isinstance(each, Tensor)), "cpu")
+            norm = torch.linalg.vector_norm(
+                torch.stack([torch.as_tensor(each, device=device) for each in self._totals])
+            )
         flags = None if self._flags is None else self._flags.flags()
         step, epoch = batches[-1].step, batches[-1].epoch
         return Reading(step, epoch, loss, norm, self._norms, self._indices, flags, list(batches))
@@ -253,11 +268,11 @@ class WatchedRun:
     def _look_for_spikes(self, reading: Reading) -> None:
         if not self._factor:
             return
-        spikes = []
-        for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
-            median = detector.median
-            if detector.add(value):
-                spikes.append((name, value, median))
+        spikes = [
+            (name, value, median)
+            for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True)
+            if (median := detector.add(value)) is not None
+        ]
         if spikes:
             index = reading.indices[0] if reading.indices else 0
             finding = finding_of_spike(spikes, reading, index, factor=self._factor, rank=self._rank)
@@ -369,12 +384,12 @@ class _Parameters:
             parameter.data.copy_(value)
 
 
-def _stacked(norms: list[Tensor]) -> Tensor:
-    """Return the norms as one tensor, on the device of the first."""
+def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
+    """Return the norm of all tensors of which these are the norms."""
     device = norms[0].device
-    if all(each.dtype == torch.float32 and each.device == device for each in norms):
-        return torch.stack(norms)
-    return torch.stack([each.to(device, torch.float32) for each in norms])
+    if on_host and device.type == "cpu":  # takes half the time of the two kernels below
+        return math.sqrt(sum([value * value for value in map(float, norms)]))
+    return torch.linalg.vector_norm(torch.stack([each.to(device, torch.float32) for each in norms]))
 
 
 def _has_bad_gradient(reading: Reading) -> bool:
@@ -385,7 +400,7 @@ def _has_bad_gradient(reading: Reading) -> bool:
 def _bad_parameters(reading: Reading) -> list[nn.Parameter]:
     found = []
     for parameters, norms in reading.norms:
-        found += [each for each, norm in zip(parameters, norms.tolist(), strict=True) if not math.isfinite(norm)]
+        found += [each for each, norm in zip(parameters, norms, strict=True) if not math.isfinite(norm)]
     return found
 
 

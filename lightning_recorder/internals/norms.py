@@ -20,18 +20,16 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     Fallback: one kernel for each tensor. A sharded tensor counts with the part of this process, and a sparse one with
     its stored values, so no process waits for another.
     """
-    parts = [_local(each) for each in tensors]
-    low = [each.dtype in _LOW for each in parts]  # a norm in half precision overflows
-    if _foreach_norm is None or any(low):
+    parts = [each if type(each) is Tensor and each.layout is torch.strided else _local(each) for each in tensors]
+    if _foreach_norm is None or any(each.dtype in _LOW for each in parts):  # a norm in half precision overflows
         return [
-            torch.linalg.vector_norm(each, dtype=torch.float32 if is_low else None)
-            for each, is_low in zip(parts, low, strict=True)
+            torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in _LOW else None)
+            for each in parts
         ]
-    return list(_foreach_norm(parts))
+    with torch.no_grad():
+        return list(_foreach_norm(parts))
 
 
 def _local(tensor: Tensor) -> Tensor:
-    if type(tensor) is Tensor and tensor.layout is torch.strided:
-        return tensor.detach()
     tensor = getattr(tensor, "_local_tensor", tensor)
-    return tensor._values() if tensor.is_sparse else tensor.detach()
+    return tensor._values() if tensor.is_sparse else tensor

@@ -16,6 +16,8 @@ from torch import Tensor
 __all__ = ["RandomStates"]
 
 _MT19937_BYTES = 624 * 4 + 4  # the words of the generator and the position in them
+# Each number moves the position, and every 624 numbers replace all words. So it suffices to compare a few of them.
+_COMPARED_BYTES = 64
 
 
 class RandomStates:
@@ -27,7 +29,7 @@ class RandomStates:
     Note:
         Does not wait for a device: the state of a CUDA generator is a seed and an offset on the host. Reading the state
         of NumPy takes 50 µs and that of Python 15 µs, so each is read again only if the memory of its generator has
-        changed.
+        changed, of which the position and 15 words are compared.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -76,57 +78,63 @@ class RandomStates:
 
 
 class _Python:
+    generator: random.Random | None = None
     memory: Any = None
+    seen: Any = None
     state: Any = None
 
 
 def _python_state() -> Any:
     generator = getattr(random.getstate, "__self__", None)  # a program may have replaced the function
-    memory = _python_memory(generator) if _CAN_READ_PYTHON and isinstance(generator, random.Random) else None
-    if memory is None or memory != _Python.memory:
-        _Python.state, _Python.memory = random.getstate(), memory
+    if not _CAN_READ_PYTHON or not isinstance(generator, random.Random):
+        return random.getstate()
+    if generator is not _Python.generator:
+        _Python.generator, _Python.memory, _Python.seen = generator, _python_memory(generator), None
+    # The normal number that the generator keeps for the next call is no part of this memory.
+    seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next  # type: ignore[attr-defined]  # not in the stubs
+    if seen != _Python.seen:
+        _Python.state, _Python.seen = random.getstate(), seen
     return _Python.state
 
 
-def _python_memory(generator: random.Random) -> tuple[bytes, float | None]:
-    """Return the memory of a generator of Python, and the normal number that it keeps for the next call."""
+def _python_memory(generator: random.Random) -> Any:
+    """Return the memory of a generator of Python as an array of bytes, valid as long as the generator."""
     header = object.__basicsize__
-    memory = ctypes.string_at(id(generator) + header, _random.Random.__basicsize__ - header)
-    return memory, generator.gauss_next  # type: ignore[attr-defined]  # not in the stubs
+    return (ctypes.c_char * (_random.Random.__basicsize__ - header)).from_address(id(generator) + header)
 
 
 def _can_read_python() -> bool:
-    """Return True if the memory of a generator holds its state: the words, and the position right before them."""
+    """Return True if the memory of a generator begins with its state: the position and the words."""
     if sys.implementation.name != "cpython":
         return False
     generator = random.Random(0)
     for _ in range(3):
         *words, position = generator.getstate()[1]
         state = np.array([position, *words], dtype=np.uint32).tobytes()
-        if state not in _python_memory(generator)[0]:
+        if not _python_memory(generator).raw.startswith(state):
             return False
         generator.random()
     return True
 
 
 class _Numpy:
-    memory = b""
+    generator: Any = None
+    memory: Any = None
+    seen: Any = None
     state: Any = None
 
 
 def _numpy_state() -> Any:
-    memory = _numpy_memory()
-    if not memory or memory != _Numpy.memory or _Numpy.state is None:
-        _Numpy.memory, _Numpy.state = memory, np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
-    return _Numpy.state
-
-
-def _numpy_memory() -> bytes:
-    """Return the memory of NumPy's global generator; empty if it is not a Mersenne twister."""
     generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()
     if not isinstance(generator, np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        return np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
+    if generator is not _Numpy.generator:
+        memory = (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
+        _Numpy.generator, _Numpy.memory, _Numpy.seen = generator, memory, None
+    seen = _Numpy.memory[_MT19937_BYTES - 4 : _MT19937_BYTES], _Numpy.memory[: _COMPARED_BYTES - 4]
+    if seen != _Numpy.seen:
+        _Numpy.seen, _Numpy.state = seen, np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
+    return _Numpy.state
 
 
 _CAN_READ_PYTHON = _can_read_python()

@@ -16,7 +16,6 @@ from lightning_recorder.watch.kept import KeptBatch
 
 __all__ = ["Reading", "ReadingQueue"]
 
-_EXACT = (torch.float32, torch.float16, torch.bfloat16)  # other types are rounded to float32
 _MOST_WAITING = 16
 """Steps after which the values of a device without events are read, which waits for the device."""
 
@@ -29,8 +28,10 @@ class Reading:
         step: The step, counted like ``self.log`` does.
         epoch: The epoch.
         loss: The sum of the losses passed to the backward pass, a tensor without dimensions, or None.
-        norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or None.
-        norms: The parameters with a gradient and the norm of each, ``[parameters]``, for each optimizer that stepped.
+        norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or a number if
+            it is known on the host, or None.
+        norms: The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that
+            stepped. Not divided by a loss scale.
         indices: The indices of its batches in the epoch.
         flags: The flags of its modules, if they are computed.
         batches: The batches of the step; fewer if they were no longer kept.
@@ -40,8 +41,8 @@ class Reading:
     step: int
     epoch: int
     loss: Tensor | None
-    norm: Tensor | None
-    norms: list[tuple[list[torch.nn.Parameter], Tensor]]
+    norm: Tensor | float | None
+    norms: list[tuple[list[torch.nn.Parameter], list[Tensor]]]
     indices: list[int]
     flags: StepFlags | None = None
     batches: list[KeptBatch] = field(default_factory=list)
@@ -59,26 +60,20 @@ class Reading:
 
     def row(self) -> Tensor | None:
         """Return the loss and the norm as one tensor on the device, ``[2]``, or None if there is neither."""
-        found = self.loss if self.norm is None else self.norm
+        found = self.norm if isinstance(self.norm, Tensor) else self.loss
         if found is None:
             return None
-        parts = [found.new_zeros(()) if each is None else each for each in (self.loss, self.norm)]
+        parts = [each if isinstance(each, Tensor) else found.new_zeros(()) for each in (self.loss, self.norm)]
         return torch.stack([each.detach().to(found.device, torch.float32).reshape(()) for each in parts])
 
     def read(self) -> bool:
         """Read the values, waiting for the device, and return True if one is not finite."""
-        values: list[float] = []
-        for each in (self.loss, self.norm):
-            if each is None:
-                values.append(math.nan)
-            elif each.device.type == "cpu" and each.dtype in _EXACT:  # cheaper than stacking both
-                values.append(each.item())
-        if len(values) == 2:
-            self.values = values[0], values[1]
-            return self.is_bad
-        row = self.row()
+        row = self.row() if isinstance(self.norm, Tensor) else None
         if row is not None:
             self.set_values(row.tolist())
+        else:
+            loss = math.nan if self.loss is None else float(self.loss.float())
+            self.set_values([loss, math.nan if self.norm is None else float(self.norm)])
         return self.is_bad
 
     def set_values(self, values: Sequence[float]) -> None:

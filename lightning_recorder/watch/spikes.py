@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from itertools import islice
 
@@ -39,31 +38,28 @@ class SpikeDetector:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
-        self._values: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._values: deque[float] = deque(maxlen=_WINDOW)
 
     @property
     def median(self) -> float:
-        """The running median; NaN before the first value."""
-        return self._sorted[len(self._sorted) // 2] if self._sorted else math.nan
+        """The running median; NaN before the first value. Sorts the last values."""
+        return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
 
-    def add(self, value: float) -> bool:
-        """Add a value, and return True if it is a spike compared with the values before it."""
+    def add(self, value: float) -> float | None:
+        """Add a value. If it is a spike compared with the values before it, return the running median before it."""
         if not math.isfinite(value):
-            return False
-        is_spike = self._is_spike(value)
+            return None
+        # The median is computed only for candidates, which are rare.
+        is_candidate = len(self._values) >= _LEAST and value > _JUMP * self._values[-1]
+        median = self.median if is_candidate and self._is_spike(value) else None
         self._values.append(value)
-        insort(self._sorted, value)
-        if len(self._values) > _WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-        return is_spike
+        return median
 
     def _is_spike(self, value: float) -> bool:
         middle = self.median
-        if len(self._sorted) < _LEAST or value < self.factor * middle or middle <= 0:
+        if value < self.factor * middle or middle <= 0:
             return False
-        # Computed only for candidates.
         recent = max(islice(reversed(self._values), _RECENT))
-        logs = [math.log(max(each / middle, _SMALLEST)) for each in self._sorted]
+        logs = [math.log(max(each / middle, _SMALLEST)) for each in self._values]
         deviation = sorted(map(abs, logs))[len(logs) // 2] / _NORMAL
         return value > _JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation

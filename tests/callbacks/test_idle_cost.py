@@ -72,7 +72,7 @@ class CallCounter(Callback):
         (partial(ActivationRecorder, outputs=UNWATCHED), 12, 4),
         (partial(GradientRecorder, outputs=UNWATCHED), 12, 4),
         (partial(ParameterRecorder, outputs=UNWATCHED), 12, 4),
-        (StepWatch, 125, 4),
+        (StepWatch, 100, 4),
         (TensorDumper, 6, 0),
         (GraphRecorder, 4, 4),
     ],

@@ -104,6 +104,32 @@ def test_a_watch_of_the_user_is_kept(tmp_path: Path) -> None:
     assert [type(each) for each in default_recorders(outputs=Outputs(findings=False))].count(StepWatch) == 0
 
 
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_watch_of_the_user_replaces_that_of_the_default_set(place: int, tmp_path: Path) -> None:
+    """Wherever it stands, also if the same list is given to two trainers, only the watch of the user reports."""
+    found: list[Finding] = []
+    callbacks = default_recorders(outputs=QUIET, strict=True)
+    default = callbacks[-1]
+    callbacks.insert(place, StepWatch(on_finding=found.append, strict=True))
+    assert isinstance(default, StepWatch)
+    for number in (1, 2):
+        fit(planted("net.1", at=5), tmp_path / str(number), *callbacks)
+        assert len(found) == number
+        assert default.found == []
+        assert [each for each in open_recording(tmp_path / str(number)).run if "watch" in each] == ["watch"]
+
+
+def test_two_watches_of_the_user_are_an_error(tmp_path: Path) -> None:
+    """Two watches that the user made are refused before the first step; of two default ones, the first is used."""
+    with pytest.raises(ArgumentError, match="callbacks contains two StepWatch: pass one with the arguments of both"):
+        fit(Planted(), tmp_path, StepWatch(), StepWatch(spikes=5))
+    first, second = default_recorders(outputs=QUIET, strict=True)[-1], default_recorders(outputs=QUIET, strict=True)[-1]
+    fit(planted("net.1", at=5), tmp_path, first, second)
+    assert isinstance(first, StepWatch)
+    assert isinstance(second, StepWatch)
+    assert (len(first.found), len(second.found)) == (1, 0)
+
+
 def test_the_last_lines_name_the_module(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
     """With recorders that sample other steps, the list at the end of the fit names module, step, line and batch."""
     recorders = [kind(every_n_train_steps=4, outputs=QUIET) for kind in (ActivationRecorder, ParameterRecorder)]
