@@ -94,7 +94,9 @@ class TensorDumper(RecorderCallback):
 
     group = "tensors"
     _ignored: ClassVar = {
-        **dict.fromkeys(("max_overhead", "stages", "histograms", "records", "plots", "findings", "report"), ""),
+        **dict.fromkeys(
+            ("max_overhead", "stages", "histograms", "records", "plots", "findings", "ignored_rules", "report"), ""
+        ),
         **dict.fromkeys(("plot_every_n_records", "max_images", "max_tags", "numbered_tags"), ""),
         "when": "outputs=Outputs(dump_when=…)",
         "dumps": "at=…",

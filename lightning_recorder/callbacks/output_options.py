@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_recorder.callbacks.arguments import checked_histograms
 from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
-from lightning_recorder.insight import Finding
+from lightning_recorder.insight import Finding, check_rules
 from lightning_recorder.outputs import (
     DrawingTime,
     DumpFolder,
@@ -62,6 +62,8 @@ class Outputs:
             function returns true for any of its sites.
         findings: Examine the records of a fit for dead layers, missing gradients, NaN and other faults, log the
             findings, and write them to ``<log_dir>/recorder/findings.json``.
+        ignored_rules: The names of rules whose findings are left out during the fit, for all recorders of the trainer,
+            such as ``["always-clipped"]``. ``lightning-recorder doctor --ignore`` does so afterwards.
         report: Write the page with findings, graph and all layers to ``<log_dir>/recorder/report.html`` when the fit
             ends; see :meth:`Run.page`. Writing takes up to a second, and a few seconds for long runs. By default, it is
             written if it takes at most 2 % of the time of the fit. Needs ``records`` and ``findings``.
@@ -92,6 +94,7 @@ class Outputs:
     dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
     dump_when: Callable[[SiteStatistics], object] | str | None = None
     findings: bool = True
+    ignored_rules: Sequence[str] = ()
     report: bool | None = None
     upload: bool = False
     max_upload_bytes: int = 2**28
@@ -112,6 +115,7 @@ class Outputs:
         if not isinstance(self.dumps, (bool, str)) and isinstance(self.dumps, Iterable):
             object.__setattr__(self, "dumps", tuple(self.dumps))
         check_dumps(self.dumps)
+        object.__setattr__(self, "ignored_rules", check_rules("ignored_rules", self.ignored_rules))
         object.__setattr__(self, "dump_when", imported("dump_when", self.dump_when))
         if self.dump_when is not None:
             check_callable("dump_when", self.dump_when, "seen", " of the statistics of a site")

@@ -221,7 +221,8 @@ class StatisticsCallback(ResumingCallback):
             if self.outputs.findings and trainer.state.fn == "fit":
                 self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
                 has_file = directory is not None and self.outputs.records
-                examined = self._findings.begin(label, self.group, has_file=has_file, report=self.outputs.report)
+                report, ignored = self.outputs.report, self.outputs.ignored_rules
+                examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
                 self._results.consumers.append(examined)
 
     def _found_so_far(self) -> Sequence[Finding]:

@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import number, printable, spark
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.insight import Finding, findings_to_json
+from lightning_recorder.insight import Finding, check_rules, findings_to_json
 from lightning_recorder.recordings import WATCH, Run, open_recording
+from lightning_recorder.recordings.examine import examine
 
 __all__ = ["run"]
 
@@ -27,7 +28,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
     examined = {name: each for name, each in runs.items() if len(each)}
     if not examined:
         raise ArgumentError(f"{arguments.path!r} has no records to examine")
-    found = {name: each.findings for name, each in examined.items()}
+    ignored = check_rules("--ignore", arguments.ignore)
+    found = {name: examine(each, ignored) for name, each in examined.items()}
     if arguments.json:
         out.write(json.dumps({"runs": [_about(examined[name], each) for name, each in found.items()]}, indent=1) + "\n")
     else:

@@ -170,6 +170,9 @@ def _add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("path", metavar="PATH", help=_PATH)
     doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")
+    doctor.add_argument(
+        "--ignore", metavar="RULE", action="append", default=[], help="leave out a rule, for example always-clipped"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,6 +1,6 @@
 """Findings: what is wrong in a run, derived from its records."""
 
-from lightning_recorder.insight.examination import RULES, Examination
+from lightning_recorder.insight.examination import RULES, Examination, check_rules
 from lightning_recorder.insight.finding import (
     FINDINGS_FORMAT,
     Finding,
@@ -21,6 +21,7 @@ __all__ = [
     "Rule",
     "SiteRecords",
     "Trace",
+    "check_rules",
     "findings_from_json",
     "findings_to_json",
     "with_watched",

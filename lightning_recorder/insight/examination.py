@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings
 from lightning_recorder.insight.finding import SEVERITIES, Finding
@@ -15,7 +16,7 @@ from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
 from lightning_recorder.insight.wiring import Wiring
 
-__all__ = ["RULES", "Examination"]
+__all__ = ["RULES", "Examination", "check_rules"]
 
 RULES: tuple[Rule, ...] = (
     *finiteness.RULES,
@@ -59,6 +60,15 @@ _ORDER = (
     "always-clipped",
     "decayed-norm",
 )
+
+
+def check_rules(name: str, rules: object) -> tuple[str, ...]:
+    """Return the names of some rules, which may be those of the watch; none are fine.
+
+    Raises:
+        ArgumentError: If there is no such rule; names the argument and the closest rule.
+    """
+    return check_some(name, rules, (*(each.name for each in RULES), "spike")) if rules else ()
 
 
 class Examination:

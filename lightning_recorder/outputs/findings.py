@@ -6,7 +6,7 @@ import json
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,15 @@ from typing_extensions import override
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_to_json, with_watched
+from lightning_recorder.insight import (
+    RULES,
+    STATISTICS,
+    Examination,
+    Finding,
+    SiteRecords,
+    findings_to_json,
+    with_watched,
+)
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import examine
@@ -90,12 +98,15 @@ class RunFindings:
         self._joined: set[str] = set()
         self._watched: list[Finding] = []
         self._findings: list[Finding] = []  # when the run has ended
+        self._ignored: set[str] = set()
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
         return label in self._groups or label in self._joined
 
-    def begin(self, label: str, group: str, *, has_file: bool, report: bool | None = None) -> ExaminedRecords:
+    def begin(
+        self, label: str, group: str, *, has_file: bool, report: bool | None = None, ignored: Collection[str] = ()
+    ) -> ExaminedRecords:
         """Begin the records of a recorder, and return the consumer that receives them.
 
         Args:
@@ -104,8 +115,11 @@ class RunFindings:
             has_file: True if its records are written to a file.
             report: Write ``report.html`` at the end; ``None`` if it takes little of the time of the fit. True of any
                 recorder comes before False, and False before ``None``.
+            ignored: The names of the rules to leave out, for all recorders.
         """
         self._open.add(label)
+        self._ignored.update(ignored)
+        self._examination.rules = tuple(each for each in RULES if each.name not in self._ignored)
         self._report_wanted.append(report)
         self._groups[label] = group
         self._due = _FIRST_CHECK * len(self._groups)
@@ -132,6 +146,8 @@ class RunFindings:
             self._contained(partial(self._report, finding))
 
     def _report(self, finding: Finding) -> None:
+        if finding.rule in self._ignored:
+            return
         known = {_key(each): place for place, each in enumerate(self._watched)}
         self._last_step = max(self._last_step, finding.last_step)
         if _key(finding) in known:
@@ -220,7 +236,11 @@ class RunFindings:
         has_several = len(set(self._groups.values())) < len(self._groups)
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
-        findings = with_watched(examine(run), self._watched) if run is not None and in_files else self._examined()
+        findings = (
+            with_watched(examine(run, self._ignored), self._watched)
+            if run is not None and in_files
+            else self._examined()
+        )
         self._findings = findings
         self._write(findings)
         bad = [each for each in findings if not each.is_note]

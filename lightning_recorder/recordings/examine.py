@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_recorder.errors import DumpError, describe_error
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_from_json, with_watched
+from lightning_recorder.insight import (
+    RULES,
+    STATISTICS,
+    Examination,
+    Finding,
+    SiteRecords,
+    findings_from_json,
+    with_watched,
+)
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
 from lightning_recorder.recordings.vectors import calls_of
@@ -26,18 +34,23 @@ __all__ = ["examine", "records_of"]
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 
 
-def examine(run: Run) -> list[Finding]:
+def examine(run: Run, ignored: Collection[str] = ()) -> list[Finding]:
     """Return the findings of a run, ranked.
+
+    Args:
+        run: The run.
+        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
 
     Raises:
         DumpError: If a file of the run is damaged.
     """
-    examination = Examination(run.graph, run.receipt)
+    rules = [each for each in RULES if each.name not in ignored]
+    examination = Examination(run.graph, run.receipt, rules=rules)
     # The watch on every step finds what its records show while it records.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         examination.add(record)
-    return with_watched(examination.findings(), _watched(run))
+    return with_watched(examination.findings(), [each for each in _watched(run) if each.rule not in ignored])
 
 
 def _watched(run: Run) -> list[Finding]:

@@ -164,6 +164,18 @@ def test_findings_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not (tmp_path / "recorder" / "findings.json").exists()
 
 
+def test_a_rule_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rule that one recorder ignores gives no finding in the fit, while other rules do."""
+    quiet = Outputs(plots=False, dumps=False, ignored_rules=["gradient-stops"])
+    kept = recorders()[:-1]
+    make_trainer(tmp_path, [*kept, ParameterRecorder(every_n_train_steps=2, outputs=quiet)]).fit(
+        Net(fault="detached"), batches()
+    )
+    assert not [line for line in said(caplog) if "gets no gradient" in line]
+    assert "gradient-stops" not in (tmp_path / "recorder" / "findings.json").read_text()
+    assert "gradient-stops" in [each.rule for each in open_recording(tmp_path).findings]
+
+
 def test_a_continued_run_has_the_findings_of_all_its_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A resumed fit, by the same callbacks or by others, reports what the files of the whole run show."""
     callbacks, net = recorders(), Net(fault="dead")

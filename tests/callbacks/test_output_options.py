@@ -36,6 +36,7 @@ def is_large(seen: SiteStatistics) -> bool:
         ({"max_tags": 0}, "max_tags must be an integer of at least 1"),
         ({"max_images": -1}, "max_images must be an integer of at least 0"),
         ({"plot_every_n_records": 0}, "plot_every_n_records must be an integer of at least 1"),
+        ({"ignored_rules": ["dead-outputs"]}, r"ignored_rules must be .*did you mean 'dead-output'\?"),
         ({"upload": "yes"}, "upload must be True or False"),
         ({"records": "no"}, "records must be True or False"),
         ({"plots": 1}, "plots must be True or False"),

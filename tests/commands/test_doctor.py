@@ -65,6 +65,14 @@ def test_a_healthy_run(runs: Path) -> None:
     assert run("doctor", runs / "healthy") == (0, "healthy: no findings in 6 records of 6 sites, steps 0 to 5\n", "")
 
 
+def test_a_rule_can_be_left_out(runs: Path) -> None:
+    """``--ignore`` leaves out the findings of a rule; an unknown rule is an error that names the closest one."""
+    assert run("doctor", runs / "sick", "--ignore", "dead-output").status == 0
+    said = run("doctor", runs / "sick", "--ignore", "dead-outputs")
+    assert said.status == 2
+    assert "did you mean 'dead-output'?" in said.err
+
+
 def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:
     """The first finding is printed in full and six more in one line each; ``--all`` prints everything."""
     names = [f"act_{letter}" for letter in "abcdefghij"]
