@@ -1,6 +1,7 @@
 """Nox sessions for CI and development: `nox -s <session> -- <arguments passed to the command of the session>`."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -60,15 +61,18 @@ def tests(session: nox.Session) -> None:
     install(session, *group("test"), *group("loggers"), *group("check"), constraints=group("pins"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    session.run("mypy")
     doctests = ["--doctest-modules", "--doctest-glob=*.md", "--ignore-glob=docs/*.py"]
     doctests += ["lightning_recorder", "README.md", "docs"]
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
-    session.run("python", "-m", "pytest", *doctests)
     # Processes that the tests start import the package again, so its bytecode is written even if the caller forbids it.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env=environment)
+    # mypy uses one core for minutes, so it runs beside the doctests, which use the other one, and the first tests.
+    with ThreadPoolExecutor() as beside:
+        types = beside.submit(session.run, "mypy", silent=True)  # shows its output if it fails
+        session.run("python", "-m", "pytest", *doctests)
+        session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env=environment)
+    types.result()
 
 
 @nox.session

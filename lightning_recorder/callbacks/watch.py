@@ -252,6 +252,9 @@ class StepWatch(RecorderCallback):
     @override
     def release(self, trainer: Trainer | None) -> None:
         run, self._run = self._run, None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
+            exchange.close(interrupted=trainer is None or trainer.interrupted)
         try:
             if run is not None:
                 run.end()
@@ -321,8 +324,7 @@ class StepWatch(RecorderCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.flush()
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
+        if self._exchange is None:
             return
         gathered: list[list[Finding]] = [[] for _ in range(trainer.world_size)]
         torch.distributed.all_gather_object(gathered, self._found)

@@ -50,6 +50,7 @@ from lightning_recorder.callbacks import attach
 from lightning_recorder.callbacks.attach import AttachRecorders
 from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reduction, Statistics, Values, to_histogram
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
+from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.tensors import Recorder
 from tests import forks
 from tests.callbacks.models import LEAVES, Classifier, LeaveGroup, digits, leave_group
@@ -404,8 +405,9 @@ def unsendable(folder: Path) -> dict[str, Any]:
     class Local(Scaled):
         pass
 
-    model: Any = train(folder, [watching(MemorySink(), "second", extra=[Local(torch.neg)])], OneSided())
-    return {"trained": len(model.kept["squash"])}
+    sink = MemorySink()
+    model: Any = train(folder, [watching(sink, "second", extra=[Local(torch.neg)])], OneSided())
+    return {**written(sink), "trained": len(model.kept["squash"])}
 
 
 class Sabotage(Callback):
@@ -705,7 +707,7 @@ def complete(folder: Path, strategy: str) -> dict[str, Any]:
         }
         train(folder / how, callbacks, Complete(), loader=digits(2 * STEPS, ROWS), **options)
     latest = [len(each.latest) for each in recorders[1:] if isinstance(each, (ActivationRecorder, GradientRecorder))]
-    return {"latest": latest}
+    return {"latest": latest, "is_open": RankChannel.current is not None}
 
 
 for _strategy in "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook":
@@ -1177,6 +1179,11 @@ def test_ddp_trains_as_without_and_rank_zero_writes(pair: Path) -> None:
     assert outcome(pair, "ddp")[1] == [[], []]
 
 
+def test_the_end_of_a_run_waits_for_its_last_records(pair: Path) -> None:
+    """When a fit ends, the channel of its recorders is closed, so each rank has sent all of its states."""
+    assert [result["is_open"] for result in outcome(pair, "ddp")[0]] == [False, False]
+
+
 @pytest.mark.parametrize("strategy", SPAWNED)
 def test_launched_processes_leave_their_results(pair: Path, launched: Path, strategy: str) -> None:
     """All results are on disk and in the logger, although the callback of the main process has none."""
@@ -1196,12 +1203,16 @@ def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_p
 
 @pytest.mark.parametrize("name", ["unmergeable", "unsendable"])
 def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_path: Path) -> None:
-    """An error in merging on rank 0, or in sending on rank 1, costs the reduction but not the run."""
+    """An error in merging on rank 0, or in sending on rank 1, costs the reduction but not the run or the others."""
     go_in_forks(tmp_path, name)
     results, warned = outcome(tmp_path, name)
     assert [result["trained"] for result in results] == [STEPS, STEPS]
-    if name == "unmergeable":
-        assert "these do not merge" in " ".join(warned[0])
+    module, count = ("squash", 2 * ROWS * 64) if name == "unmergeable" else ("second", 5)
+    scalars = results[0]["scalars"]
+    assert counted_values(scalars, f"activations/{module}") == dict.fromkeys(range(STEPS), count)
+    assert f"activations/{module}/scaled_sum" not in scalars
+    reason = "Unmergeable is not recorded at 'out' of module 'squash', since ValueError: these do not merge"
+    assert warned == [[reason] if name == "unmergeable" else [], []]
 
 
 def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) -> None:

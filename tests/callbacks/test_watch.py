@@ -6,8 +6,6 @@ import itertools
 import json
 import logging
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +34,7 @@ from lightning_recorder import (
 from lightning_recorder.callbacks import watch as watch_module
 from lightning_recorder.callbacks.watched_run import WatchedRun
 from lightning_recorder.insight import Finding
+from tests import forks
 from tests.reductions.test_base import NoReading
 from tests.watch.nets import BATCHES, WIDTH, Planted, batches, plant
 
@@ -569,16 +568,7 @@ def test_the_script_of_an_incident_reproduces_the_finding(parameters: str, tmp_p
     finding = only(watch)
     assert finding.module == "drop"
     folder = tmp_path / "recorder" / "incidents" / "step-5"
-    done = subprocess.run(
-        [sys.executable, str(folder / "replay.py")],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1:] == [finding.line], done.stdout + done.stderr
+    assert forks.output_of(folder / "replay.py", folder=tmp_path).splitlines()[-1:] == [finding.line]
 
 
 class NaNDropout(nn.Dropout):

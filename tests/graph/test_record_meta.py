@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from lightning_recorder import ArgumentError, ForwardError
 from lightning_recorder.graph import Graph, record
+from tests import forks
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline
 
@@ -188,12 +188,12 @@ print(fake, peak() - before)
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[list[str]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """Return what both scripts print in a separate process."""
     if sys.platform != "linux":
         pytest.skip("the unit of ru_maxrss is that of Linux")
-    command = [sys.executable, "-c", _PEAK + _HUGE + _LARGE]
-    return [line.split() for line in subprocess.check_output(command, text=True).splitlines()]
+    printed = forks.output_of("-c", _PEAK + _HUGE + _LARGE, folder=tmp_path_factory.mktemp("memory"))
+    return [line.split() for line in printed.splitlines()]
 
 
 def test_a_model_of_any_size_takes_no_memory(measured: list[list[str]]) -> None:

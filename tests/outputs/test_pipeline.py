@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.statistics.sites import statistics_of
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
+from tests import forks
 from tests.sinks.events import read_events
 
 
@@ -453,9 +453,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_a_killed_run_has_the_records_before_its_checkpoint(tmp_path: Path) -> None:
     """After SIGKILL, all records before the last checkpoint are in the file, and every line is complete."""
-    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, check=False)
-    assert process.stdout == b"saved\n", process.stderr
-    assert process.returncode == -signal.SIGKILL
+    assert forks.run("-c", KILLED, tmp_path, folder=tmp_path) == ([-signal.SIGKILL], "saved\n")
     series = open_recording(tmp_path)["activations"]
     assert series.steps[:31] == list(range(31))
     assert series.skipped == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from lightning_recorder.recordings import open_recording
+from tests import forks
 
 # The values of step k are a function of k, so that a reader can verify every line.
 SCRIPT = """
@@ -39,14 +38,12 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "recorder" / "records" / "activations.jsonl"
     first, torn = 0, 0
     for session in range(1, 13):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "recorder"), str(first)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(moments.uniform(0.0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        with forks.started("-c", SCRIPT, tmp_path / "recorder", first, folder=tmp_path) as (process,):
+            while (tmp_path / "log.txt").read_text() != "begun\n" * session:
+                assert process.is_alive()
+                time.sleep(0.001)
+            time.sleep(moments.uniform(0.0, 0.05))
+        assert process.exitcode == -signal.SIGKILL
         series = open_recording(tmp_path)["activations"]
         torn += not path.read_bytes().endswith(b"\n")
         assert [each.number for each in series.sessions] == list(range(1, session + 1))

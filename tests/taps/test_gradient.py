@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.selection import Selection
 from lightning_recorder.taps import InputGradientTap, OutputGradientTap, Tap
+from tests import forks
 from tests.taps import references
 from tests.taps.models import Checkpointed, Precision, each_model, each_precision, linear, make
 from tests.taps.references import Seen, assert_seen, copies_into
@@ -200,7 +200,7 @@ for backward in (False, True):
     [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 20_000), ("InputGradientTap", False, 0)],
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
-def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, recorded: int) -> None:
+def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, recorded: int, tmp_path: Path) -> None:
     """For 50,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
 
     Without the limit, torch 2.13 ends the process from 45,000 operations on.
@@ -208,8 +208,7 @@ def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, r
     A module with more than 20,000 operations has no gradient of its input.
     """
     code = LONG.replace("TAP(", f"{tap}(").replace("CALLS", str(calls))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    lines = [line.split(maxsplit=1) for line in forks.output_of("-c", code, folder=tmp_path).splitlines()]
     assert [int(count) for count, _ in lines] == [0, 2 * recorded]  # without a backward pass, and with one
     for _, warned in lines:
         assert warned.startswith(f"['{tap} follows 20,000 operations of the living graphs")
@@ -243,10 +242,9 @@ print(sum(recorder.calls(name) for name in recorder.names))
 
 
 @pytest.mark.slow
-def test_many_taps_on_one_graph_look_at_no_more_of_it_than_one() -> None:
+def test_many_taps_on_one_graph_look_at_no_more_of_it_than_one(tmp_path: Path) -> None:
     """Recorders with one tap per module visit 20,000 operations together, and the process survives."""
-    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, check=True)
-    in_blocks, in_cells = map(int, done.stdout.split())
+    in_blocks, in_cells = map(int, forks.output_of("-c", SEVERAL, folder=tmp_path).split())
     assert in_blocks == 4  # of 5,000 operations each
     assert 19_000 <= in_cells <= 20_000  # a few nodes may remain from the previous graph
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from lightning_recorder import (
 )
 from lightning_recorder.reductions import RunningMoments
 from lightning_recorder.tensors import Recorder
+from tests import forks
 from tests.reductions.test_accumulators import equal
 from tests.taps.inspection import hooks_on
 
@@ -790,10 +789,9 @@ for step in range(100):
 
 
 @pytest.mark.slow
-def test_memory_is_flat() -> None:
+def test_memory_is_flat(tmp_path: Path) -> None:
     """In 100 steps with 15 recorders a process's peak memory grows by less than the size of one step's tensors."""
-    result = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
-    early, late = map(int, result.stdout.split())
+    early, late = map(int, forks.output_of("-c", STEPS, folder=tmp_path).split())
     # One tensor of a step has 512 KiB: kept at each step by a single recorder, that would add 40 MiB.
     assert late - early < 16 * 1024
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,7 +192,7 @@ def test_nothing_of_torch_runs() -> None:
 
 
 @needs_compiler
-def test_small_numbers_are_left_to_the_training() -> None:
+def test_small_numbers_are_left_to_the_training(tmp_path: Path) -> None:
     """Loading the function does not make any thread of the process flush subnormal numbers to zero."""
     code = """
 import torch
@@ -203,8 +201,7 @@ assert fused.prepare()
 small = torch.full((100_000,), 1e-40)
 print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item() > 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
+    assert forks.output_of("-c", code, folder=tmp_path) == "True True\n"
 
 
 @needs_compiler
