@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,20 +35,48 @@ def _trains(evidence: Evidence) -> bool:
     return any(each.gradient is not None for each in evidence.tensors)
 
 
-def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+def _uncalled(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Yield the modules that were never called, with the list in which equal modules were called, such as ``experts``.
+
+    A module whose parameters a function uses without a call has a gradient, so it is not among them.
+    """
     called = {site.name for site in evidence.activations.places}
     if not called or not _trains(evidence):
         return
-    names = [name for name, zero in without_gradient(evidence).items() if name not in called and not zero]
-    # A module whose parameters a function uses without a call has a gradient, so it is not among them.
+    places = {place for name in called for place in _numbered(name)}
+    for name, zero in without_gradient(evidence).items():
+        if name not in called and not zero:
+            yield name, next((before for before, after in _numbered(name) if (before, after) in places), "")
+
+
+def _numbered(name: str) -> list[tuple[str, str]]:
+    """Return what is before and after each number in a name."""
+    return [(name[: found.start()], name[found.end() :]) for found in re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)]
+
+
+def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    for name, beside in _uncalled(evidence):
+        if not beside:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
     for group in groups.values():
         site = Site(group[0], "")
         verdict = f"{group[0]} is never called, so its parameters are not trained"
         found = rule.found(evidence, evidence.parameters, site, verdict)
         yield replace(found, others=tuple(group[1:]))
+
+
+def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    groups: dict[str, list[str]] = {}
+    for name, beside in _uncalled(evidence):
+        if beside:
+            groups.setdefault(beside, []).append(name)
+    for beside, group in groups.items():
+        chosen = list(dict.fromkeys(beside + name[len(beside) :].partition(".")[0] for name in group))
+        many = f"and {len(chosen) - 1} more are" if len(chosen) > 1 else "is"
+        verdict = f"{chosen[0]} {many} never called, but equal modules beside it are"
+        found = rule.found(evidence, evidence.parameters, Site(chosen[0], ""), verdict)
+        yield replace(found, others=tuple(chosen[1:]))
 
 
 def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -215,6 +244,19 @@ RULES = (
         false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
         examine=_unused,
         explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
+    ),
+    Rule(
+        name="never-chosen",
+        severity="warning",
+        statistic="modules of a list without an output and without a gradient, while equal ones have both",
+        thresholds={},
+        persistence=0,
+        usual="each expert gets some of the tokens",
+        why="A router that always chooses the same experts, a drop rate of 1, or a loop that ends too early.",
+        next="Look at the outputs of the router; balance the load, or add noise to its logits.",
+        false_alarms="Layers that are left out on purpose. A module that is called in one record does not count.",
+        examine=_never_chosen,
+        explains={"barely-moves": ("any",)},
     ),
     Rule(
         name="gradient-stops",

@@ -234,7 +234,7 @@ RULES = (
         next="Compare the code and the state of this block with those of the others.",
         false_alarms="The first and the last block need three times as much.",
         examine=_unlike,
-        explains={"unlike-siblings": ("any",)},
+        explains={"unlike-siblings": ("any",), "never-chosen": ("any",)},
     ),
     Rule(
         name="train-differs",

@@ -55,6 +55,7 @@ _ORDER = (
     "unlike-siblings",
     "train-differs",
     "scale-jump",
+    "never-chosen",
     "barely-moves",
     "gradient-spike",
     "always-clipped",

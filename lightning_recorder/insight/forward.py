@@ -442,6 +442,7 @@ RULES = (
         examine=_jump,
         explains={
             "scale-jump": ("any",),
+            "never-chosen": ("any",),
             "saturation": _EVERYTHING_AFTER,
             "unlike-siblings": ("any",),
             "exploding-gradient": ("any",),

@@ -93,6 +93,24 @@ def test_an_unused_module() -> None:
     assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
 
 
+@pytest.mark.parametrize("loud", [False, True])
+def test_experts_that_no_token_reaches(loud: bool) -> None:
+    """Uncalled modules beside called ones are a finding of the list; a router with large outputs is their cause."""
+    called = ("stem", "layers.0.router", "layers.0.experts.0.up", "layers.0.experts.0.down", "head")
+    layers: dict[str, Values] = {name: {"rms": 20.0 if loud and "router" in name else 1.0} for name in called}
+    starved = [f"layers.0.experts.{number}.{part}/weight" for number in (1, 2) for part in ("up", "down")]
+    parameters: dict[str, Values] = {
+        **network(*called),
+        **{each: {"rms": 0.2, "update_ratio": 0.0} for each in starved},
+    }
+    (found,) = run(layers, None, parameters, graph=chain(*called))
+    experts = ("layers.0.experts.1", "layers.0.experts.2")
+    if loud:
+        assert (found.module, found.others, found.consequences) == ("layers.0.router", experts, ("never-chosen",))
+    else:
+        assert (found.rule, found.module, found.others) == ("never-chosen", *experts[:1], experts[1:])
+
+
 @pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
 def test_gradients_by_depth(factor: float, rule: str) -> None:
     """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""
