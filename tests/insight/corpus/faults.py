@@ -158,7 +158,7 @@ def layer_never_called(task: Any) -> Task:
     return Task(Net(), task.batch, task.loss, optimizer=task.optimizer)
 
 
-@fault("mixture_of_experts", "experts.3", "never-chosen")
+@fault("mixture_of_experts", "router experts.3", "scale-jump never-chosen")
 def expert_never_chosen(task: Any) -> None:
     with torch.no_grad():
         task.net.router.bias[3] = -100.0
