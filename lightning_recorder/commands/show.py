@@ -176,6 +176,8 @@ def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several:
             for statistic in wanted or ():
                 sites[0].series.check_statistic(statistic)
             parts = [_Part(statistic, statistic, "") for statistic in wanted or _default_statistics(sites[0].series)]
+            if wanted is not None:  # the update ratio, for example, belongs to parameters and not to their gradients
+                sites = [site for site in sites if any(_values(site, part) for part in parts)] or sites
         lines += _lines_of(sites, parts, ", ".join(where), out, len(sites) if arguments.all else most)
     return lines
 
@@ -218,22 +220,28 @@ def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
 
     The last value is a hyphen if the site is not in the last record.
     """
-    series, key = site.series, (site.name, site.path + part.suffix)
-    if key not in series or part.statistic not in series.statistics:
-        return [""] * 4
-    recorded = series[key]
-    by_step = dict(zip(recorded.steps, recorded.statistic(part.statistic).tolist(), strict=True))
+    by_step = _values(site, part)
     known = [value for value in by_step.values() if not math.isnan(value)]
     if not known:
         return [""] * 4
-    values = [by_step.get(step, math.nan) for step in series.steps]
-    last = values[-1] if series.steps[-1] in by_step else None
+    steps = site.series.steps
+    last = by_step.get(steps[-1])
     return [
         _MISSING if last is None else number(last),
         number(min(known)),
         number(max(known)),
-        spark(values, width, out),
+        spark([by_step.get(step, math.nan) for step in steps], width, out),
     ]
+
+
+def _values(site: SiteSeries, part: _Part) -> dict[int, float]:
+    """Return the values of a statistic by step; none if it cannot exist, so that all of them are NaN."""
+    series, key = site.series, (site.name, site.path + part.suffix)
+    if key not in series or part.statistic not in series.statistics:
+        return {}
+    recorded = series[key]
+    by_step = dict(zip(recorded.steps, recorded.statistic(part.statistic).tolist(), strict=True))
+    return {} if all(map(math.isnan, by_step.values())) else by_step
 
 
 def _span(steps: list[int]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -17,6 +18,7 @@ from lightning_recorder import (
     Outputs,
     ParameterRecorder,
     Schedule,
+    StepWatch,
     TensorDumper,
 )
 
@@ -28,6 +30,16 @@ def documented(kind: type[Any]) -> list[str]:
     """Return the arguments that the docstring of a class describes, in order."""
     section = re.search(r"^Args:\n(.*?)^\S", inspect.cleandoc(kind.__doc__ or ""), re.DOTALL | re.MULTILINE)
     return re.findall(r"^    (\w+): \S", section[1], re.MULTILINE) if section else []
+
+
+@pytest.mark.parametrize("kind", [*CALLBACKS, StepWatch])
+def test_a_hook_does_not_show_the_docstring_of_lightning(kind: type[Any]) -> None:
+    """``help`` and the reference show our description of a hook, or none."""
+    hooks = [name for name, hook in vars(Callback).items() if inspect.isfunction(hook) and hook.__doc__]
+    ours = [name for name in hooks if getattr(kind, name) is not getattr(Callback, name)]
+    assert "on_train_epoch_end" in ours
+    for name in ours:
+        assert inspect.getdoc(getattr(kind, name)) != inspect.getdoc(getattr(Callback, name)), name
 
 
 @pytest.mark.parametrize("kind", CALLBACKS)

@@ -188,6 +188,24 @@ def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_
     assert len(lines) == 4
 
 
+def test_show_leaves_out_sites_that_cannot_have_a_statistic(tmp_path: Path) -> None:
+    """With ``--statistic``, a site without any value of it has no line, and is not counted."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "parameters"))
+    writer.begin(label="parameters", group="parameters")
+    for step in (0, 1):
+        ratio = {"update_ratio": 0.5}
+        sites = [
+            SiteRecord(f"fc{number}", path, {"rms": 2.0, **(ratio if path == "weight" else {})})
+            for number in range(7)
+            for path in ("weight", "weight.grad")
+        ]
+        writer.write({"step": step}, sites)
+    lines = run("show", tmp_path, "--statistic", "update_ratio", "--all").out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [f"fc{number}" for number in range(7)]
+    lines = run("show", tmp_path, "--statistic", "update_ratio").out.splitlines()
+    assert not [line for line in lines if ".grad" in line]
+
+
 def test_show_says_that_a_site_is_not_recorded_any_more(tmp_path: Path) -> None:
     """A site that is not in the last record has a hyphen as its last value and an x for each missing record."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
