@@ -330,7 +330,15 @@ def strip_of(folder: Path, layers: int, steps: int = 9) -> Path:
         rms = {f"layers.{each}": 9.0 if each == 20 else 1.0 for each in range(layers)}
         writer.write({"step": step}, [SiteRecord(name, "out", {"rms": each}) for name, each in rms.items()])
     net = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
-    net.forward = net["used"].forward  # a model that leaves out a module
+    blocks = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(2, 2), "drop": nn.Dropout()}) for _ in range(3))
+    net["blocks"] = blocks
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        for each in blocks:
+            inputs = each["fc"](inputs)  # type: ignore[index]  # a ModuleDict
+        return net["used"](inputs)  # type: ignore[no-any-return]
+
+    net.forward = forward
     graph = capture_graph(net, torch.ones(1, 2))
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
     open_recording(folder).page(folder / "page.html")
@@ -353,7 +361,7 @@ def test_the_axis_of_the_strip(page: Page, tmp_path: Path) -> None:
     """The steps are written beneath the strip, and the modules that were never called beneath the steps."""
     opened(page, strip_of(tmp_path, 3))
     assert page.locator(".stripes .steps span").all_inner_texts() == ["step 0", "20", "40", "60", "80"]
-    assert page.locator(".never").inner_text() == "Never called: spare"
+    assert page.locator(".never").inner_text() == "Never called: spare, blocks.*.drop ×3"
 
 
 def test_axes_of_shares_and_constants(page: Page, stuck: Path) -> None:

@@ -253,6 +253,16 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
   return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
+/** Names that differ only in their numbers as one, such as "h.*.dropout ×12". */
+function alike(names: string[]): string[] {
+  const groups = new Map<string, string[]>();
+  for (const each of names) {
+    const key = each.replace(/(?<=\.|^)\d+(?=\.|$)/g, "*");
+    groups.set(key, [...(groups.get(key) ?? []), each]);
+  }
+  return [...groups].map(([key, group]) => group.length > 1 ? `${key} ×${group.length}` : group[0]!);
+}
+
 const LEAST_GRAPH = 170;  // pixels
 const MOST_NEVER = 8;  // modules in the list of those that were never called
 
@@ -264,7 +274,7 @@ function Overview(props: {
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [room, setRoom] = useState(0);
-  const never = run.data.graph?.unused ?? [];
+  const never = alike(run.data.graph?.unused ?? []);
   const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
