@@ -45,7 +45,9 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
         [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
     """
     found = dict(module.named_modules(remove_duplicate=remove_duplicate))
-    if not any(name.endswith(_WRAPPED) for name in found):
+    # Joined, since a search in one text takes a fraction of the time of a call for each name.
+    joined = "".join(found)
+    if not any(segment in joined for segment in _WRAPPED):
         return found
     return {".".join([part for part in name.split(".") if part not in _WRAPPED]): each for name, each in found.items()}
 

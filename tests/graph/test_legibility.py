@@ -160,3 +160,41 @@ def test_draw_and_the_recorder_agree(name: str, tmp_path: Path) -> None:
     graph = capture_graph(net, *batch, **keywords)
     GraphPicture(graph, tmp_path / "graph.dot", ())
     assert (tmp_path / "graph.dot").read_text(encoding="utf-8") == draw(graph).visual_graph.source
+
+
+def test_lines_around_columns_are_drawn_once() -> None:
+    """If a call and another one inside it are divided, each has the lines that are led around its own columns."""
+
+    def chain(start: int, length: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(start, start + length)))
+
+    drawing = draw(nn.Sequential(chain(0, 24), nn.Sequential(chain(24, 30))), X)
+    led = re.findall(r"top_(\d+) -> bottom_\d+ ", drawing.visual_graph.source)
+    last = {drawing.view[int(each)].name for each in led}
+    assert len(led) == len(last) == 3
+    assert {name.rpartition(".")[0] for name in last} == {"0", "1.0"}
+
+
+def test_skips_between_columns_are_named_at_both_ends() -> None:
+    """An edge that crosses columns has the color of its source, and a label at each end that names the other end."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        kept = []
+        for part in net.down.children():
+            x = part(x)
+            kept.append(x)
+        for part in net.up.children():
+            x = part(x + kept.pop())
+        return x
+
+    def blocks() -> dict[str, nn.Module]:
+        inner = (linear, nn.ReLU, linear, nn.Tanh)
+        return {
+            f"{at}": Net(lambda net, x: net.chain(x), chain=nn.Sequential(*(each() for each in inner)))
+            for at in range(5)
+        }
+
+    drawing = draw(Net(forward, down=nn.ModuleDict(blocks()), up=nn.ModuleDict(blocks())), X, fold=False)
+    marks = re.findall(r'color="(\S+)" .*headlabel="(.*?)".*taillabel="(.*?)"', drawing.visual_graph.source)
+    assert [mark[1:] for mark in marks] == [("from down.1", "to add"), ("from down.0", "to add")]
+    assert len({color for color, *_ in marks}) == 2

@@ -171,7 +171,8 @@ class GraphBuilder:
             if _REENTRANT in node.autograd:
                 return self._reached_through_checkpoints(begins)
             source = ends >> 32
-            if source not in found and ends not in detached and _passes_gradient(node, number in begins):
+            passes = node.autograd or _passes_gradient(node, number in begins)
+            if passes and source not in found and ends not in detached:
                 if source in passed:
                     return self._reached_through_checkpoints(begins)
                 found.add(source)
@@ -265,7 +266,8 @@ def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
     """Return the shape, dtype and device of each of several tensors."""
     if len(tensors) == 1:
         tensor = tensors[0]
-        return _described(_shape(tensor), tensor.dtype, tensor.device)
+        shape = tensor.shape if type(tensor) is Tensor and not tensor.is_nested else _shape(tensor)
+        return _described(shape, tensor.dtype, tensor.device)
     return interned([meta_of(each) for each in tensors])
 
 

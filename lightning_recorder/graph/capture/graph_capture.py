@@ -105,7 +105,7 @@ class GraphCapture:
         costs: bool = False,
         eager: bool = True,
     ) -> None:
-        self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
+        self._is_compiled = "OptimizedModule" in {kind.__name__ for kind in set(map(type, module.modules()))}
         self._left_out = set() if eager else compiled_modules(module)
         while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
             module = inner

@@ -165,7 +165,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 def is_fused(module: nn.Module) -> bool:
     """Return True if a module may compute everything in one fused function."""
-    return isinstance(module, _FUSED) and not module.training
+    return not module.training and isinstance(module, _FUSED)
 
 
 def is_opaque(module: nn.Module) -> bool:

@@ -60,7 +60,8 @@ class TensorOrigins:
         self._calls = calls
         self._provenance = Provenance()
         self._owners = AutogradOwners()
-        self._custom: CustomNode | None = None
+        self.custom: CustomNode | None = None
+        """The last custom call, until something outside of it happens."""
         self._customs: dict[int, int] = {}
         self._buffers: dict[int, int] = {}
         """The nodes of the model's buffers, by the id of the tensor."""
@@ -70,7 +71,7 @@ class TensorOrigins:
 
     def forget(self) -> None:
         """Forget all tensors and modules."""
-        self._custom = None
+        self.custom = None
         self._provenance.clear()
         if self.names is not None:
             self.names.clear()
@@ -90,7 +91,7 @@ class TensorOrigins:
             outputs: The tensors that it returned.
             start: The sequence number of the backward graph before the function ran.
         """
-        complete = self._owners.is_complete(start)
+        complete = self._owners.complete_until == start
         nodes: list[int] = []
         metas: list[TensorMeta] = []
         new: set[int] | None = None
@@ -141,7 +142,7 @@ class TensorOrigins:
 
     def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
         """Return the node of a custom call in which a function was called; add the node if the call is new."""
-        last = self._custom
+        last = self.custom
         if last is not None and last.call.frame == call.frame and not call.new:
             return last
         self.leave_custom()
@@ -150,14 +151,14 @@ class TensorOrigins:
         node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
         for origin, meta in origins:
             self.connect(origin, node, meta)
-        self._custom = CustomNode(node, replace(call, arguments=None))
+        self.custom = CustomNode(node, replace(call, arguments=None))
         # Before anything else, each of the nested calls has created one node of the backward graph.
         self._customs[sequence_number() - call.depth + 1] = node
-        return self._custom
+        return self.custom
 
     def leave_custom(self) -> None:
         """Record the outputs of the last custom call, once something outside of it happens."""
-        left, self._custom = self._custom, None
+        left, self.custom = self.custom, None
         if left is None:
             return
         alive = _distinct(tensor for reference in left.results if (tensor := reference()) is not None)
@@ -243,8 +244,8 @@ class TensorOrigins:
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
         """Add an output to a node that was recorded without it."""
-        if self._custom is not None and self._custom.node == node:
-            self._custom.results.append(weakref.ref(tensor))
+        if self.custom is not None and self.custom.node == node:
+            self.custom.results.append(weakref.ref(tensor))
         elif node != IGNORED:
             self._builder.nodes[node].outputs += (meta_of(tensor),)
         self._provenance.bind(tensor, node)

@@ -38,7 +38,8 @@ class AutogradOwners:
     """
 
     def __init__(self) -> None:
-        self._first = sequence_number()
+        self._first = self.complete_until = sequence_number()
+        """Each node that was created before this number has an owner or belongs to no recorded result."""
         self._owners: dict[int, int] = {}
         self._unreached: set[int] = set()
         """Nodes without an owner that no result of a recorded function leads to."""
@@ -57,10 +58,6 @@ class AutogradOwners:
         node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
-    def is_complete(self, number: int) -> bool:
-        """Return True if each node that was created before a number has an owner or belongs to no recorded result."""
-        return len(self._owners) + len(self._unreached) == number - self._first
-
     def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
         """Assign all nodes that were created since a number to one recorded node, and those behind the tensors.
 
@@ -73,7 +70,7 @@ class AutogradOwners:
             The types of the nodes behind the tensors, starting with the last.
         """
         end = sequence_number()
-        complete = len(self._owners) + len(self._unreached) == start - self._first
+        complete = self.complete_until == start
         if complete and end == start:
             return ()
         if complete and end == start + 1 and len(tensors) == 1:
@@ -81,12 +78,14 @@ class AutogradOwners:
             if node is not None and sequence_number_of(node) == start:
                 # The usual case: the function has created one node.
                 self._owners[start] = owner
+                self.complete_until = end
                 return _alone(node.name())
         # All new nodes are known to be new, so the search ends with the last one.
         names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
             # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
+            self._count()
         return names
 
     def claim(self, tensors: Iterable[Tensor], owner: int, most: int = _MOST_NODES) -> tuple[str, ...]:
@@ -107,7 +106,12 @@ class AutogradOwners:
                 if len(names) == most:
                     break
                 todo += [before for before, _ in node.next_functions if before is not None]
+        if names:
+            self._count()
         return tuple(names)
+
+    def _count(self) -> None:
+        self.complete_until = self._first + len(self._owners) + len(self._unreached)
 
     def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
         """Yield the nodes behind some tensors that were assigned to one recorded node, starting with the last."""

@@ -25,7 +25,8 @@ def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the module's own parameters with their names, even if its class overrides ``named_parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
         return list(module.named_parameters(recurse=False))
-    return [(name, each) for name, each in module._parameters.items() if each is not None]
+    own = module._parameters
+    return [(name, each) for name, each in own.items() if each is not None] if own else []
 
 
 class ParameterCounts:

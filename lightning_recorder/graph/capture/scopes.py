@@ -28,7 +28,7 @@ class Scopes:
 
     def named(self) -> dict[int, str]:
         """Return the scope of each node except the root; empty if there is no backward pass."""
-        passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
+        passes = [number for number, node in enumerate(self._nodes) if node.kind == "backward" and _is_backward(node)]
         if not passes:
             return {}
         for source, target in self._edges:

@@ -365,15 +365,16 @@ class StepRecording:
         old = set(map(id, inputs))
         if written:
             old.difference_update(map(id, written))
-        outputs = [each for each in tensors_in([result]) if id(each) not in old]
+        given = [result] if type(result) is Tensor else tensors_in([result])
+        outputs = [each for each in given if id(each) not in old]
         if not outputs and not written:
             return None
         if written and name in _ZEROES:
             self._gradients.note_zeroed(written)
         # A function that takes nothing but tensors needs no further look at its arguments.
         only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
-        given = None if only_tensors else plain_arguments(func, args, kwargs)
-        return self._note(name, inputs, outputs, written, start=start, given=given)
+        plain = None if only_tensors else plain_arguments(func, args, kwargs)
+        return self._note(name, inputs, outputs, written, start=start, given=plain)
 
     def note_backward(self, losses: Any) -> int:
         """Record the beginning of a backward pass and return the id of its node."""

@@ -13,7 +13,7 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["Columns", "Size", "label_size", "split"]
 
-_RATIO = 3.4  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
+_RATIO = 3.2  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
 # Rows of parallel nodes, and pictures whose data flows across the page, get longer than estimated.
 _BROAD = 2.2
 _ROUNDS = 24
@@ -45,6 +45,7 @@ class Columns:
             is no edge between them.
         detours: The edges from one column to the next that are led around.
         crossing: The other edges between columns.
+        places: The children of a divided call that contain the two ends, by edge between columns.
         padding: The margins of the page to the left and right, and above and below, in inches.
     """
 
@@ -52,6 +53,7 @@ class Columns:
     below: Sequence[tuple[int, int]] = ()
     detours: frozenset[tuple[int, int]] = frozenset()
     crossing: frozenset[tuple[int, int]] = frozenset()
+    places: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     padding: tuple[float, float] = (_PAD, _PAD)
 
     def within(self, graph: Graph, call: Node) -> Ends | None:
@@ -70,7 +72,12 @@ class Columns:
             number=1 + max(column.values()),
             first=[(number, at) for number, at in column.items() if number not in fed],
             last=[(number, at) for number, at in column.items() if number not in used],
-            detours={edge.source: column[edge.source] for edge in inner if (edge.source, edge.target) in self.detours},
+            # Not those between the columns of a call inside this one.
+            detours={
+                edge.source: column[edge.source]
+                for edge in inner
+                if (edge.source, edge.target) in self.detours and column[edge.source] != column[edge.target]
+            },
             before=list(dict.fromkeys(e.source for e in graph.edges if e.target in column and e.source not in column)),
             after=list(dict.fromkeys(e.target for e in graph.edges if e.source in column and e.target not in column)),
         )
@@ -328,14 +335,23 @@ class _Plan:
         detours: dict[tuple[int, int], set[int]] = {}
         led: set[tuple[int, int]] = set()
         crossing: set[tuple[int, int]] = set()
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        around: dict[int, int] = {}
         for edge in self._graph.edges:
             for call, source, target in lifted(self._graph, edge):
                 distance = column.get(target, 0) - column.get(source, 0)
                 if not distance:
                     continue
+                places[edge.source, edge.target] = source, target
                 sources = detours.setdefault((call, column[source]), set())
-                if distance == 1 and (edge.source in sources or len(sources) < _MOST_CUT):
+                # The line of a node is led around the columns of one call only.
+                if (
+                    around.get(edge.source, call) == call
+                    and distance == 1
+                    and (edge.source in sources or len(sources) < _MOST_CUT)
+                ):
                     sources.add(edge.source)
+                    around[edge.source] = call
                     led.add((edge.source, edge.target))
                 else:
                     crossing.add((edge.source, edge.target))
@@ -344,7 +360,7 @@ class _Plan:
             for call in self._rows
             for first, second in self._stacked(self._graph[call])
         ]
-        return Columns(column, below, frozenset(led), frozenset(crossing))
+        return Columns(column, below, frozenset(led), frozenset(crossing), places)
 
 
 def _excess(ratio: float) -> float:

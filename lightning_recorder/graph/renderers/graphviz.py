@@ -13,6 +13,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.columns import Columns, label_size, split
+from lightning_recorder.graph.renderers.escape import dot_attribute
 from lightning_recorder.graph.renderers.graphviz_styler import (
     DETAIL_PT,
     FONT,
@@ -22,6 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
+from lightning_recorder.graph.renderers.labels import short_name
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.signatures import with_replacements
 
@@ -40,6 +42,9 @@ Direction = Literal["TB", "LR", "BT", "RL"]
 
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
+
+# The colors of edges between columns, which are dark on white and differ for color-blind readers.
+_LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2")
 
 _INVISIBLE = {"style": "invis", "shape": "point", "width": "0.01", "height": "0.01", "label": ""}
 
@@ -107,6 +112,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
         self._around: list[tuple[str, str]] = []
+        self._colors: dict[int, str] = {}
+        """The color of the edges that leave a node and cross columns."""
         self._columns = self._divided() if wrap else Columns()
 
     @override
@@ -187,8 +194,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="8")
         for node, number in ends.last:
             canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", style="invis", weight="8")
-        line = {"dir": "none", "headclip": "false"}
         for source in ends.detours:
+            line = {"dir": "none", "headclip": "false", **self._detour(source)}
             canvas.edge(f"n{source}", f"bottom_{source}", weight="8", **line)
             canvas.edge(f"top_{source}", f"bottom_{source}", tailclip="false", weight="50", **line)
         # Outside of the frame, since Graphviz would move the other node into it.
@@ -231,10 +238,33 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         further = {"weight": _MAIN_WEIGHT} if ends in self._main else {}
         start = f"n{edge.source}"
         if ends in self._columns.detours:
-            start, further = f"top_{edge.source}", {"weight": "2", "tailclip": "false"}
+            start, further = f"top_{edge.source}", {"weight": "2", "tailclip": "false", **self._detour(edge.source)}
         elif ends in self._columns.crossing:
-            further = {"constraint": "false"}
+            further = {"constraint": "false", **({} if edge.relates("next") else self._marks(edge))}
         canvas.edge(start, f"n{edge.target}", **{**further, **self.styler.style_edge(edge, self.graph)})
+
+    def _detour(self, source: int) -> dict[str, str]:
+        """Return the color of the edges of a node that are led around, unless one continues the main path."""
+        main = any(one == source and (one, other) in self._columns.detours for one, other in self._main)
+        return {} if main else self._colored(source)
+
+    def _colored(self, source: int) -> dict[str, str]:
+        """Return the color of the edges between columns that leave a node."""
+        color = self._colors.setdefault(source, _LINES[len(self._colors) % len(_LINES)])
+        return {"color": color, "fontcolor": color, "penwidth": "1.5"}
+
+    def _marks(self, edge: Edge) -> dict[str, str]:
+        """Return the labels of an edge that crosses columns; each end names the other one."""
+        source, target = (self._place(number) for number in self._columns.places[edge.source, edge.target])
+        marks = {"taillabel": f"to {target}", "headlabel": f"from {source}"}
+        # In units of 10 points: far enough that the longer label, which is centered there, lies beside the node.
+        away = label_size(max(marks.values(), key=len), DETAIL_PT, DETAIL_PT)[0] / 20
+        place = {"labeldistance": f"{away:.1f}", "labelangle": "15"}
+        return {**self._colored(edge.source), **{name: dot_attribute(text) for name, text in marks.items()}, **place}
+
+    def _place(self, number: int) -> str:
+        node = self.graph[number]
+        return short_name(node, self.graph) or node.kind
 
     @override
     def render(self) -> Digraph:
