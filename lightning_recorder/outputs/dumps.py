@@ -27,8 +27,8 @@ from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.sinks import BackgroundQueue
-from lightning_recorder.statistics.sites import Record, SiteStatistics
-from lightning_recorder.statistics.table import StatisticsTable
+from lightning_recorder.statistics.snapshot import Record
+from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.tensors import BufferPool, Captured
 

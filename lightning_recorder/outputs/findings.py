@@ -30,7 +30,7 @@ from lightning_recorder.recordings.examine import examine
 from lightning_recorder.recordings.record_format import RECORDS
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole

@@ -15,8 +15,8 @@ from lightning_recorder.names import make_tag
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record, SiteStatistics
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema
+from lightning_recorder.statistics.snapshot import Record
+from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, SiteStatistics, StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter", "TagBudget"]

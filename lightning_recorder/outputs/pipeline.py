@@ -22,8 +22,8 @@ from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
-from lightning_recorder.statistics.sites import Record, SiteStatistics, statistics_of
-from lightning_recorder.statistics.table import StatisticsTable
+from lightning_recorder.statistics.snapshot import Record, statistics_of
+from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordConsumer", "RecordPipeline"]

@@ -18,8 +18,8 @@ from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
 from lightning_recorder.plots import DrawingProcess, History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema
+from lightning_recorder.statistics.snapshot import Record
+from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]

@@ -16,7 +16,7 @@ from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
 from lightning_recorder.recordings.vectors import pack_vectors
-from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
 from lightning_recorder.taps import Site
 

@@ -7,15 +7,9 @@ from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
-from lightning_recorder.statistics.sites import (
-    RANK_STATISTICS,
-    SETTINGS,
-    SHOWN_STATISTICS,
-    Record,
-    SiteStates,
-    SiteStatistics,
-    Snapshot,
-)
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import Record, Snapshot
+from lightning_recorder.statistics.table import RANK_STATISTICS, SETTINGS, SHOWN_STATISTICS, SiteStatistics
 
 __all__ = [
     "PARAMETER_PARTS",

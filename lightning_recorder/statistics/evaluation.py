@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.sites import NOTHING, Record, SiteStates
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import NOTHING, Record
 
 __all__ = ["EvaluationRecorder", "EvaluationSampler"]
 

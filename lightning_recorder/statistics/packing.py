@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import describe_error
 from lightning_recorder.reductions import Collected, Reduction, Statistics
-from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import Site
 
 __all__ = ["Contribution", "Decoder", "Encoder", "Key"]

@@ -20,7 +20,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.statistics.packing import Contribution, Key
 from lightning_recorder.statistics.rank_channel import WAIT_S, RankChannel
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.statistics.user_states import UserSnapshot, merge_snapshots
 from lightning_recorder.taps import Site
 

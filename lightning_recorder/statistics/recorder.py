@@ -13,7 +13,8 @@ from typing_extensions import Self, override
 
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import prepare_device
-from lightning_recorder.statistics.sites import SiteStates, Snapshot
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import OutputTap, Site, Tap, TracedTap
 from lightning_recorder.taps.gradient import GradientTap

@@ -15,7 +15,7 @@ from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.run_phase import RunPhase, RunWindow
-from lightning_recorder.statistics.sites import NOTHING, Record, Snapshot
+from lightning_recorder.statistics.snapshot import NOTHING, Record, Snapshot
 
 __all__ = ["RunPhase", "RunRecorder"]
 

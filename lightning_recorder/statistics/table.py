@@ -13,10 +13,29 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import did_you_mean
-from lightning_recorder.reductions import Histogram, SparseCounts, to_histogram
+from lightning_recorder.reductions import SCALAR_STATISTICS, Histogram, SparseCounts, to_histogram
 from lightning_recorder.taps import Site
 
-__all__ = ["Kind", "SiteStatistics", "StatisticsTable", "TableSchema", "dtypes_and_shapes", "make_schema"]
+__all__ = [
+    "RANK_STATISTICS",
+    "SETTINGS",
+    "SHOWN_STATISTICS",
+    "Kind",
+    "SiteStatistics",
+    "StatisticsTable",
+    "TableSchema",
+    "dtypes_and_shapes",
+    "make_schema",
+]
+
+RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
+"""The smallest and the largest of the per-rank means, recorded if there are several ranks."""
+
+SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
+"""The statistics that can be shown for any site."""
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""The scalars of a site that are no statistics of its tensor. They are in the records and not shown by default."""
 
 Kind = tuple[torch.dtype | None, "tuple[int, ...] | None"]
 """The dtype and the shape of the latest tensor of a site, or None if only another rank has seen the site."""

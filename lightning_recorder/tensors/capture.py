@@ -16,7 +16,8 @@ from typing_extensions import Self
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import warn
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.statistics.sites import SiteStates, Snapshot
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
 
 __all__ = ["TENSOR_KINDS", "BufferPool", "Captured", "TensorCapture"]

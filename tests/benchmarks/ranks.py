@@ -28,7 +28,8 @@ from torch.multiprocessing.spawn import spawn
 from lightning_recorder.statistics import Exchange
 from lightning_recorder.statistics.packing import Contribution, Decoder, Encoder
 from lightning_recorder.statistics.rank_channel import RankChannel
-from lightning_recorder.statistics.sites import SiteStates, Snapshot
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import Site
 
 RANKS = (2, 4, 8)

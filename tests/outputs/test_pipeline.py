@@ -30,7 +30,7 @@ from lightning_recorder.recordings import writer
 from lightning_recorder.reductions import Norms, SparseCounts
 from lightning_recorder.sinks import MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
 from lightning_recorder.statistics import Record, SiteStatistics
-from lightning_recorder.statistics.sites import statistics_of
+from lightning_recorder.statistics.snapshot import statistics_of
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 from tests import forks

@@ -21,7 +21,7 @@ from lightning_recorder.reductions import (
     Values,
 )
 from lightning_recorder.statistics.packing import Contribution, Decoder, Encoder, Key
-from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import Site
 
 A, B, C = (Site(name, "out") for name in "abc")

@@ -22,7 +22,8 @@ from lightning_recorder import RecorderWarning
 from lightning_recorder.reductions import BatchSum, Norms, Reduction, Statistics
 from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.statistics.rank_merging import Exchange, Merged
-from lightning_recorder.statistics.sites import SiteStates, Snapshot
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import Site
 from tests import forks
 
