@@ -54,6 +54,8 @@ class _Block(Generic[Key]):
     rows: list[_Row]
     """The rows in use."""
     keys: list[Key]
+    free: list[Tensor]
+    """The states of the other rows, the next one last."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class StateBank(Generic[Key]):
     """
 
     def __init__(self, reduction: Reduction) -> None:
-        if reduction.is_sized:
+        # Computed once, since a model may have thousands of sites.
+        self._is_sized, self._kind = reduction.is_sized, repr(reduction)
+        if self._is_sized:
             reduction.validate()
         self.reduction = reduction
         self._rows: dict[tuple[Key, torch.device], _Row] = {}
@@ -129,31 +133,36 @@ class StateBank(Generic[Key]):
     def _allocate(self, key: Key, values: Values) -> _Row:
         seen_on = values.raw.device
         with self._lock:
-            return self._place(key, seen_on, self.reduction.sized_for(values))
+            return self._place(key, seen_on, self.reduction if self._is_sized else self.reduction.sized_for(values))
 
     def _place(self, key: Key, seen_on: torch.device, reduction: Reduction) -> _Row:
         """Allocate a row for a key whose values are on the device ``seen_on``."""
         moves = seen_on.type in _WITHOUT_FLOAT64
         device = torch.device("cpu") if moves else seen_on
+        kind = self._kind if reduction is self.reduction else repr(reduction)
+        blocks = self._blocks.setdefault((device, kind), [])
+        if not blocks or not blocks[-1].free:
+            blocks.append(self._new_block(reduction, device, is_first=not blocks))
+        block = blocks[-1]
+        row = _Row(reduction, block.free.pop(), moves, [])
+        block.keys.append(key)
+        block.rows.append(row)
+        self._rows[key, seen_on] = row
+        self._seen_on.add(seen_on)
+        self._host = None
+        return row
+
+    def _new_block(self, reduction: Reduction, device: torch.device, *, is_first: bool) -> _Block[Key]:
+        if is_first and reduction.nbytes > _MUCH:
+            _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
+        rows = min(_MOST_ROWS, max(1, _BLOCK_SLOTS // max(1, reduction.width)))
         # Validation may run in inference mode. A tensor created there can never be updated outside it again.
         with torch.inference_mode(False), torch.no_grad():
-            blocks = self._blocks.setdefault((device, repr(reduction)), [])
-            if not blocks and not self.reduction.is_sized:
+            if is_first and not self._is_sized:
                 reduction.validate()
-            if not blocks and reduction.nbytes > _MUCH:
-                _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
-            if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
-                rows = min(_MOST_ROWS, max(1, _BLOCK_SLOTS // max(1, reduction.width)))
-                initial = reduction.initial().to(device)
-                blocks.append(_Block(initial.repeat(rows, 1), initial, [], []))
-            block = blocks[-1]
-            row = _Row(reduction, block.states[len(block.keys)], moves, [])
-            block.keys.append(key)
-            block.rows.append(row)
-            self._rows[key, seen_on] = row
-            self._seen_on.add(seen_on)
-            self._host = None
-            return row
+            initial = reduction.initial().to(device)
+            states = initial.repeat(rows, 1)
+            return _Block(states, initial, [], [], [states[row] for row in reversed(range(rows))])
 
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
         """Copy the states of all keys to one device and merge the states that a key has on several devices.
