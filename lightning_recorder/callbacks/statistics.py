@@ -224,6 +224,8 @@ class StatisticsCallback(ResumingCallback):
                 report, ignored = self.outputs.report, self.outputs.ignored_rules
                 examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
                 self._results.consumers.append(examined)
+            elif self.outputs.report and trainer.state.fn == "fit":
+                rank_zero_info(f"{self} does not write report.html, because it has findings=False.")
 
     def _found_so_far(self) -> Sequence[Finding]:
         return () if self._findings is None else self._findings.current()

@@ -174,9 +174,11 @@ class RunFindings:
             self._open.discard(label)
             if self._open:
                 return False
+            run = self._run_of_report()
             if self._records or self._watched:
                 self._contained(partial(self._finish, sink))
-            self._write_report()
+            if run is not None:
+                self._write_report(run)
             return True
 
     def _contained(self, job: Callable[[], object]) -> None:
@@ -249,14 +251,22 @@ class RunFindings:
             if sink is not None:
                 sink.write_text(self._last_step, {"recorder/findings": _markdown(bad)})
 
-    def _write_report(self) -> None:
+    def _run_of_report(self) -> Run | None:
+        """Return the run if its page is to be written, or log why not. The findings come later, as the last lines."""
+        if self._run is None or not self._records:
+            return None  # the recorders report why there are no files or no records
+        if self._is_report_due(self._run):
+            return self._run
+        reason = self._why_no_report(self._run)
+        if reason:
+            self._log(f"{REPORT} is not written, because {reason}.")
+        return None
+
+    def _write_report(self, run: Run) -> None:
         """Write the page of the run. The findings are complete, and so are the files of the recorders."""
-        if self._run is None or not self._records or not self._is_report_due(self._run):
-            return
         try:
             from lightning_recorder.page import page_data, page_html
 
-            run = self._run
             run.refresh()
             findings = None if self._has_failed else {run.name: self._findings}
             html = page_html(page_data({run.name: run}, findings=findings), f"{run.name} · lightning_recorder").encode()
@@ -271,12 +281,18 @@ class RunFindings:
         if not self._are_files_complete:
             return False
         asked = [each for each in self._report_wanted if each is not None]
-        if asked:
-            return any(asked)
-        graph = run.directory / "graph.json"
-        size = sum(path.stat().st_size for path in (run.directory / RECORDS).glob("*.jsonl"))
-        size += 4 * graph.stat().st_size if graph.exists() else 0  # a byte of it takes longer to read
-        return _REPORT_S + size * _REPORT_S_PER_BYTE <= _SHARE * (self._clock() - self._began)
+        return any(asked) if asked else _report_s(run) <= _SHARE * (self._clock() - self._began)
+
+    def _why_no_report(self, run: Run) -> str:
+        """Return why the page is not written and how to get it; nothing if the settings leave it out."""
+        asked = [each for each in self._report_wanted if each is not None]
+        if asked and not any(asked):
+            return ""
+        if not self._are_files_complete:
+            return "a recorder has records=False; remove this setting to get it"
+        command = f"lightning-recorder view {shlex.quote(_shown(run.log_dir))}"
+        cost = f"it would take about {_report_s(run):.1f} s, more than {_SHARE * 100:.0f} % of the time of the fit"
+        return f"{cost}; run `{command}`, or set Outputs(report=True)"
 
     def _write(self, findings: list[Finding]) -> None:
         if self._run is not None:
@@ -339,6 +355,14 @@ class ExaminedRecords(RecordConsumer):
         seen = calls[::-1] if self._group == "gradients" else calls
         known = set(self._sites)
         return [*(site for site in seen if site in known), *(site for site in self._sites if site not in set(calls))]
+
+
+def _report_s(run: Run) -> float:
+    """Return about how many seconds it takes to write the page."""
+    graph = run.directory / "graph.json"
+    size = sum(path.stat().st_size for path in (run.directory / RECORDS).glob("*.jsonl"))
+    size += 4 * graph.stat().st_size if graph.exists() else 0  # a byte of it takes longer to read
+    return _REPORT_S + size * _REPORT_S_PER_BYTE
 
 
 def _key(finding: Finding) -> tuple[str, str, str]:

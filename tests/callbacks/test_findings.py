@@ -288,6 +288,37 @@ def test_the_report_takes_little_of_the_time_of_the_fit(tmp_path: Path, seconds:
     assert report_of(tmp_path).exists() == is_written
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {},
+            r"it would take about 0\.\d s, more than 2 % of the time of the fit; run `lightning-recorder view ",
+        ),
+        ({"report": True, "records": False}, r"a recorder has records=False; remove this setting to get it\."),
+        ({"records": False}, r"a recorder has records=False; remove this setting to get it\."),
+        ({"report": False}, None),
+    ],
+)
+def test_the_log_says_why_there_is_no_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, bool], reason: str | None
+) -> None:
+    """One line says why the page is left out, unless the settings leave it out."""
+    make_trainer(tmp_path, recorders(replace(QUIET, **settings))).fit(Net(), batches())
+    lines = [each.getMessage() for each in caplog.records if REPORT in each.getMessage()]
+    assert len(lines) == (reason is not None)
+    assert all(re.match(f"report.html is not written, because {reason}", each) for each in lines)
+    assert not list(tmp_path.rglob(REPORT))
+
+
+def test_a_report_without_findings_is_not_promised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A recorder that is asked for the page and examines no records says that it writes none."""
+    outputs = replace(QUIET, report=True, findings=False)
+    make_trainer(tmp_path, [ActivationRecorder(every_n_train_steps=2, outputs=outputs)]).fit(Net(), batches())
+    (line,) = [each.getMessage() for each in caplog.records if REPORT in each.getMessage()]
+    assert line == "ActivationRecorder does not write report.html, because it has findings=False."
+
+
 def test_an_error_of_the_report_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit and the findings go on if the page cannot be made."""
 
