@@ -27,7 +27,6 @@ _LONGEST = (
     "statistics/test_rank_merging.py",
     "graph/test_legibility.py",
     "callbacks/test_watch.py",
-    "recordings/test_killed.py",
     "test_packaging.py",
 )
 

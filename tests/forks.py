@@ -124,6 +124,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which a fork does not run

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,20 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_recorder import open_recording, read_dump
 from lightning_recorder.commands import main as command_line
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., str]
 
 
 def run(example: str, folder: Path) -> str:
-    command = [sys.executable, str(ROOT / "examples" / example), "two words"]
-    # On a busy machine, threads that spin while waiting take CPU time from the ones that work.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PWD": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RecorderWarning" not in done.stderr
-    assert "\r" not in done.stdout  # a progress bar that rewrites its line does not belong in a log
-    check_commands(done.stdout, folder)
-    return done.stdout
+    path = ROOT / "examples" / example
+    (code,), logged = forks.run(path, "two words", folder=folder, timeout_s=600.0, variables={"PWD": str(folder)})
+    assert code == 0, logged[-3000:]
+    assert "RecorderWarning" not in logged
+    assert "\r" not in logged  # a progress bar that rewrites its line does not belong in a log
+    check_commands(logged, folder)
+    return logged
 
 
 def check_commands(logged: str, folder: Path) -> None:

@@ -76,6 +76,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the installed wheel, without its dependencies."""
+    target = tmp_path_factory.mktemp("installed")
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, wheel, cwd=target)
+    return target
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     """The wheel has sources, fonts, the type marker, the command and both licences, but neither tests nor examples."""
@@ -110,21 +118,17 @@ def test_the_source_distribution_holds_the_fonts_and_their_licence(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_works(installed: Path, tmp_path: Path) -> None:
     """Installed from the wheel, away from the sources, the package records and has its callbacks."""
-    target = tmp_path / "installed"
-    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, wheel, cwd=tmp_path)
-    where, count, callbacks = run("-c", SCRIPT, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
-    assert Path(where) == target / "lightning_recorder" / "__init__.py"
+    where, count, callbacks = run("-c", SCRIPT, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
+    assert Path(where) == installed / "lightning_recorder" / "__init__.py"
     assert (count, callbacks) == ("3.0", "[True, True, True]")
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_records_any_program(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_records_any_program(installed: Path, tmp_path: Path) -> None:
     """The command of the installed wheel records a program that does not mention the package."""
-    target = tmp_path / "installed"
-    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, wheel, cwd=tmp_path)
     (tmp_path / "train.py").write_text(PROGRAM)
-    run("-m", "lightning_recorder", "run", "train.py", cwd=tmp_path, PYTHONPATH=str(target))
+    run("-m", "lightning_recorder", "run", "train.py", cwd=tmp_path, PYTHONPATH=str(installed))
     records = tmp_path / "recordings" / "version_0" / "recorder" / "records"
     assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters", "watch"]

@@ -140,16 +140,24 @@ def test_killed_at_80_random_moments_no_line_lies(tmp_path: Path) -> None:
     check_folder(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def killed_at_each(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """Return the number of writers that were killed, each before another change, and their folder."""
+    folder = tmp_path_factory.mktemp("each")
+    return run(AT_EACH, folder), folder
+
+
 @pytest.mark.slow
-def test_killed_before_each_change_of_the_folder_no_line_lies(tmp_path: Path) -> None:
+def test_killed_before_each_change_of_the_folder_no_line_lies(killed_at_each: tuple[int, Path]) -> None:
     """A writer killed between any two changes of the folder leaves no line that describes a different file."""
+    killed, folder = killed_at_each
     # Four steps. Each of the three dumps opens and renames at least one file and writes one line; one dump is removed.
-    assert run(AT_EACH, tmp_path) >= 4 * (3 * 3 + 1)
-    check_folder(tmp_path)
+    assert killed >= 4 * (3 * 3 + 1)
+    check_folder(folder)
 
 
 @pytest.mark.slow
-def test_what_a_killed_writer_left_half_does_not_pile_up(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_half_does_not_pile_up(killed_at_each: tuple[int, Path]) -> None:
     """The next writer into the folder removes the temporary files of earlier writers."""
-    run(AT_EACH.replace("    check()\n", ""), tmp_path)  # the last writer of the script is not killed
-    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
+    _, folder = killed_at_each  # the last writer was not killed
+    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []

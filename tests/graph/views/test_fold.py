@@ -652,7 +652,7 @@ def test_sizes_of_weights_keep_layers_apart() -> None:
 # Laws.
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(graph=wirings)
 def test_unfolding_gives_back_the_graph(graph: Graph) -> None:
     """A folded graph determines the original graph, with all calls and with the order of all arguments."""
