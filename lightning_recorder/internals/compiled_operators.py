@@ -1,8 +1,8 @@
 """The operators that record inside compiled code, and the switch between the graphs with and without them.
 
-A hook that torch.compile traces calls ``torch.ops.lightning_recorder.receive`` or ``probe``, which become opaque
-operators of the graph. One of their arguments is a token: a number that identifies the receiver of the tensor at run
-time. It is an input of the graph and not a constant, so equal blocks of a model share one graph.
+A hook that torch.compile traces calls ``torch.ops.lightning_recorder.receive``, ``probe`` or ``watch``, which become
+opaque operators of the graph. One of their arguments is a token: a number that identifies the receiver of the tensor at
+run time. It is an input of the graph and not a constant, so equal blocks of a model share one graph.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from types import CodeType
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.internals.autograd import is_compiled
+from lightning_recorder.internals.autograd import is_compiled, is_view
 
 __all__ = [
     "TraceReceiver",
@@ -41,6 +42,9 @@ class TraceReceiver(Protocol):
 
     def receive(self, path: str, tensor: Tensor, /) -> None:
         """Process a tensor at a path. The tensor must not be kept."""
+
+    def watch(self, path: str, tensor: Tensor, /) -> None:
+        """Register a hook on a tensor that passes its gradient to :meth:`receive`."""
 
 
 _receivers: weakref.WeakValueDictionary[int, TraceReceiver] = weakref.WeakValueDictionary()
@@ -83,7 +87,7 @@ def _receive(token: Tensor, value: Tensor, path: str) -> None:
 
 
 def _ignore(token: Tensor, value: Tensor, path: str) -> None:
-    """The meta function of ``receive``."""
+    """The meta function of the operators without a result."""
 
 
 class _Probe(torch.autograd.Function):
@@ -101,10 +105,44 @@ class _Probe(torch.autograd.Function):
         return grad, None, None
 
 
-def _probe(value: Tensor, token: Tensor, path: str) -> Tensor:
+def _probe(value: Tensor, token: Tensor, path: str, given: list[Tensor]) -> Tensor:
+    # The identity changes the order in which autograd adds the parts of a gradient, if the caller also uses the tensor
+    # before the identity. A hook does not, but it is lost when a view is changed in place.
+    if value.grad_fn is None or not is_view(value) or any(each is value for each in given):
+        _watch(token, value, path)
+        return value
     _allow_changes(token)
     result: Tensor = _Probe.apply(value, token, path)  # type: ignore[no-untyped-call]  # torch has no annotation
     return result
+
+
+def _watch(token: Tensor, value: Tensor, path: str) -> None:
+    if not isinstance(value, _symbolic()):
+        _watch_now(token, value, path)
+    elif value.grad_fn is None or not value.grad_fn.next_functions:
+        # This is an input of the graph, which has only a part of its gradient. The hook is registered when it runs.
+        torch.ops.lightning_recorder.watch_now(token, value, path)
+    else:
+        _allow_changes(token)
+        value.register_hook(partial(_pass_on, token, path))
+
+
+def _watch_now(token: Tensor, value: Tensor, path: str) -> None:
+    receiver = _receivers.get(int(token.item()))
+    if receiver is not None and value.requires_grad:
+        receiver.watch(path, value)
+
+
+def _symbolic() -> tuple[type[Tensor], ...]:
+    """Return the classes of the tensors with which torch.compile traces the backward pass."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor
+
+
+def _pass_on(token: Tensor, path: str, grad: Tensor) -> None:
+    torch.ops.lightning_recorder.receive(token, grad, path)
 
 
 def _allow_changes(token: Tensor) -> None:
@@ -145,14 +183,19 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("lightning_recorder", "DEF")
     # The arguments that the schemas declare as changed keep the operators from being removed as unused, or reordered.
     library.define("receive(Tensor(a!) token, Tensor value, str path) -> ()")
-    library.define("probe(Tensor(a) value, Tensor(b!) token, str path) -> Tensor(a)")
+    library.define("probe(Tensor(a) value, Tensor(b!) token, str path, Tensor[] given) -> Tensor(a)")
+    library.define("watch(Tensor(a!) token, Tensor value, str path) -> ()")
+    library.define("watch_now(Tensor(a!) token, Tensor value, str path) -> ()")
     disable: Any = torch._dynamo.disable
-    library.impl("receive", disable(_receive), "CompositeExplicitAutograd")
-    library.impl("receive", torch.library.fallthrough_kernel, "Autograd")
-    library.impl("receive", _ignore, "Meta")
+    for name, function in (("receive", _receive), ("watch_now", _watch_now)):
+        library.impl(name, disable(function), "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, _ignore, "Meta")
+        torch.library.register_fake(f"lightning_recorder::{name}", _ignore, lib=library)
     library.impl("probe", disable(_probe), "Autograd")
-    library.impl("probe", lambda value, token, path: value.detach(), "CompositeExplicitAutograd")
-    torch.library.register_fake("lightning_recorder::receive", _ignore, lib=library)
+    library.impl("probe", lambda value, token, path, given: value.detach(), "CompositeExplicitAutograd")
+    library.impl("watch", disable(_watch), "Autograd")
+    library.impl("watch", _ignore, "CompositeExplicitAutograd")
     return library
 
 

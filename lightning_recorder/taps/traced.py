@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.internals import compiled_operators
@@ -19,7 +21,7 @@ from lightning_recorder.taps.gradient import GradientTap
 
 __all__ = ["TracedTap"]
 
-_Visit = Callable[[Tensor, str], Tensor]
+_Visit = Callable[[Tensor, str, list[Tensor] | None], Tensor]
 
 
 class TracedTap(Tap):
@@ -28,9 +30,8 @@ class TracedTap(Tap):
     :meth:`install` registers the hooks. torch.compile traces them when it compiles the modules. While the tap is
     attached, calls run a second graph that records; otherwise they run the same graph as without the tap.
 
-    Values, gradients and random numbers do not change. Tensors in tuples, named tuples, lists and dictionaries with
-    strings as keys are recorded, but not those in other containers. In subclasses of these classes, other than named
-    tuples, gradients are not recorded.
+    Values, gradients and random numbers do not change. Tensors in tuples, named tuples, lists, dictionaries with
+    strings as keys, subclasses of these classes, and dataclasses are recorded, but not those in other containers.
 
     Args:
         modules: The modules by name.
@@ -49,9 +50,8 @@ class TracedTap(Tap):
         in another order, so the calls of gradients cannot be kept apart.
 
         Gradients of inputs are not supported, since recording them changes the order in which autograd sums the
-        gradients of a tensor with several uses. For the same reason, the gradient of a module that returns its input,
-        such as ``nn.Identity``, is not recorded, except for modules with ``inplace=True``. The gradient of an output
-        is that of its uses after the module has returned it: if the module itself also uses it, that part is missing.
+        gradients of a tensor with several uses. The gradient of a returned view is that of its uses after the module
+        has returned it: if the module itself also uses the view, that part is missing.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class TracedTap(Tap):
         self._others = [each for each in others if type(each) in kinds and each not in recorded]
         self._hooks: list[_TracedHook] = []  # the registry of the operators does not keep them alive
         self._visit_eagerly: Any = _visited
+        self._leaf_handles: list[RemovableHandle] = []
 
     def install(self) -> bool:
         """Register the hooks; return False if this version of torch cannot trace them. Idempotent."""
@@ -107,6 +108,7 @@ class TracedTap(Tap):
         if not self._attached and self.install():
             self._attached = True
             self._calls.clear()
+            self._release_leaves()
             for hook in self._hooks:
                 hook.seen.clear()
             if issubclass(self._like, GradientTap):
@@ -118,6 +120,18 @@ class TracedTap(Tap):
         if self._attached:
             self._attached = False
             switch(self.key, on=False)
+            self._release_leaves()
+
+    def watch(self, tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
+        """Pass the gradient of a tensor to a function in the backward pass."""
+        handle = tensor.register_hook(receive)
+        if tensor.is_leaf:  # it outlives the step
+            self._leaf_handles.append(handle)
+
+    def _release_leaves(self) -> None:
+        handles, self._leaf_handles = self._leaf_handles, []
+        for handle in handles:
+            handle.remove()
 
     @override
     def remove(self) -> None:
@@ -135,7 +149,7 @@ class TracedTap(Tap):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_hooks": [], "_visit_eagerly": _visited}
+        return {**super().__getstate__(), "_hooks": [], "_leaf_handles": [], "_visit_eagerly": _visited}
 
 
 class _TracedHook(ModuleHook):
@@ -177,12 +191,28 @@ class _TracedHook(ModuleHook):
         self._tap.called.add(name)
         self._tap._pass_on(name, [(path, tensor)])
 
-    def visit(self, tensor: Tensor, path: str) -> Tensor:
-        """Record a tensor, or its gradient, and return the tensor to use instead of it."""
+    def watch(self, path: str, tensor: Tensor) -> None:
+        """Register a hook on a tensor that passes its gradient on. Called by the operators."""
+        # A checkpoint repeats forward hooks inside the backward pass.
+        if not in_backward():
+            self._tap.watch(tensor, partial(self.receive, path))
+
+    def visit(self, tensor: Tensor, path: str, given: list[Tensor] | None) -> Tensor:
+        """Record a tensor, or its gradient, and return the tensor to use instead of it.
+
+        Args:
+            tensor: The tensor.
+            path: Its path.
+            given: Tensors that are not replaced; ``None`` for all.
+        """
         if not self.is_gradient:
             torch.ops.lightning_recorder.receive(self.token, tensor, path)
-        elif tensor.requires_grad and torch.is_grad_enabled():
-            result: Tensor = torch.ops.lightning_recorder.probe(tensor, self.token, path)
+        elif not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        elif given is None:
+            torch.ops.lightning_recorder.watch(self.token, tensor, path)
+        else:
+            result: Tensor = torch.ops.lightning_recorder.probe(tensor, self.token, path, given)
             return result
         return tensor
 
@@ -196,13 +226,11 @@ class _OutputHook(_TracedHook):
             return None
         if not self.is_recorded or self.key not in compiled_operators.ACTIVE:
             return None
-        if self.is_gradient and isinstance(output, Tensor) and not getattr(module, "inplace", False):
-            for each in (*args, *kwargs.values()):
-                if each is output:
-                    return None  # other uses of the input would be summed in another order
+        # Other uses of a returned input would be summed in another order, so it is not replaced.
+        given = _tensors((args, kwargs)) if self.is_gradient and not getattr(module, "inplace", False) else []
         if torch.compiler.is_compiling():
-            return _visited(output, "out", self.visit)
-        return None if is_tracing() else self._tap._visit_eagerly(output, "out", self.visit)
+            return _visited(output, "out", self.visit, given)
+        return None if is_tracing() else self._tap._visit_eagerly(output, "out", self.visit, given)
 
 
 class _InputHook(_TracedHook):
@@ -221,31 +249,50 @@ class _InputHook(_TracedHook):
             self._tap._visit_eagerly(kwargs, "in", self.visit)
 
 
-def _visited(value: Any, path: str, visit: _Visit) -> Any:
+def _visited(value: Any, path: str, visit: _Visit, given: list[Tensor] | None = None) -> Any:
     """Return a nested value with the tensors that ``visit`` returns. The paths are those of ``iter_tensors``.
 
     torch.compile traces this function, so it uses only simple constructs.
+
+    Args:
+        value: The value.
+        path: The path of the value.
+        visit: A function from a tensor, its path and ``given`` to the tensor that replaces it.
+        given: Tensors that are not replaced; ``None`` for all.
     """
     if isinstance(value, Tensor):
-        return visit(value, path)
+        return visit(value, path, given)
+    kind = type(value)
+    is_named = isinstance(value, tuple) and hasattr(kind, "_fields")
+    if not (is_named or kind is dict or kind is list or kind is tuple):
+        given = None  # values of other classes, such as ModelOutput, are not copied
+    parts = [part if suffix is None else _visited(part, path + suffix, visit, given) for suffix, part in _parts(value)]
+    if given is None:
+        return value
+    if kind is dict:
+        return dict(zip(value, parts, strict=True))
+    return kind(*parts) if is_named else kind(parts)
+
+
+def _parts(value: Any) -> list[tuple[str | None, Any]]:
+    """Return the parts of a container and their suffixes, ``None`` for a part that is not recorded."""
     kind = type(value)
     if isinstance(value, dict):
-        found = {}
-        for key, part in value.items():
-            found[key] = _visited(part, path + _suffix(key), visit) if isinstance(key, str) else part
-        return found if kind is dict else value  # other classes, such as ModelOutput, are not copied
-    if not isinstance(value, (tuple, list)):
-        return value
-    is_named = hasattr(kind, "_fields")
-    parts = []
-    for index, part in enumerate(value):
-        suffix = f".{kind._fields[index]}" if is_named else f"[{index}]"
-        parts.append(_visited(part, path + suffix, visit))
-    if is_named:
-        return kind(*parts)
-    if kind is list:
-        return parts
-    return tuple(parts) if kind is tuple else value
+        return [(_suffix(key) if isinstance(key, str) else None, part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return [(f".{name}", part) for name, part in zip(kind._fields, value, strict=True)]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if hasattr(kind, "__dataclass_fields__"):
+        return [(f".{name}", getattr(value, name, None)) for name in kind.__dataclass_fields__]
+    return []
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for _, part in _parts(value) for tensor in _tensors(part)]
 
 
 def _suffix(key: str) -> str:

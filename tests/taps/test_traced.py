@@ -7,6 +7,8 @@ import gc
 import pickle
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -96,12 +98,115 @@ def recorded(like: type[Tap], *, traced: bool) -> dict[Site, list[float]]:
 
 @pytest.mark.parametrize("like", [InputTap, OutputTap, OutputGradientTap])
 def test_sites_and_values_are_those_of_the_eager_tap(like: type[Tap]) -> None:
-    """Nested inputs and outputs are recorded under the same paths; an identity has no gradient of its own."""
-    expected = recorded(like, traced=False)
-    if like is OutputGradientTap:
-        assert expected.pop(Site("identity", "out"))
-    assert recorded(like, traced=True) == expected
+    """Nested inputs and outputs are recorded under the same paths, also those of a module that returns its input."""
+    assert recorded(like, traced=True) == recorded(like, traced=False)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Outputs(dict[str, Tensor]):
+    """A dictionary with a class of its own, such as the outputs of transformers."""
+
+
+@dataclass
+class Fields:
+    """An output with fields."""
+
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class Branches(nn.Module):
+    """Returns tensors that it also uses, and has modules that return their inputs: an input, a result, a parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.between, self.last, self.of_parameter = (nn.Identity() for _ in range(4))
+        self.linear = nn.Linear(4, 4)
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        early = x.tanh()
+        hidden = self.linear(self.first(x))
+        between = self.between(hidden)
+        y = between.sigmoid() * hidden + between * between + early + x + self.of_parameter(self.bias)
+        y = self.last(y.view(2, 2, 4)).view(4, 4)
+        if self.kind == "dict":
+            return Outputs(logits=y, hidden=hidden.view(4, 2, 2))
+        return Fields(y, [hidden]) if self.kind == "dataclass" else (y, hidden, x)
+
+
+class Around(nn.Module):
+    """Uses each output of a module, and its input, twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.branches = Branches(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        output = self.branches(x)
+        if isinstance(output, Outputs):
+            y, hidden = output["logits"], output["hidden"].view(4, 4)
+        elif isinstance(output, Fields):
+            y, hidden = output.logits, output.hidden[0]
+        else:
+            y, hidden, x = output
+        return ((y + hidden.cos()) * (y + hidden) + x * x).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
+def test_gradients_of_returned_inputs_and_of_other_containers(kind: str, backend: str) -> None:
+    """They are those of eager code, and the gradients of the parameters are bitwise those without a tap."""
+    found: dict[str, tuple[list[Tensor], dict[Site, list[Tensor]]]] = {}
+    for how in ("bare", "eager", "inside"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, grads = Around(kind), dict[Site, list[Tensor]]()
+        modules = {name: each for name, each in model.named_modules() if name}
+
+        def receive(site: Site, grad: Tensor, into: dict[Site, list[Tensor]] = grads) -> None:
+            into.setdefault(site, []).append(grad.clone())
+
+        inside = TracedTap(modules, receive, like=OutputGradientTap, key="k", strict=True)
+        tap = inside if how == "inside" else OutputGradientTap(modules, receive, strict=True)
+        assert how != "inside" or inside.install()
+        call = model if how == "eager" else torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(2):
+            with nullcontext() if how == "bare" else tap:
+                call(torch.rand(4, 4)).backward()
+        inside.uninstall()
+        found[how] = [each.grad for each in model.parameters() if each.grad is not None], grads
+    assert all(map(torch.equal, found["inside"][0], found["bare"][0]))
+    assert not model.branches.bias._backward_hooks
+    eager, traced = found["eager"][1], found["inside"][1]
+    assert set(traced) == set(eager)
+    assert len(traced) == (9 if kind == "tuple" else 8)
+    for site, expected in eager.items():
+        torch.testing.assert_close(traced[site], expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_gradient_of_an_input_of_the_compiled_code(backend: str) -> None:
+    """A module that returns the input of the compiled code has the gradient of all its uses, as in eager code."""
+    found = []
+    for kind in (OutputGradientTap, TracedTap):
+        torch.manual_seed(0)
+        model, sums = Around("tuple"), list[float]()
+        options: dict[str, Any] = {"like": OutputGradientTap, "key": "k"} if kind is TracedTap else {}
+        modules = {"first": model.branches.first}
+        tap = kind(modules, lambda site, grad: sums.append(grad.sum().item()), strict=True, **options)  # noqa: B023
+        if isinstance(tap, TracedTap):
+            assert tap.install()
+            model.branches.compile(backend=backend)
+        for _ in range(2):
+            with tap:
+                model(torch.rand(4, 4)).backward()
+        found.append(sums)
+    assert len(found[1]) == 2
+    assert found[1] == pytest.approx(found[0])
 
 
 def test_receiver_errors_name_the_module() -> None:
