@@ -22,7 +22,6 @@ from lightning_recorder.plots.axes import (
     columns_of,
     number,
     to_floats,
-    value_scale,
 )
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import (
@@ -48,25 +47,14 @@ from lightning_recorder.plots.frame import (
     row_names,
     rows_room,
 )
+from lightning_recorder.plots.rebinning import Bins, bins_of, edges_along, limits_of, shares, value_axis
 from lightning_recorder.reductions.histogram import Histogram, between_edges
 
-__all__ = [
-    "edges_along",
-    "histogram_of",
-    "histogram_over_time",
-    "rebin",
-    "ridge",
-    "shares",
-    "to_histograms",
-    "value_axis",
-]
-
-_LARGEST = 1.7e308
-_SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
+__all__ = ["histogram_of", "histogram_over_time", "ridge", "to_histograms"]
 
 
 def to_histograms(histograms: Any) -> list[Histogram]:
-    """Return histograms with their limits as edges, or build them from counts of the fixed bins.
+    """Return checked histograms, or build them from counts of the fixed bins.
 
     Args:
         histograms: A sequence of :class:`~lightning_recorder.reductions.Histogram`, or counts, ``[n, 2048]``.
@@ -77,13 +65,11 @@ def to_histograms(histograms: Any) -> list[Histogram]:
     if not hasattr(histograms, "shape"):
         histograms = list(histograms)
         if all(isinstance(each, Histogram) for each in histograms):
-            return [_limited(_checked(each)) for each in histograms]
+            return [_checked(each) for each in histograms]
     counts = to_floats("histograms", histograms, f"[steps, {BINS}], or a sequence of Histogram", 2)
     if counts.shape[1] != BINS:
         raise ArgumentError(f"histograms must have the shape [steps, {BINS}], got {list(counts.shape)}")
-    return [
-        _limited(histogram_of(row)) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)
-    ]
+    return [histogram_of(row) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)]
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
@@ -103,105 +89,6 @@ def _checked(histogram: Histogram) -> Histogram:
         shapes = f"{list(histogram.edges.shape)} and {list(histogram.counts.shape)}"
         raise ArgumentError(f"a histogram has edges [bins + 1] and counts [bins], got {shapes}")
     return histogram
-
-
-def _limits(histogram: Histogram) -> Floats:
-    """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
-    if isinstance(histogram, _Limited):
-        return histogram.edges
-    low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
-    high = histogram.max if math.isfinite(histogram.max) else _LARGEST
-    edges = histogram.edges
-    if not np.isfinite(edges).all():
-        edges = np.nan_to_num(edges, nan=0.0)
-    limits = np.minimum(np.maximum(edges, max(low, -_LARGEST)), min(high, _LARGEST))
-    limits[np.abs(limits) < _SMALLEST] = 0.0
-    return limits
-
-
-class _Limited(Histogram):
-    """A histogram whose edges are its limits, so that they are computed once."""
-
-
-def _limited(histogram: Histogram) -> Histogram:
-    return _Limited(_limits(histogram), histogram.counts, *_UNKNOWN)
-
-
-_UNKNOWN = (math.nan, math.nan, math.nan, math.nan)
-
-
-def rebin(histogram: Histogram, edges: Floats) -> Floats:
-    """Return the counts between other edges, ``[k]`` float64; their sum is exactly the number of values.
-
-    The position of a value within its bin is unknown, so a bin that contains an edge is divided in proportion to the
-    widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
-    edges are counted in the first or the last bin.
-
-    Args:
-        histogram: The original histogram.
-        edges: The new edges in ascending order, ``[k + 1]``.
-
-    Example:
-        >>> two = Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)
-        >>> rebin(two, np.array([0.0, 2.0, 4.0])).tolist()
-        [6.0, 1.0]
-    """
-    limits, counts = _limits(histogram), histogram.counts.astype(np.float64)
-    flat = limits[1:] <= limits[:-1]
-    found = np.zeros(len(edges) - 1)
-    where = np.clip(np.searchsorted(edges, limits[:-1][flat], side="right") - 1, 0, len(found) - 1)
-    np.add.at(found, where, counts[flat])
-    # The number of values below each edge, rounded to a multiple of a power of two, so that all later sums are exact.
-    below = np.concatenate(([0.0], np.cumsum(np.where(flat, 0.0, counts))))
-    total = below[-1]
-    kept = np.concatenate(([True], ~flat))
-    # Computed in halves, because the difference of two float64 may overflow.
-    reached = np.interp(edges[1:-1] / 2, limits[kept] / 2, below[kept], left=0.0, right=total)
-    part = 2.0 ** (51 - math.ceil(math.log2(max(total, 1.0))))
-    reached = np.concatenate(([0.0], np.rint(reached * part) / part, [total]))
-    return found + np.diff(reached)
-
-
-def value_axis(histograms: Sequence[Histogram]) -> Scale | None:
-    """Return an axis that contains all values of the histograms; ``None`` if there are no values.
-
-    The axis is linear, unless 90 % of the values of a narrow histogram would take less than a fiftieth of it.
-    """
-    filled = [each for each in histograms if each.count]
-    if not filled:
-        return None
-    ends = [_limits(each)[[0, -1]] for each in filled]
-    low, high = min(float(first) for first, _ in ends), max(float(last) for _, last in ends)
-    spreads = [spread for spread in map(_spread, filled) if 0 < spread < math.inf]
-    if low < 0 < high and -low > high / 3 and high > -low / 3:
-        low, high = -max(-low, high), max(-low, high)
-    return value_scale(low, high, float(np.quantile(spreads, 0.1)) if spreads else 0.0)
-
-
-def _spread(histogram: Histogram) -> float:
-    """Return the width of the range that contains 90 % of the nonzero values."""
-    limits, counts = _limits(histogram), histogram.counts.astype(np.float64)
-    # If most values are 0, the others determine the spread.
-    around_zero = (limits[:-1] <= 0) & (limits[1:] >= 0) & (limits[1:] - limits[:-1] < 1e-30)
-    below = np.cumsum(np.where(around_zero, 0.0, counts))
-    if not below[-1]:
-        return 0.0
-    first, last = np.searchsorted(below, np.array([0.05, 0.95]) * below[-1])
-    with np.errstate(over="ignore"):
-        return float(limits[last + 1] - limits[first])
-
-
-def edges_along(axis: Scale, bins: int) -> Floats:
-    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin centre."""
-    edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
-    edges[0], edges[-1] = axis.low, axis.high
-    return np.maximum.accumulate(edges)
-
-
-def shares(histogram: Histogram, edges: Floats) -> Floats:
-    """Return the fraction of the values between adjacent edges; NaN if the histogram is empty."""
-    total = histogram.count
-    return rebin(histogram, edges) / total if total else np.full(len(edges) - 1, math.nan)
 
 
 _RIDGE_BINS = 121  # odd, so that 0 is the center of a bin on a symmetric axis
@@ -248,7 +135,8 @@ def ridge(
     names = checked_names(names, len(found), "histograms")
     degrees = unusualness(names, _sizes(found)) if degrees is None else checked_degrees(degrees, len(found))
     chosen, marked, why = chosen_rows(degrees, min(max_layers, _MOST_LAYERS))
-    axis = value_axis([found[row] for row in chosen])
+    drawn = bins_of([found[row] for row in chosen])
+    axis = value_axis(drawn)
     title = title if step is None else f"{title}, step {step:,}"
     if axis is None:
         return blank(title, "no finite value was recorded")
@@ -258,7 +146,7 @@ def ridge(
         notes.append("a bell that is wider than the linear part has two peaks")
     names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
     edges = edges_along(axis, _RIDGE_BINS)
-    parts = [shares(found[row], edges) for row in chosen]
+    parts = shares(drawn, edges)
     value = f"{value} (symlog)" if axis.kind == "symlog" else value
     return _draw_ridge(title, names, parts, axis, value, notes, marked)
 
@@ -268,7 +156,7 @@ def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
     sizes = {"rms": [math.nan] * len(histograms), "largest": [math.nan] * len(histograms)}
     for row, each in enumerate(histograms):
         if each.count:
-            limits, counts = _limits(each), each.counts.astype(np.float64)
+            limits, counts = limits_of(each), each.counts.astype(np.float64)
             middles = np.abs(limits[:-1] / 2 + limits[1:] / 2)
             largest = float(middles[counts > 0].max())
             sizes["largest"][row] = largest
@@ -280,7 +168,7 @@ def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
 
 
 def _draw_ridge(
-    title: str, names: list[str], parts: list[Floats], axis: Scale, value: str, notes: list[str], marked: list[int]
+    title: str, names: list[str], parts: Floats, axis: Scale, value: str, notes: list[str], marked: list[int]
 ) -> Image:
     distance = int(np.clip(300 // len(names), 14, 34))
     left, head = rows_room(names), round(distance * (_OVERLAP - 1))
@@ -333,7 +221,7 @@ def histogram_over_time(
     Args:
         steps: The steps in ascending order, ``[steps]``.
         histograms: One :class:`~lightning_recorder.reductions.Histogram` per step, or counts of the fixed bins,
-            ``[steps, 2048]``; see ``ExponentHistogram``.
+            ``[steps, 2048]``; see ``ExponentHistogram``. Or :class:`Bins`, which takes less time.
         title: The title of the image.
         value: The name of the values, with a unit if they have one.
         findings: The findings about the layer. Their first steps are marked with red lines.
@@ -345,15 +233,15 @@ def histogram_over_time(
         ArgumentError: If the numbers of histograms and steps differ, or if the steps do not ascend.
     """
     steps = checked_steps(steps)
-    found = to_histograms(histograms)
-    if len(found) != len(steps):
-        raise ArgumentError(f"histograms must be one for each of the {len(steps)} steps, got {len(found)}")
+    found = histograms if isinstance(histograms, Bins) else bins_of(to_histograms(histograms))
+    if len(found.counts) != len(steps):
+        raise ArgumentError(f"histograms must be one for each of the {len(steps)} steps, got {len(found.counts)}")
     axis = value_axis(found)
     if axis is None:
         return blank(title, "no finite value was recorded")
     edges = edges_along(axis, _BINS)
     columns = columns_of(steps)
-    each = np.stack([shares(histogram, edges) for histogram in found], axis=1)
+    each = np.ascontiguousarray(shares(found, edges).T)
     cells = np.stack([_mean(each[:, run]) for run in columns], axis=1)
     return _draw_over_time(title, value, cells[::-1], columns, axis, (findings, steps))
 

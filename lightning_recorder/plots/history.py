@@ -21,6 +21,7 @@ from lightning_recorder.plots.frame import FoundAt, places_of
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
+from lightning_recorder.plots.rebinning import Bins, bins_of_counts
 from lightning_recorder.reductions import SCALAR_STATISTICS, SparseCounts
 from lightning_recorder.reductions.histogram import Histogram
 
@@ -249,8 +250,12 @@ class History:
         Raises:
             ArgumentError: If no counts over time are kept for the site.
         """
-        found = [self._counts.get(step, {}).get(site) for step in self.count_steps(site).tolist()]
-        return np.stack([_NONE if each is None else each.dense() for each in found])
+        over_time = [self._counts.get(step, {}).get(site) for step in self.count_steps(site).tolist()]
+        counts = np.zeros((len(over_time), BINS), dtype=np.int64)
+        for row, found in enumerate(over_time):
+            if found is not None:
+                counts[row, found.where] = found.counts
+        return counts
 
     def count_steps(self, site: Hashable) -> NDArray[np.int64]:
         """Return the steps of :meth:`counts`: all :attr:`steps`, less those dropped to save memory, ``[count_steps]``.
@@ -271,9 +276,6 @@ class History:
     def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
         """Return the latest counts of each site that has any, ``[2048]``."""
         return {site: self._latest[site].dense() for site in self._rows if site in self._latest}
-
-
-_NONE: NDArray[np.int64] = np.zeros(BINS, dtype=np.int64)
 
 
 def _counts(bins: Tensor | NDArray[np.int64]) -> _Counts:
@@ -426,11 +428,10 @@ def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
     }
 
 
-def _over_time(history: History, site: Hashable) -> list[Histogram]:
-    row = history.sites.index(site)
-    columns = np.searchsorted(history.steps, history.count_steps(site))
+def _over_time(history: History, site: Hashable) -> Bins:
+    row, columns = history.sites.index(site), np.searchsorted(history.steps, history.count_steps(site))
     low, high = (ends[row, columns] for ends in _ends(history))
-    return [histogram_of(*each) for each in zip(history.counts(site), low, high, strict=True)]
+    return bins_of_counts(history.counts(site), low, high)
 
 
 def _flow(history: History, names: list[str], group: str, degrees: Floats) -> Image:

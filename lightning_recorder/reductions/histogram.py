@@ -17,7 +17,7 @@ from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.values import Values, count_bins
 
-__all__ = ["EDGES", "ExponentHistogram", "Histogram", "between_edges", "quantiles_of"]
+__all__ = ["EDGES", "ExponentHistogram", "Histogram", "between_edges", "in_order", "quantiles_of"]
 
 _HALF = BINS // 2
 
@@ -35,6 +35,20 @@ _HIGH: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[-2::-1], _MAGNITUDES[1
 _LOW[FINITE_BINS - 1] = _HIGH[FINITE_BINS] = 0.0
 
 
+def in_order(counts: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the counts between adjacent :data:`EDGES`, ``[..., k]`` int64.
+
+    Zeros and subnormal values (below 1.2e-38) share one bin: the first octave of both signs.
+
+    Args:
+        counts: The counts of one or more ``ExponentHistogram``, ``[..., 2048]``.
+    """
+    counts = counts.astype(np.int64, copy=False)
+    positive, negative = (counts[..., half : half + FINITE_BINS] for half in (0, _HALF))
+    center = sum(half[..., :BINS_PER_OCTAVE].sum(axis=-1, keepdims=True) for half in (positive, negative))
+    return np.concatenate((negative[..., : BINS_PER_OCTAVE - 1 : -1], center, positive[..., BINS_PER_OCTAVE:]), axis=-1)
+
+
 def between_edges(
     counts: NDArray[np.float64] | NDArray[np.int64],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -46,11 +60,7 @@ def between_edges(
     Args:
         counts: The counts of an ``ExponentHistogram``, ``[2048]``.
     """
-    counts = counts.astype(np.int64, copy=False)
-    # Merge the first octave of both signs, which holds zero and the subnormals (below 1.2e-38), into one bin.
-    center = counts[:BINS_PER_OCTAVE].sum() + counts[_HALF : _HALF + BINS_PER_OCTAVE].sum()
-    positive, negative = (counts[half : half + FINITE_BINS][BINS_PER_OCTAVE:] for half in (0, _HALF))
-    bins = np.concatenate((negative[::-1], [center], positive))
+    bins = in_order(counts)
     occupied = bins.nonzero()[0]
     if not len(occupied):
         return np.array([0.0, 0.0]), np.zeros(1, dtype=np.int64)

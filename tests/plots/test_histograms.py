@@ -10,20 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.plots import histogram_over_time, ridge
 from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.frame import VIRIDIS
-from lightning_recorder.plots.histograms import (
-    _curve,
-    edges_along,
-    histogram_of,
-    rebin,
-    shares,
-    to_histograms,
-    value_axis,
-)
+from lightning_recorder.plots.histograms import _curve, histogram_of, to_histograms
+from lightning_recorder.plots.rebinning import bins_of, bins_of_counts, edges_along, rebin, shares, value_axis
 from lightning_recorder.reductions import Histogram, Statistics
 from tests.plots.pixels import data_in, names_of, place_of
 
@@ -32,12 +26,17 @@ def histogram(edges: list[float], counts: list[int]) -> Histogram:
     return Histogram(np.array(edges), np.array(counts), edges[0], edges[-1], 0.0, 0.0)
 
 
-def measured(values: torch.Tensor) -> Histogram:
-    """Return the histogram of values as recorded, with its exact range."""
+def measured_counts(values: torch.Tensor) -> tuple[NDArray[np.int64], float, float]:
+    """Return the counts of the fixed bins of values as recorded, with their exact range."""
     statistics = Statistics()
     statistics.update(values)
     found = statistics.compute()
-    return histogram_of(found["histogram"].numpy(), float(found["min"]), float(found["max"]))
+    return found["histogram"].numpy(), float(found["min"]), float(found["max"])
+
+
+def measured(values: torch.Tensor) -> Histogram:
+    """Return the histogram of values as recorded, with its exact range."""
+    return histogram_of(*measured_counts(values))
 
 
 def slow(edges: list[float], counts: list[int], others: list[float]) -> list[Fraction]:
@@ -64,7 +63,7 @@ def test_counts_are_those_of_a_slow_reference(data: st.DataObject) -> None:
     """Rebinned counts equal a slow reference, and their sum is exactly the count."""
     edges, others = data.draw(ascending(2)), data.draw(ascending(2))
     counts = data.draw(st.lists(st.integers(0, 10**9), min_size=len(edges) - 1, max_size=len(edges) - 1))
-    found = rebin(histogram(edges, counts), np.array(others))
+    (found,) = rebin(bins_of([histogram(edges, counts)]), np.array(others))
     expected = slow(edges, counts, others)
     assert found.tolist() == pytest.approx([float(each) for each in expected], abs=1e-3, rel=1e-9)
     assert sum(map(Fraction, found.tolist())) == sum(counts)
@@ -73,34 +72,50 @@ def test_counts_are_those_of_a_slow_reference(data: st.DataObject) -> None:
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_no_value_is_lost_or_made(values: list[float]) -> None:
     """For any values, the rebinned counts on the chosen axis sum exactly to the number of values."""
-    found = measured(torch.tensor(values))
-    axis = value_axis([found])
+    found = bins_of([measured(torch.tensor(values))])
+    axis = value_axis(found)
     assert axis is not None
-    inside = rebin(found, edges_along(axis, 145))
+    (inside,) = rebin(found, edges_along(axis, 145))
     assert (inside >= 0).all()
     assert inside.sum() == len(values)
 
 
+@given(
+    st.lists(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=20), min_size=1, max_size=5)
+)
+def test_all_at_once_are_as_one_at_a_time(tensors: list[list[float]]) -> None:
+    """Histograms of fixed bins as one array have bit for bit the axis and the shares of each one by itself."""
+    each = [measured_counts(torch.tensor(values)) for values in tensors]
+    counts, low, high = (np.array(part) for part in zip(*each, strict=True))
+    together, apart = bins_of_counts(counts, low, high), [histogram_of(*one) for one in each]
+    axis = value_axis(together)
+    assert axis == value_axis(bins_of(apart))
+    if axis is not None:
+        edges = edges_along(axis, 145)
+        found = [shares(bins_of([one]), edges)[0] for one in apart]
+        assert np.array_equal(shares(together, edges), found, equal_nan=True)
+
+
 def test_finer_edges_keep_every_bin() -> None:
     """If the new edges include the old ones, the counts between old edges are unchanged."""
-    found = rebin(histogram([0.0, 1.0, 4.0], [5, 7]), np.array([0.0, 0.5, 1.0, 2.0, 4.0]))
+    (found,) = rebin(bins_of([histogram([0.0, 1.0, 4.0], [5, 7])]), np.array([0.0, 0.5, 1.0, 2.0, 4.0]))
     assert found[:2].sum() == 5
     assert found[2:].sum() == 7
 
 
 def test_equal_values_lie_in_one_bin() -> None:
     """A constant, whose bin has zero width, is counted entirely in the bin that contains it."""
-    found = rebin(measured(torch.full((9,), 2.5)), np.array([0.0, 2.0, 3.0, 4.0]))
+    (found,) = rebin(bins_of([measured(torch.full((9,), 2.5))]), np.array([0.0, 2.0, 3.0, 4.0]))
     assert found.tolist() == [0.0, 9.0, 0.0]
 
 
 def test_zeros_lie_in_the_middle_bin_of_a_symmetric_axis() -> None:
     """If half of the values are 0, the middle bin of a symmetric linear axis contains at least that half."""
     values = torch.cat((torch.zeros(50), torch.linspace(-1, 1, 50)))
-    found = measured(values)
-    axis = value_axis([found])
+    found = bins_of([measured(values)])
+    axis = value_axis(found)
     assert axis == Scale("linear", -1.0, 1.0)
-    parts = shares(found, edges_along(axis, 145))
+    (parts,) = shares(found, edges_along(axis, 145))
     assert parts.argmax() == 72
     assert parts[72] >= 0.5
 
@@ -129,13 +144,13 @@ def test_what_is_no_histogram_is_refused(wrong: object) -> None:
 
 def test_an_axis_holds_all_values() -> None:
     """The axis spans the smallest to the largest value, and is None if there are no values."""
-    assert value_axis([histogram([1.0, 2.0], [3]), histogram([5.0, 6.0], [3])]) == Scale("linear", 1.0, 6.0)
-    assert value_axis([histogram([0.0, 1.0], [0])]) is None
+    assert value_axis(bins_of([histogram([1.0, 2.0], [3]), histogram([5.0, 6.0], [3])])) == Scale("linear", 1.0, 6.0)
+    assert value_axis(bins_of([histogram([0.0, 1.0], [0])])) is None
 
 
 def test_an_axis_over_magnitudes_is_symlog() -> None:
     """For spreads from 1 down to 1e-4, the axis is linear over the narrowest histogram and logarithmic beyond."""
-    axis = value_axis([histogram([-(10.0**-power), 10.0**-power], [100]) for power in range(5)])
+    axis = value_axis(bins_of([histogram([-(10.0**-power), 10.0**-power], [100]) for power in range(5)]))
     assert axis == Scale("symlog", -1.0, 1.0, 1e-4)
 
 

@@ -1,0 +1,163 @@
+"""Histograms with any edges as arrays: their common axis, and their counts between common edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.plots.axes import Floats, Scale, value_scale
+from lightning_recorder.reductions.histogram import EDGES, Histogram, in_order
+
+__all__ = ["Bins", "bins_of", "bins_of_counts", "edges_along", "limits_of", "rebin", "shares", "value_axis"]
+
+_LARGEST = 1.7e308
+_SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
+
+
+def limits_of(histogram: Histogram) -> Floats:
+    """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
+    low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
+    high = histogram.max if math.isfinite(histogram.max) else _LARGEST
+    edges = histogram.edges
+    if not np.isfinite(edges).all():
+        edges = np.nan_to_num(edges, nan=0.0)
+    limits = np.minimum(np.maximum(edges, max(low, -_LARGEST)), min(high, _LARGEST))
+    limits[np.abs(limits) < _SMALLEST] = 0.0
+    return limits
+
+
+class Bins(NamedTuple):
+    """Histograms as arrays, so that one call computes something for all of them.
+
+    A histogram with fewer bins than another has empty bins of zero width.
+    """
+
+    limits: Floats
+    """The edges of the bins in ascending order, all finite, ``[n, k + 1]``."""
+    counts: Floats
+    """The counts, ``[n, k]`` float64."""
+
+    @property
+    def totals(self) -> Floats:
+        """The number of values of each histogram, ``[n]``."""
+        found: Floats = self.counts.sum(axis=1)
+        return found
+
+
+def bins_of(histograms: Sequence[Histogram]) -> Bins:
+    """Return histograms with any edges as arrays."""
+    width = max((len(each.counts) for each in histograms), default=0)
+    limits, counts = np.zeros((len(histograms), width + 1)), np.zeros((len(histograms), width))
+    for row, each in enumerate(histograms):
+        used = len(each.counts)
+        limits[row, : used + 1] = limits_of(each)
+        limits[row, used + 1 :] = limits[row, used]
+        counts[row, :used] = each.counts
+    return Bins(limits, counts)
+
+
+def bins_of_counts(counts: NDArray[np.int64], low: Floats, high: Floats) -> Bins:
+    """Return counts of the fixed bins as arrays, each histogram clipped to its range.
+
+    Args:
+        counts: The counts, ``[n, 2048]``.
+        low: The smallest value of each histogram, ``[n]``; NaN if it is unknown.
+        high: The largest value of each histogram, ``[n]``; NaN if it is unknown.
+    """
+    bins = in_order(counts)
+    occupied = bins != 0
+    used = np.flatnonzero(occupied.any(axis=0))
+    if not len(used):
+        return Bins(np.zeros((len(counts), 2)), np.zeros((len(counts), 1)))
+    span = slice(used[0], used[-1] + 1)
+    bins, occupied, edges = bins[:, span], occupied[:, span], EDGES[used[0] : used[-1] + 2]
+    # The bins outside a histogram get zero width.
+    first, end = occupied.argmax(axis=1), occupied.shape[1] - occupied[:, ::-1].argmax(axis=1)
+    low = np.fmax(np.where(np.isfinite(low), low, math.nan), edges[first])
+    high = np.fmin(np.where(np.isfinite(high), high, math.nan), edges[end])
+    limits = np.minimum(np.maximum(edges, low[:, None]), high[:, None])
+    limits[np.abs(limits) < _SMALLEST] = 0.0
+    return Bins(limits, bins.astype(np.float64))
+
+
+def rebin(found: Bins, edges: Floats) -> Floats:
+    """Return the counts between other edges, ``[n, k]`` float64; their sums are exactly the numbers of values.
+
+    The position of a value within its bin is unknown, so a bin that contains an edge is divided in proportion to the
+    widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
+    edges are counted in the first or the last bin.
+
+    Args:
+        found: The original histograms.
+        edges: The new edges in ascending order, ``[k + 1]``.
+
+    Example:
+        >>> two = bins_of([Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)])
+        >>> rebin(two, np.array([0.0, 2.0, 4.0])).tolist()
+        [[6.0, 1.0]]
+    """
+    limits, counts = found
+    flat = limits[:, 1:] <= limits[:, :-1]
+    inside = np.zeros((len(counts), len(edges) - 1))
+    rows, bins = np.nonzero(flat & (counts > 0))
+    where = np.clip(np.searchsorted(edges, limits[rows, bins], side="right") - 1, 0, inside.shape[1] - 1)
+    np.add.at(inside, (rows, where), counts[rows, bins])
+    # The number of values below each edge, rounded to a multiple of a power of two, so that all later sums are exact.
+    below = np.zeros(limits.shape)
+    np.cumsum(np.where(flat, 0.0, counts), axis=1, out=below[:, 1:])
+    totals = below[:, -1].tolist()
+    # Computed in halves, because the difference of two float64 may overflow.
+    halves, places = limits / 2, edges[1:-1] / 2
+    reached = np.zeros((len(counts), len(edges)))
+    for row, total in enumerate(totals):
+        part = 2.0 ** (51 - math.ceil(math.log2(max(total, 1.0))))
+        reached[row, 1:-1] = np.rint(np.interp(places, halves[row], below[row], left=0.0, right=total) * part) / part
+    reached[:, -1] = totals
+    return inside + np.diff(reached)
+
+
+def value_axis(found: Bins) -> Scale | None:
+    """Return an axis that contains all values of the histograms; ``None`` if there are no values.
+
+    The axis is linear, unless 90 % of the values of a narrow histogram would take less than a fiftieth of it.
+    """
+    filled = found.totals > 0
+    if not filled.any():
+        return None
+    found = Bins(found.limits[filled], found.counts[filled])
+    low, high = float(found.limits[:, 0].min()), float(found.limits[:, -1].max())
+    spreads = _spreads(found)
+    spreads = spreads[(spreads > 0) & (spreads < math.inf)]
+    if low < 0 < high and -low > high / 3 and high > -low / 3:
+        low, high = -max(-low, high), max(-low, high)
+    return value_scale(low, high, float(np.quantile(spreads, 0.1)) if len(spreads) else 0.0)
+
+
+def _spreads(found: Bins) -> Floats:
+    """Return the width of the range that contains 90 % of the nonzero values of each histogram, ``[n]``."""
+    limits, counts = found
+    with np.errstate(over="ignore"):
+        # If most values are 0, the others determine the spread.
+        around_zero = (limits[:, :-1] <= 0) & (limits[:, 1:] >= 0) & (np.diff(limits) < 1e-30)
+        below = np.cumsum(np.where(around_zero, 0.0, counts), axis=1)
+        total = below[:, -1]
+        first, last = ((below < share * total[:, None]).sum(axis=1) for share in (0.05, 0.95))
+        rows = np.arange(len(counts))
+        return np.where(total > 0, limits[rows, last + 1] - limits[rows, first], 0.0)
+
+
+def edges_along(axis: Scale, bins: int) -> Floats:
+    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin centre."""
+    edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
+    edges[0], edges[-1] = axis.low, axis.high
+    return np.maximum.accumulate(edges)
+
+
+def shares(found: Bins, edges: Floats) -> Floats:
+    """Return the fractions of the values between adjacent edges, ``[n, k]``; NaN if a histogram is empty."""
+    totals = found.totals[:, None]
+    return rebin(found, edges) / np.where(totals > 0, totals, math.nan)
