@@ -389,7 +389,8 @@ def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
     device = norms[0].device
     if on_host and device.type == "cpu":  # takes half the time of the two kernels below
         return math.sqrt(sum([value * value for value in map(float, norms)]))
-    return torch.linalg.vector_norm(torch.stack([each.to(device, torch.float32) for each in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([each.to(device, torch.float32) for each in norms]))
+    return total
 
 
 def _has_bad_gradient(reading: Reading) -> bool:
