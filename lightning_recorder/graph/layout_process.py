@@ -28,6 +28,9 @@ _PART = re.compile(
 _COLUMN = re.compile(r"subgraph cluster_column_(?P<call>\d+)_")
 _DETOUR = re.compile(r"((?P<top>top_\w+) -> bottom_\w+ \[[^\]]*weight=)\d+")
 _HEADS = re.compile(r"(?:top_(?P<call>\d+)_\d+|top_\d+) -> (?P<next>top_\w+) \[style=invis\]")
+_ENDS = re.compile(r"^\s*(?:top_(\d+)_\d+ -> n\d+|n\d+ -> bottom_(\d+)_\d+) \[style=invis weight=8\]\n", re.MULTILINE)
+# The number of equal edges to the heads and ends of columns that outweigh the edges which cross the columns.
+_STRONG = 20
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
@@ -136,11 +139,12 @@ def with_columns_in_order(renderer: str, source: str, layout: Any) -> tuple[str,
     """Return a document, and its layout, in which each column is to the right of the one before, if dot succeeds.
 
     dot orders columns by the edges that cross, more than by the order of the nodes at their heads. It is left more
-    choice if the lines that are led around need not be straight, and still more without the frames of the columns.
+    choice if the lines that are led around need not be straight, and still more without the frames of the columns. At
+    last, the edges between the columns and their heads outweigh those that cross.
     """
     calls = calls_with_reversed_columns(layout)
     bent = with_bent_detours(source, calls)
-    for other in (bent, without_column_frames(bent, calls)) if calls else ():
+    for other in (bent, without_column_frames(bent, calls), with_strong_ends(bent, calls)) if calls else ():
         changed = json.loads(draw(renderer, other, ["json0"])[0])
         # For some graphs, dot then finds no way for an edge.
         complete = all("pos" in edge for edge in changed.get("edges", ()))
@@ -171,6 +175,11 @@ def with_bent_detours(source: str, calls: Container[str]) -> str:
         if call in calls:
             bent.add(heads["next"])
     return _DETOUR.sub(lambda part: f"{part[1]}1" if part["top"] in bent else part[0], source)
+
+
+def with_strong_ends(source: str, calls: Container[str]) -> str:
+    """Return the document in which the edges at both ends of the columns of some calls are repeated."""
+    return _ENDS.sub(lambda part: part[0] * (_STRONG if (part[1] or part[2]) in calls else 1), source)
 
 
 def without_column_frames(source: str, calls: Container[str]) -> str:

@@ -11,6 +11,7 @@ from lightning_recorder.graph.layout_process import (
     place,
     points_of,
     with_bent_detours,
+    with_strong_ends,
     without_column_frames,
 )
 
@@ -89,3 +90,14 @@ def test_only_the_lines_around_reversed_columns_may_bend() -> None:
     lines = [f"top_{number} -> bottom_{number} [dir=none weight=50]" for number in (41, 42, 51)]
     expected = [*(line.replace("50", "1") for line in lines[:2]), lines[2]]
     assert with_bent_detours(" ".join([row, *lines]), {"3"}) == " ".join([row, *expected])
+
+
+def test_only_the_ends_of_reversed_columns_are_strong() -> None:
+    """The edges at both ends of the columns of a call are repeated, but not those into or out of the call."""
+    ends = ["top_3_0 -> n5", "n9 -> bottom_3_1"]
+    others = ["top_7_0 -> n6", "n2 -> top_3_0", "bottom_3_1 -> n12"]
+    source = "".join(f"\t{each} [style=invis weight=8]\n" for each in [*ends, *others])
+    strong = with_strong_ends(source, {"3"})
+    numbers = [strong.count(f"\t{each} [") for each in [*ends, *others]]
+    assert numbers[0] == numbers[1] > 1
+    assert numbers[2:] == [1, 1, 1]
