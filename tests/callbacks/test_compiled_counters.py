@@ -13,7 +13,8 @@ import pytest
 
 from lightning_recorder import MemorySink
 from tests.callbacks.models import hooks_left
-from tests.callbacks.test_compiled_inside import NETS, _fresh, compilations, recorders, stacked, train
+from tests.callbacks.test_compiled import _fresh
+from tests.callbacks.test_compiled_inside import NETS, compilations, recorders, stacked, train
 from tests.callbacks.test_noninterference import assert_same
 
 # Torch reads .grad of tensors that are not leaves while it traces, and ignores the warning.
@@ -67,6 +68,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 
 from lightning_recorder import MemorySink
+from tests.callbacks.test_compiled import _fresh
 from tests.callbacks.test_compiled_inside import recorders, stacked, train
 
 model = stacked("regional", "inductor")
