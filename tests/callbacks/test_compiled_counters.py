@@ -68,6 +68,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 
 from lightning_recorder import MemorySink
+from tests.callbacks.test_compiled import _fresh
 from tests.callbacks.test_compiled_inside import recorders, stacked, train
 
 model = stacked("regional", "inductor")
