@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import nn
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.page import page_data, page_html
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import WATCH, RecordWriter, SiteRecord, open_recording, records_path
+from tests.benchmarks.page import model
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.commands.console import run as command
 from tests.page.test_data import written
@@ -270,6 +272,9 @@ UNREADABLE = """() => {
     if (style.overflowX === "hidden" && each.scrollWidth > each.clientWidth) wrong.push(`${text} is cut`);
     const box = each.closest("g.node")?.querySelector("rect"), width = (one) => one.getBoundingClientRect().width;
     if (box && width(each) > width(box)) wrong.push(`${text} is wider than its box`);
+    const sign = each.closest("g")?.querySelector(".sign");
+    if (sign && each.getBoundingClientRect().right > sign.getBoundingClientRect().left + 1 && each.matches(".title"))
+      wrong.push(`${text} is under the sign`);
   }
   const places = ".page header > *, .page header span, .page td, .page th, .page .bar > *";
   for (const each of document.querySelectorAll(places))
@@ -355,6 +360,76 @@ def test_the_labels_of_the_strip(layers: int, labels: int | None, page: Page, tm
     assert {"layers.0", "layers.20", f"layers.{layers - 1}"} <= set(names)
     tops = sorted(float(box["y"]) for each in shown.all() if (box := each.bounding_box()) is not None)
     assert min(after - before for before, after in pairwise(tops)) > 13
+
+
+def test_alike_modules_are_listed_once(page: Page, tmp_path: Path) -> None:
+    """Modules that were never called and differ only in their numbers are one entry, and the list is not cut."""
+    path = graph_of(tmp_path, named(part=nn.ReLU()), torch.ones(1, 2))
+    file = tmp_path / "recorder" / "graph.json"
+    graph = json.loads(file.read_text())
+    blocks = [
+        f"transformer.h.{each}.attention.self_attention.{part}" for each in range(12) for part in ("drop", "norm")
+    ]
+    graph["unused"]["modules"] = ["spare", *blocks]
+    file.write_text(json.dumps(graph))
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    writer.write({"step": 0}, [SiteRecord("part", "out", {"rms": 1.0})])
+    open_recording(tmp_path).page(path)
+    opened(page, path)
+    inside = "transformer.h.*.attention.self_attention"
+    assert page.locator(".never").inner_text() == f"Never called: spare, {inside}.drop ×12, {inside}.norm ×12"
+    assert page.evaluate(UNREADABLE) == []
+
+
+def named(**parts: nn.Module) -> nn.Sequential:
+    """Return a sequence of named parts."""
+    return nn.Sequential(OrderedDict(parts))
+
+
+def graph_of(folder: Path, net: nn.Module, batch: torch.Tensor) -> Path:
+    """Write the page of a run that recorded the graph of a model and the loss of 20 steps."""
+    writer = RecordWriter(records_path(folder / "recorder", WATCH))
+    writer.begin(label=WATCH, group=WATCH)
+    for step in range(20):
+        writer.write({"step": step}, [SiteRecord("loss", "", {"value": 1.0 / (1 + step)})])
+    graph = capture_graph(net, batch)
+    (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    open_recording(folder).page(folder / "page.html")
+    return folder / "page.html"
+
+
+def test_a_long_title_has_room(page: Page, tmp_path: Path) -> None:
+    """The sign that opens or closes a module is beside its title, however narrow the contents are."""
+    name = "discriminator_of_the_generated_images"
+    path = graph_of(tmp_path, named(**{name: nn.Sequential(nn.ReLU(), nn.Tanh())}), torch.ones(1, 2))
+    opened(page, path, "#tab=graph")
+    for kind in ("frame", "node"):
+        box = page.locator(f"g.{kind}", has=page.locator("text.title", has_text=name))
+        expect(box).to_have_count(1)
+        assert page.evaluate(UNREADABLE) == []
+        box.locator(".sign").click()
+
+
+@pytest.mark.parametrize(("layers", "most"), [(15, 60), (60, 24)])
+def test_a_graph_opens_with_few_boxes(page: Page, tmp_path: Path, layers: int, most: int) -> None:
+    """At first, at most 60 boxes are shown, and 24 of a model of more than 300 nodes; the others are inside them."""
+    path = graph_of(tmp_path, model(layers, 5), torch.ones(2, 4))
+    opened(page, path, "#tab=graph")
+    page.locator("g.node").first.wait_for()
+    assert 1 < page.locator("g.node").count() <= most
+
+
+def test_the_steps_of_a_chart_are_whole(page: Page, tmp_path: Path) -> None:
+    """The marks of the axis of steps are whole numbers, even of a short run on a wide screen."""
+    path = graph_of(tmp_path, named(part=nn.ReLU()), torch.ones(1, 2))
+    page.set_viewport_size({"width": 2560, "height": 1440})
+    opened(page, path)
+    marks = page.locator("[data-steps]").first.get_attribute("data-steps")
+    page.set_viewport_size({"width": 1400, "height": 900})
+    assert marks is not None
+    assert len(marks.split()) > 5
+    assert all(float(each).is_integer() for each in marks.split())
 
 
 def test_the_axis_of_the_strip(page: Page, tmp_path: Path) -> None:

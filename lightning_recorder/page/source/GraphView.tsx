@@ -62,7 +62,7 @@ export function GraphView(props: {
     const bad = boxes.find((each) => each.nodes.some((node) => [node, ...tree.below(node)].some((inner) => inner.kind === "module" && props.sick.has(inner.name))));
     const place = placed.places.get((bad ?? boxes[0])?.id ?? "");
     const middle = (size: number, room: number, at: number): number => size * zoom < room - 20 ? (room - size * zoom) / 2 : Math.min(15, Math.max(room - 15 - size * zoom, room / 2 - at * zoom));
-    setAt({ zoom, x: middle(placed.width, width, place ? place.x + place.width / 2 : 0), y: placed.height * zoom < height - 20 ? 15 : middle(placed.height, height, bad && place ? place.y : 0) });
+    setAt({ zoom, x: middle(placed.width, width, place ? place.x + place.width / 2 : 0), y: !props.sideways && placed.height * zoom < height - 20 ? 15 : middle(placed.height, height, bad && place ? place.y : 0) });
   };
 
   const toggle = (box: Box, node: NodeData): void => {

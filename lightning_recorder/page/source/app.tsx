@@ -253,14 +253,14 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
   return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
-/** Names that differ only in their numbers as one, such as "h.*.dropout ×12". */
+/** The names, joined where they differ only in their numbers, as `h.*.drop ×12`. */
 function alike(names: string[]): string[] {
   const groups = new Map<string, string[]>();
-  for (const each of names) {
-    const key = each.replace(/(?<=\.|^)\d+(?=\.|$)/g, "*");
-    groups.set(key, [...(groups.get(key) ?? []), each]);
+  for (const name of names) {
+    const pattern = name.replace(/(?<![^.])\d+(?=\.)/g, "*");
+    groups.set(pattern, [...groups.get(pattern) ?? [], name]);
   }
-  return [...groups].map(([key, group]) => group.length > 1 ? `${key} ×${group.length}` : group[0]!);
+  return [...groups].map(([pattern, group]) => group.length === 1 ? group[0]! : `${pattern} ×${group.length}`);
 }
 
 const LEAST_GRAPH = 170;  // pixels
@@ -274,7 +274,7 @@ function Overview(props: {
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [room, setRoom] = useState(0);
-  const never = alike(run.data.graph?.unused ?? []);
+  const never = useMemo(() => alike(run.data.graph?.unused ?? []), [run]);
   const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
@@ -309,7 +309,7 @@ function Overview(props: {
           <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300}
             onPick={(layer, step) => change({ layer, step })} />
         </div>
-        {never.length > 0 && <p class="never"><b>Never called:</b> {never.slice(0, MOST_NEVER).join(", ")}{never.length > MOST_NEVER && ` and ${never.length - MOST_NEVER} more`}</p>}
+        {never.length > 0 && <p class="never"><b>Never called:</b> {never.slice(0, MOST_NEVER).join(", ")}{never.length > MOST_NEVER && `, and ${never.length - MOST_NEVER} more`}</p>}
         {props.graph && free >= LEAST_GRAPH && <div class="beneath" style={{ height: `${free}px` }}>{props.graph}</div>}
       </>}
     </section>

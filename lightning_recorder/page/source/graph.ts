@@ -20,6 +20,9 @@ export interface Layout { width: number; height: number; places: Map<string, Pla
 const LEAST_GROUP = 3;
 export const CELL = 11;
 export const CELLS = 16;  // in a row
+const SIGN = 16;  // pixels for the sign that opens or closes a box
+const TITLE = "600 12px sans-serif";
+const ZERO = 7;  // points of a zero in the 14 points of the font of Graphviz
 
 export class Tree {
   readonly byId = new Map<number, NodeData>();
@@ -92,7 +95,7 @@ function textWidth(text: string, font: string): number { canvas.font = font; ret
 
 export function shortName(name: string): string { return name.slice(name.lastIndexOf(".") + 1); }
 
-function box(id: string, nodes: NodeData[], open: boolean, root: boolean, graph: GraphData): Box {
+function box(id: string, nodes: NodeData[], open: boolean, root: boolean, hasParts: boolean, graph: GraphData): Box {
   const first = nodes[0]!, last = nodes[nodes.length - 1]!;
   const call = (first.call ?? 1) > 1 ? ` (call ${first.call})` : "";
   let title = root ? graph.title : first.kind === "module" || first.kind === "parameter" || first.kind === "buffer"
@@ -102,7 +105,9 @@ function box(id: string, nodes: NodeData[], open: boolean, root: boolean, graph:
   const shape = tensors.length ? tensors[0]!.split(" ")[0]! + (tensors.length > 1 ? ` +${tensors.length - 1}` : "") : "";
   const detail = [first.type_name, shape].filter(Boolean).join(" · ");
   const cells = nodes.length > 1 ? Math.ceil(nodes.length / CELLS) : 0;
-  const width = Math.max(textWidth(title, "600 12px sans-serif"), textWidth(detail, "11px sans-serif"),
+  // The title is in the middle, so the sign at the right takes its room on both sides.
+  const sign = hasParts && nodes.length === 1 ? 2 * SIGN : 0;
+  const width = Math.max(textWidth(title, TITLE) + sign, textWidth(detail, "11px sans-serif"),
     Math.min(nodes.length > 1 ? nodes.length : 0, CELLS) * CELL, 30) + 22;
   return { id, nodes, open, children: [], title, detail, width, height: (detail ? 38 : 24) + cells * (CELL + 1) + (cells ? 4 : 0) };
 }
@@ -118,7 +123,7 @@ export function view(tree: Tree, open: Set<number>): View {
   const build = (nodes: NodeData[]): Box => {
     const first = nodes[0]!, isRoot = first === tree.root;
     const isOpen = nodes.length === 1 && open.has(first.id) && tree.inside(first).length > 0;
-    const made = box(`n${first.id}`, nodes, isOpen, isRoot, tree.data);
+    const made = box(`n${first.id}`, nodes, isOpen, isRoot, !isRoot && tree.inside(first).length > 0, tree.data);
     boxes.set(made.id, made);
     if (isOpen) { owner.set(first.id, made.id); made.children = tree.parts(first, open).map(build); }
     else for (const node of nodes) claim(node, made.id);
@@ -183,6 +188,9 @@ export function united(one: GraphData, other: GraphData): { graph: GraphData; ch
 let engine: Promise<Graphviz> | null = null;
 export function graphviz(): Promise<Graphviz> { return engine ??= Graphviz.load(); }
 
+/** Zeros as wide as a text that the page writes itself. */
+function zeros(width: number): string { return "0".repeat(Math.ceil(width / ZERO)); }
+
 /** Place the boxes with Graphviz. No name from the model gets into the document, only numbers and sizes. */
 export async function layout(shown: View, sideways = false, shapes = false): Promise<Layout> {
   const text: string[] = [
@@ -191,7 +199,7 @@ export async function layout(shown: View, sideways = false, shapes = false): Pro
   ];
   const write = (each: Box): void => {
     if (each.open && each.children.length) {
-      text.push(`subgraph cluster_${each.id} { margin=10 label="x" labeljust=l fontsize=14`);
+      text.push(`subgraph cluster_${each.id} { margin=10 label="${zeros(textWidth(each.title, TITLE) + 2 * SIGN)}" labeljust=l fontsize=14`);
       each.children.forEach(write);
       text.push("}");
     } else text.push(`${each.id} [width=${(each.width / 72).toFixed(3)} height=${(each.height / 72).toFixed(3)}]`);
