@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.outputs import write_receipt
+from lightning_recorder.reductions.user import UserReduction
 from lightning_recorder.schedule import Sampling
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "say_compiled",
     "say_ran_eagerly",
     "warn_of_eager_memory",
+    "warn_of_unmerged",
     "why_no_due_validation",
     "why_no_files",
     "why_no_step",
@@ -177,6 +179,17 @@ def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Coll
             write_receipt(directory, label, {"step": step, "ran_eagerly": list(names)})
         except OSError as error:
             warn(f"{name} could not write its receipt: {describe_error(error)}")
+
+
+def warn_of_unmerged(name: str, extra: Iterable[object]) -> None:
+    """Warn about extra reductions whose results cannot be merged across ranks."""
+    alone = [each for each in extra if isinstance(each, UserReduction) and not each.is_mergeable]
+    if alone:
+        warn(
+            f"{name} records the results of {', '.join(map(repr, alone))} for rank 0 only, because they cannot be "
+            "merged across ranks. Results of a Reduction, of a torchmetrics.Metric without inner metrics, and of "
+            "torch.add, torch.mul, torch.maximum or torch.minimum are merged."
+        )
 
 
 def warn_of_eager_memory(pl_module: LightningModule, name: str) -> None:

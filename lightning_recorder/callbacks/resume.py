@@ -1,4 +1,4 @@
-"""Statistics that are saved in checkpoints, and dumps beside them."""
+"""The recorders of a run, their state in checkpoints, and dumps beside checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs import Event, RecordPipeline, SinkFormatter, StatisticsDumps, check_dumps
 from lightning_recorder.schedule import Reduce
 from lightning_recorder.selection import Selection
-from lightning_recorder.statistics import RunRecorder
+from lightning_recorder.statistics import RankMergingRecorder, RunRecorder
 from lightning_recorder.taps import Site
 
 __all__ = ["ResumeState", "ResumingCallback"]
@@ -112,7 +112,7 @@ class ResumeState:
 
 
 class ResumingCallback(EvaluationCallback):
-    """Base class that saves unwritten statistics in checkpoints, and dumps the latest record beside them."""
+    """Base class that has the recorders of a run, saves unwritten statistics in checkpoints, and dumps beside them."""
 
     keeps_state = True
 
@@ -138,6 +138,31 @@ class ResumingCallback(EvaluationCallback):
             "_checkpoints": CheckpointWatch(saved, removed, self._saving_ended, name=str(self)),
             "_run": None,
         }
+
+    @property
+    def _workers(self) -> list[RankMergingRecorder]:
+        return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
+
+    @property
+    @override
+    def _has_failure(self) -> bool:
+        return any(worker.failed or worker.recorder.failed for worker in self._workers)
+
+    @override
+    def _give_up(self) -> bool:
+        is_news = not any(worker.failed for worker in self._workers)
+        if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
+            # The other ranks still wait for responses from this one, even though it records nothing more.
+            for worker in self._workers:
+                worker.fail()
+        else:
+            self.release(None)
+        return is_news
+
+    @override
+    def _before_evaluation(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            self._run.interrupt()
 
     @property
     def _waits_for_checkpoints(self) -> bool:

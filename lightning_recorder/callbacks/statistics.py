@@ -26,6 +26,7 @@ from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
     warn_of_eager_memory,
+    warn_of_unmerged,
     why_no_files,
     why_no_step,
 )
@@ -38,7 +39,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.reductions.user import Extra, UserReduction
+from lightning_recorder.reductions.user import Extra
 from lightning_recorder.schedule import Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
@@ -49,7 +50,6 @@ from lightning_recorder.statistics import (
     EvaluationSampler,
     Exchange,
     OverheadLimit,
-    RankMergingRecorder,
     Record,
     RunPhase,
     RunRecorder,
@@ -117,11 +117,7 @@ class StatisticsCallback(ResumingCallback):
         by_path = self.group == "parameters"
         budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), log=rank_zero_info)
         formatter = SinkFormatter(
-            tags,
-            self.statistics,
-            histograms=self.histograms,
-            budget=budget,
-            numbered=self.outputs.numbered_tags,
+            tags, self.statistics, histograms=self.histograms, budget=budget, numbered=self.outputs.numbered_tags
         )
         return {
             **super()._idle(),
@@ -182,21 +178,11 @@ class StatisticsCallback(ResumingCallback):
         if error is not None:
             raise error
         if modules is not None and is_first and trainer.world_size > 1:
-            self._warn_of_unmerged()
+            warn_of_unmerged(str(self), self.options["extra"])
         if modules is None and is_first:
             warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
-
-    def _warn_of_unmerged(self) -> None:
-        """Warn about extra reductions whose results cannot be merged across ranks."""
-        alone = [each for each in self.options["extra"] if isinstance(each, UserReduction) and not each.is_mergeable]
-        if alone:
-            warn(
-                f"{self} records the results of {', '.join(map(repr, alone))} for rank 0 only, because they cannot be "
-                "merged across ranks. Results of a Reduction, of a torchmetrics.Metric without inner metrics, and of "
-                "torch.add, torch.mul, torch.maximum or torch.minimum are merged."
-            )
 
     def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
@@ -218,14 +204,18 @@ class StatisticsCallback(ResumingCallback):
                 limit=drawing_time_of(trainer, label),
                 findings=self._found_so_far,
             )
-            if self.outputs.findings and trainer.state.fn == "fit":
-                self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
-                has_file = directory is not None and self.outputs.records
-                report, ignored = self.outputs.report, self.outputs.ignored_rules
-                examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
-                self._results.consumers.append(examined)
-            elif self.outputs.report and trainer.state.fn == "fit":
-                rank_zero_info(f"{self} does not write report.html, because it has findings=False.")
+            if trainer.state.fn == "fit":
+                self._begin_findings(trainer, pl_module, directory, label)
+
+    def _begin_findings(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str) -> None:
+        if self.outputs.findings:
+            self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
+            has_file = directory is not None and self.outputs.records
+            report, ignored = self.outputs.report, self.outputs.ignored_rules
+            examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
+            self._results.consumers.append(examined)
+        elif self.outputs.report:
+            rank_zero_info(f"{self} does not write report.html, because it has findings=False.")
 
     def _found_so_far(self) -> Sequence[Finding]:
         return () if self._findings is None else self._findings.current()
@@ -259,26 +249,6 @@ class StatisticsCallback(ResumingCallback):
         return False
 
     @property
-    def _workers(self) -> list[RankMergingRecorder]:
-        return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
-
-    @property
-    @override
-    def _has_failure(self) -> bool:
-        return any(worker.failed or worker.recorder.failed for worker in self._workers)
-
-    @override
-    def _give_up(self) -> bool:
-        is_news = not any(worker.failed for worker in self._workers)
-        if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
-            # The other ranks still wait for responses from this one, even though it records nothing more.
-            for worker in self._workers:
-                worker.fail()
-        else:
-            self.release(None)
-        return is_news
-
-    @property
     def _further_settings(self) -> list[object]:
         """The settings of a subclass that ranks and resumed runs must share, as far as they are not the defaults."""
         return []
@@ -300,13 +270,7 @@ class StatisticsCallback(ResumingCallback):
         skipped = self._skip_compiled(pl_module, modules)
         is_default = self.selection.is_default
         self._results.coverage = Coverage(
-            pl_module,
-            modules,
-            (),
-            skipped=skipped,
-            of=self.group,
-            tensors=self.tensors,
-            is_default=is_default,
+            pl_module, modules, (), skipped=skipped, of=self.group, tensors=self.tensors, is_default=is_default
         )
         return modules or None
 
@@ -429,11 +393,6 @@ class StatisticsCallback(ResumingCallback):
     def _counts_overflow(self) -> bool:
         """True if steps whose gradients overflowed are counted separately."""
         return False
-
-    @override
-    def _before_evaluation(self, trainer: Trainer) -> None:
-        if self._run is not None:
-            self._run.interrupt()
 
     @guarded
     @override
