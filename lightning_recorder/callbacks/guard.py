@@ -58,8 +58,8 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
             if is_news:
                 warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
-    # An empty docstring, since help() would otherwise show that of Lightning's hook, which says nothing about ours.
-    wrapper.__doc__ = hook.__doc__ or ""
+    # Without a docstring, help() would show that of Lightning's hook, which says nothing about ours.
+    wrapper.__doc__ = hook.__doc__ or "Called by Lightning."
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
 
