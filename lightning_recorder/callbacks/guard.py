@@ -58,8 +58,8 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
             if is_news:
                 warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
-    # help() would otherwise show the docstring of Lightning's hook, which says nothing about ours.
-    wrapper.__doc__ = hook.__doc__ or "A hook, which the trainer calls."
+    # Without a docstring, help() would show that of Lightning's hook, which says nothing about ours.
+    wrapper.__doc__ = hook.__doc__ or "Called by Lightning."
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
 
