@@ -305,6 +305,16 @@ class Columns:
         """The largest number of steps in a column."""
         return int((self.stops - self.starts).max(initial=0))
 
+    def by_length(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield groups of columns with equally many steps: their indices, ``[c]``, and their steps, ``[c, k]``.
+
+        Most columns have about the same number of steps, so that a few calls compute something for all of them.
+        """
+        lengths = self.stops - self.starts
+        for length in np.unique(lengths).tolist():
+            group = np.flatnonzero(lengths == length)
+            yield group, self.starts[group, None] + np.arange(length)
+
     def spread(self, width: int) -> NDArray[np.int64]:
         """Return the index of the column at each of ``width`` pixels."""
         return np.arange(width) * len(self) // max(width, 1)

@@ -132,29 +132,31 @@ def _is_share(statistic: str, values: Floats) -> bool:
 
 def _joined(values: Floats, recorded: NDArray[np.bool_], columns: Columns) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the values and the mask of the cells to draw, ``[layers, columns]``."""
-    pairs = [_furthest(values[:, run], recorded[:, run]) for run in columns]
-    cells, there = (np.stack(part, axis=1) for part in zip(*pairs, strict=True))
+    cells = np.empty((len(values), len(columns)))
+    there = np.empty(cells.shape, dtype=bool)
+    for group, places in columns.by_length():
+        cells[:, group], there[:, group] = _furthest(values[:, places], recorded[:, places])
     return cells, there
 
 
 def _furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the most conspicuous value of each row: an infinity, else NaN, else the value furthest from 0.
+    """Return the most conspicuous value of each cell: an infinity, else NaN, else the value furthest from 0.
 
     This keeps spikes and NaN visible if several steps share a column.
 
     Args:
-        values: The values, ``[rows, k]``.
-        recorded: A mask of the recorded values, ``[rows, k]``; all others are ignored.
+        values: The values, ``[rows, columns, k]``.
+        recorded: A mask of the recorded values, ``[rows, columns, k]``; all others are ignored.
 
     Returns:
-        The values, ``[rows]``, and a mask of the rows that have any recorded value, ``[rows]``.
+        The values, ``[rows, columns]``, and a mask of the cells that have any recorded value, ``[rows, columns]``.
     """
     weight = np.abs(values)
     # NaN ranks above every finite value, and an infinity above NaN.
     weight = np.where(np.isnan(weight), np.finfo(np.float64).max, weight)
     weight = np.where(recorded, weight, -1.0)
-    chosen = weight.argmax(axis=-1)
-    return values[np.arange(len(values)), chosen], np.asarray(recorded.any(axis=-1))
+    chosen = weight.argmax(axis=-1, keepdims=True)
+    return np.take_along_axis(values, chosen, axis=-1)[..., 0], np.asarray(recorded.any(axis=-1))
 
 
 def _notes(steps: int, scale: Scale, values: Floats) -> list[str]:

@@ -241,15 +241,19 @@ def histogram_over_time(
         return blank(title, "no finite value was recorded")
     edges = edges_along(axis, _BINS)
     columns = columns_of(steps)
-    each = np.ascontiguousarray(shares(found, edges).T)
-    cells = np.stack([_mean(each[:, run]) for run in columns], axis=1)
+    each = shares(found, edges).T
+    cells = np.empty((_BINS, len(columns)))
+    for group, places in columns.by_length():
+        cells[:, group] = _mean(each[:, places])
     return _draw_over_time(title, value, cells[::-1], columns, axis, (findings, steps))
 
 
 def _mean(some: Floats) -> Floats:
-    """Return the mean over the recorded columns, one number per row; NaN if none is recorded."""
-    known = ~np.isnan(some[0])
-    return some[:, known].mean(axis=1) if known.any() else some[:, 0]
+    """Return the mean over the recorded steps, ``[..., steps]`` to ``[...]``; NaN if none is recorded."""
+    known = ~np.isnan(some)
+    with np.errstate(invalid="ignore"):
+        found: Floats = np.where(known, some, 0.0).sum(axis=-1) / known.sum(axis=-1)
+    return found
 
 
 def _draw_over_time(

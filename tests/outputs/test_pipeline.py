@@ -482,3 +482,31 @@ def test_joined_records_start_no_threads_of_torch() -> None:
         torch.set_num_threads(threads)
     assert len(tables) == 3
     assert not started
+
+
+STEPS = [{"a": 1, "b": 1}, {"c": 1, "b": 1}, {"a": 3}, {"b": 2}, {}, {"a": 1, "b": 1, "c": 1}, {"c": 2}, {"c": 1}]
+"""The modules that are called in each step, with the number of their calls."""
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS[::-1]], ids=["forward", "reversed"])
+def test_joined_records_of_other_sites_keep_their_rows(steps: list[dict[str, int]]) -> None:
+    """Records computed together have their own sites, calls and values, though a step calls other modules."""
+    modules = {name: nn.Identity() for name in "abc"}
+    recorder = StatisticsRecorder(modules)
+    snapshots = []
+    with recorder:
+        for step, calls in enumerate(steps):
+            for name, times in calls.items():
+                for call in range(times):
+                    modules[name](torch.tensor([float(ord(name)), 1000.0 * step + call]))
+            snapshots.append(recorder.snapshot())
+            recorder.reset()
+    for step, (calls, table) in enumerate(zip(steps, statistics_of(snapshots), strict=True)):
+        found = {site.name: (each.count, each.min, each.max, int(each.bins.sum())) for site, each in table.items()}
+        numbers = {
+            name: [float(ord(name)), *(1000.0 * step + call for call in range(times))] for name, times in calls.items()
+        }
+        assert list(found) == sorted(calls)
+        assert found == {
+            name: (2 * calls[name], min(some), max(some), 2 * calls[name]) for name, some in numbers.items()
+        }
