@@ -301,7 +301,7 @@ def test_the_report_takes_little_of_the_time_of_the_fit(tmp_path: Path, seconds:
     ],
 )
 def test_the_log_says_why_there_is_no_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, bool], reason: str | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str | None
 ) -> None:
     """One line says why the page is left out, unless the settings leave it out."""
     make_trainer(tmp_path, recorders(replace(QUIET, **settings))).fit(Net(), batches())
