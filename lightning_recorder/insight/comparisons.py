@@ -192,6 +192,7 @@ RULES = (
             (
                 "unlike-siblings",
                 "scale-jump",
+                "gradient-step",
                 "vanishing-gradient",
                 "exploding-gradient",
                 "attention-collapse",
@@ -207,8 +208,8 @@ RULES = (
         thresholds={"fewest": 3, "factor": 12.0, "share": 0.5},
         persistence=0,
         usual="0.3 to 3",
-        why="A wrong factor in the residual connection of this block, or none; or a detach() in a part of it.",
-        next="Compare what this block adds to its input, and with which factors, with the code of the other blocks.",
+        why="A wrong factor in the residual connection of this block, none at all, or a detach() in a part of it.",
+        next="Compare the code of this block with the others: what is added to its input, and with which factors.",
         false_alarms="None known. Gradients that change in several blocks are left to the other rules.",
         examine=_step,
         explains=dict.fromkeys(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ __all__ = ["RULES", "weight_gain"]
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
-_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
 
 
 def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -215,45 +213,6 @@ def _input_rms(evidence: Evidence, site: Site) -> float | None:
     return float(np.median(inputs))
 
 
-def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    table, parameters = evidence.activations, evidence.parameters
-    for site in table.places:
-        weight = Site(site.name, "weight")
-        if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
-            continue
-        low, high = _expected_rms(evidence, site.name)
-        values, at = table.column(site, "rms")
-        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
-        if len(common) < rule.persistence:
-            continue
-        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
-        limit = rule.thresholds["ratio"]
-        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
-            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
-            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
-            yield rule.found(
-                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
-            )
-
-
-def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
-
-    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
-    features with a small weight may have all of the variance.
-    """
-    parameters = evidence.parameters
-    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
-    bias = Site(name, "bias")
-    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
-    if len(offset) != len(rms):
-        offset = np.full(len(rms), offset.max(initial=0.0))
-    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
-        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
-    expected = np.sqrt(rms**2 + offset**2)
-    return expected, expected
-
-
 def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
     for site in table.places:
@@ -308,6 +267,7 @@ RULES = (
             "saturation": _EVERYTHING_AFTER,
             "attention-collapse": _EVERYTHING_AFTER,
             "vanishing-gradient": ("any",),
+            "gradient-step": ("any",),
             "exploding-gradient": ("any",),
             "block-trend": ("any",),
             "unlike-siblings": ("any",),
@@ -337,6 +297,7 @@ RULES = (
                 "unlike-siblings",
                 "exploding-gradient",
                 "vanishing-gradient",
+                "gradient-step",
                 "dead-output",
                 "sudden-change",
                 "barely-moves",
@@ -365,6 +326,7 @@ RULES = (
             "does-not-move": ("upstream", "same", "downstream"),
             "constant-weight": ("upstream", "same"),
             "vanishing-gradient": ("any",),
+            "gradient-step": ("any",),
             "exploding-gradient": ("any",),
             "unlike-siblings": ("upstream", "same", "downstream"),
             "weight-drift": ("any",),
@@ -391,6 +353,7 @@ RULES = (
         explains={
             "saturation": ("any",),
             "vanishing-gradient": ("any",),
+            "gradient-step": ("any",),
             "unlike-siblings": ("any",),
             "barely-moves": ("any",),
             "scale-jump": ("upstream", "same"),
@@ -409,24 +372,11 @@ RULES = (
         examine=_share_rule(
             ("Softmax",), _mass_of_large, "{share:.0%} of the attention of {name} lies on single positions"
         ),
-        explains={"attention-collapse": ("any",), "unlike-siblings": ("any",), "vanishing-gradient": ("upstream",)},
-    ),
-    Rule(
-        name="norm-ineffective",
-        severity="warning",
-        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
-        thresholds={"ratio": 1.5},
-        persistence=2,
-        usual="0.9 to 1.1",
-        why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
-        next="Check that the module is in train mode, its eps, and the scale of its input.",
-        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
-        examine=_ineffective,
         explains={
-            "norm-ineffective": ("any",),
+            "attention-collapse": ("any",),
             "unlike-siblings": ("any",),
-            "scale-jump": _EVERYTHING_AFTER,
-            "train-differs": _EVERYTHING_AFTER,
+            "vanishing-gradient": ("upstream",),
+            "gradient-step": ("any",),
         },
     ),
     Rule(

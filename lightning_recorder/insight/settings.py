@@ -1,7 +1,8 @@
-"""Rules about settings: learning rate, weight decay, clipping, and the mode and running statistics of layers."""
+"""Rules about settings: learning rate, weight decay, clipping, the mode of layers, and normalizations."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
 
+_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
 _MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
 
 
@@ -189,7 +191,64 @@ def _is_close(value: float, tolerance: float) -> bool:
     return abs(value - 1) < tolerance
 
 
+def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table, parameters = evidence.activations, evidence.parameters
+    for site in table.places:
+        weight = Site(site.name, "weight")
+        if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
+            continue
+        low, high = _expected_rms(evidence, site.name)
+        values, at = table.column(site, "rms")
+        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
+        if len(common) < rule.persistence:
+            continue
+        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
+        limit = rule.thresholds["ratio"]
+        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
+            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
+            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
+            yield rule.found(
+                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
+            )
+
+
+def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
+
+    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
+    features with a small weight may have all of the variance.
+    """
+    parameters = evidence.parameters
+    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
+    bias = Site(name, "bias")
+    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
+    if len(offset) != len(rms):
+        offset = np.full(len(rms), offset.max(initial=0.0))
+    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
+    expected = np.sqrt(rms**2 + offset**2)
+    return expected, expected
+
+
 RULES = (
+    Rule(
+        name="norm-ineffective",
+        severity="warning",
+        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
+        thresholds={"ratio": 1.5},
+        persistence=2,
+        usual="0.9 to 1.1",
+        why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
+        next="Check that the module is in train mode, its eps, and the scale of its input.",
+        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
+        examine=_ineffective,
+        explains={
+            "norm-ineffective": ("any",),
+            "unlike-siblings": ("any",),
+            "scale-jump": ("downstream", "same"),
+            "train-differs": ("downstream", "same"),
+        },
+    ),
     Rule(
         name="softmax-dimension",
         severity="warning",
@@ -224,6 +283,7 @@ RULES = (
                 "dead-output",
                 "train-differs",
                 "vanishing-gradient",
+                "gradient-step",
                 "exploding-gradient",
                 "gradient-spike",
                 "running-statistics",

@@ -115,3 +115,13 @@ def trained(name: str, **values: float | Sequence[float]) -> dict[str, Values]:
         f"{name}/weight.grad": {"rms": values.get("grad", 1e-3)},
         f"{name}/weight.update": {"rms": update},
     }
+
+
+def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
+    """Return severity, rule and module of each finding."""
+    return [(each.severity, each.rule, each.module) for each in findings]
+
+
+def network(*names: str, **changed: dict[str, Values]) -> dict[str, Values]:
+    """Return the parameters of healthy layers, some of them replaced."""
+    return {key: value for name in names for key, value in changed.get(name, trained(name)).items()}

@@ -1,0 +1,89 @@
+"""Tests of the rules of gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_recorder.reductions import Histogram
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+
+def test_the_gradient_stops() -> None:
+    """Modules without a gradient give one finding, which names the last of them on the way to the loss."""
+    names = ("a", "b", "pool", "head")
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    still = {f"{name}/weight": {"rms": 0.25, "update_ratio": 0.0} for name in ("a", "b")}
+    (found,) = run(layers, {"head": {"rms": 1e-3}}, {**still, **trained("head")}, graph=chain(*names, pool="MaxPool2d"))
+    assert found.verdict == "2 modules with parameters get no gradient: the gradient from head stops at pool"
+    assert (found.rule, found.module, found.others) == ("gradient-stops", "pool", ("a", "b"))
+
+
+def test_an_unused_module() -> None:
+    """A module that is never called and never gets a gradient is unused."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 1.0}}
+    parameters: dict[str, Values] = {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}}
+    assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
+
+
+@pytest.mark.parametrize("loud", [False, True])
+def test_experts_that_no_token_reaches(loud: bool) -> None:
+    """Uncalled modules beside called ones are a finding of the list; a router with large outputs is their cause."""
+    called = ("stem", "layers.0.router", "layers.0.experts.0.up", "layers.0.experts.0.down", "head")
+    layers: dict[str, Values] = {name: {"rms": 20.0 if loud and "router" in name else 1.0} for name in called}
+    starved = [f"layers.0.experts.{number}.{part}/weight" for number in (1, 2) for part in ("up", "down")]
+    parameters: dict[str, Values] = {
+        **network(*called),
+        **{each: {"rms": 0.2, "update_ratio": 0.0} for each in starved},
+    }
+    (found,) = run(layers, None, parameters, graph=chain(*called))
+    experts = ("layers.0.experts.1", "layers.0.experts.2")
+    if loud:
+        assert (found.module, found.others, found.consequences) == ("layers.0.router", experts, ("never-chosen",))
+    else:
+        assert (found.rule, found.module, found.others) == ("never-chosen", *experts[:1], experts[1:])
+
+
+@pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
+def test_gradients_by_depth(factor: float, rule: str) -> None:
+    """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    gradients: dict[str, Values] = {name: {"rms": 1e-2 * factor ** (9 - place)} for place, name in enumerate(names)}
+    found = run(None, gradients, graph=chain(*names))
+    assert [(each.rule, each.module) for each in found] == ([(rule, "layer_a")] if rule else [])
+
+
+def test_a_single_module_that_stops_gradients() -> None:
+    """If one module takes most of the gradient away, it is named."""
+    names = [f"layer_{letter}" for letter in "abcdefgh"]
+    gradients: dict[str, Values] = {
+        name: {"rms": (1e-9 if place < 4 else 1e-3) * 1.1**place} for place, name in enumerate(names)
+    }
+    (found,) = run(None, gradients, graph=chain(*names))
+    assert (found.rule, found.module) == ("vanishing-gradient", "layer_e")
+
+
+def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:
+    """A position embedding of the net loses its gradient at the same place as the modules inside."""
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("net.a", "net.head", "net")}
+    still = {f"{name}": {"rms": 0.25, "update_ratio": 0.0} for name in ("net.a/weight", "net/pos")}
+    (found,) = run(
+        layers, {"net.head": {"rms": 1e-3}}, {**still, **trained("net.head")}, graph=chain("net.a", "net.head")
+    )
+    assert (found.rule, found.module, found.others) == ("gradient-stops", "net.a", ("net",))
+
+
+def test_low_precision() -> None:
+    """Half-precision gradients below the smallest normal number are a finding."""
+    values = [1e-6, 2e-6, 1e-5, 1e-4]
+    histogram = Histogram(np.array([0, 1e-5, 5e-5, 1e-3]), np.array([2, 1, 1]), min(values), max(values), 1e-4, 1e-8)
+    options = {"gradients": {"a": {"rms": 1e-5, "max": 1e-4, "min": 0.0}}, "histograms": {("a", "out"): histogram}}
+    assert [each.rule for each in run(**options, dtype="float16")] == ["low-precision"]  # type: ignore[arg-type]  # mixed
+    assert run(**options, dtype="float32") == []  # type: ignore[arg-type]  # mixed
+
+
+def test_a_spike_of_the_gradients() -> None:
+    """A norm of all gradients more than 20 times its median is a finding about that record alone."""
+    parameters = network("a", "b", b=trained("b", grad=[1e-3] * 6 + [0.1, 1e-3]))
+    (found,) = run(None, None, parameters)
+    assert (found.rule, found.module, found.first_step, found.last_step) == ("gradient-spike", "b", 60, 60)

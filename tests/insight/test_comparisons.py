@@ -1,0 +1,63 @@
+"""Tests of the rules that compare equal modules, or training with validation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.insight.records import Values, brief, chain, run
+
+
+@pytest.mark.parametrize(("place", "factor", "alarm"), [(2, 10, True), (2, 5, False), (5, 10, False), (5, 30, True)])
+def test_unlike_siblings(place: int, factor: float, alarm: bool) -> None:
+    """A block is compared with the others: 8 × their median is too much, 24 × for the first and the last."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    layers: dict[str, Values] = {name: {"rms": 0.1} for name in names}
+    layers[names[place]] = {"rms": 0.1 * factor}
+    found = run({**layers, "head": {"rms": 1.0}}, graph=chain(*names, "head"))
+    assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[place]] * alarm
+
+
+def test_a_trend_over_blocks() -> None:
+    """A statistic that doubles from each of six blocks to the next is a finding about the blocks."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    (found,) = run({name: {"rms": 0.1 * 2.0**place} for place, name in enumerate(names)}, graph=chain(*names))
+    assert (found.rule, found.module) == ("block-trend", "blocks.5")
+    assert found.others == tuple(f"blocks.{number}" for number in range(5))
+
+
+@pytest.mark.parametrize(
+    ("growth", "found"),
+    [
+        ([1, 40], [("blocks.2", "grows 40-fold")]),
+        ([1 / 40, 1, 1], [("blocks.1", "shrinks 40-fold")]),
+        ([1, 1, 10], []),
+        ([10, 40, 10], []),
+        ([40], []),
+        ([1, 40, 1 / 40, 1], []),
+    ],
+)
+def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[tuple[str, str]]) -> None:
+    """A gradient that grows or shrinks on its way back through one of several blocks is a finding about that block."""
+    rms = [1e-3 * math.prod(growth[place:]) for place in range(len(growth) + 1)]
+    gradients: dict[str, Values] = {
+        f"blocks.{place}.{name}": {"rms": each} for place, each in enumerate(rms) for name in ("norm", "fc")
+    }
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    rules = run(layers, gradients, graph=chain(*gradients, norm="LayerNorm"))
+    steps = [each for each in rules if each.rule == "gradient-step"]
+    assert [each.module for each in steps] == [module for module, _ in found]
+    for each, (module, words) in zip(steps, found, strict=True):
+        assert each is rules[0]
+        assert words in each.verdict
+        assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
+
+
+@pytest.mark.parametrize(("kind", "ratio", "alarm"), [("BatchNorm1d", 1.5, 1), ("Linear", 1.5, 0), ("Linear", 2.5, 1)])
+def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -> None:
+    """The first module whose output differs between training and validation is named."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": 1.0}, "b": {"rms": 1.0}}
+    other: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": ratio}, "b": {"rms": ratio}}
+    found = run(layers, validation=other, graph=chain("a", "norm", "b", norm=kind))
+    assert brief(found) == [("warning", "train-differs", "norm")] * alarm

@@ -1,0 +1,136 @@
+"""Tests of the rules of module outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_recorder.reductions import Histogram
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kind", "expected"),
+    [
+        (1.0, "ReLU", [("warning", "dead-output", "act")]),
+        (0.99, "Linear", [("warning", "dead-output", "act")]),
+        (0.96, "ReLU", [("note", "dead-output", "act")]),
+        (0.96, "Linear", []),
+        (0.9, "ReLU", []),
+    ],
+)
+def test_dead_output(fraction: float, kind: str, expected: list[tuple[str, str, str]]) -> None:
+    """99 % of zeros in the last two records is a finding, 95 % is a note for a ReLU."""
+    layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": fraction}}
+    assert brief(run(layers, graph=chain("fc", "act", act=kind))) == expected
+
+
+def test_the_first_step_of_a_dead_output() -> None:
+    """The finding names the first step from which on the output is zero, and the input of the ReLU."""
+    layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": [0.5] * 5 + [1.0] * 3}}
+    (found,) = run(layers, graph=chain("fc", "act", act="ReLU"))
+    assert found.verdict == "act returns only zeros from step 50 on: its input from fc is at most -3"
+    assert (found.first_step, found.last_step, found.records) == (50, 70, 3)
+    assert found.trace is not None
+    assert found.trace.values == (0.5,) * 5 + (1.0,) * 3
+
+
+def test_a_dead_layer_is_one_finding() -> None:
+    """Zeros behind a dead layer and missing gradients before it are merged into its finding."""
+    names = ("a", "act", "c", "d", "head")
+    layers: dict[str, Values] = {name: {"zero_fraction": float(name in ("act", "c"))} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3 if name in ("d", "head") else 0.0} for name in names}
+    parameters = network("a", "d", "head", a=trained("a", grad=0.0, update=0.0, ratio=0.0))
+    (found,) = run(layers, gradients, parameters, graph=chain(*names, act="ReLU"))
+    assert (found.rule, found.module, found.others) == ("dead-output", "act", ("c", "a"))
+    assert found.consequences == ("gradient-stops",)
+
+
+@pytest.mark.parametrize(("rms", "alarm"), [(0.5, False), (1.9, False), (2.1, True)])
+def test_weights_too_large(rms: float, alarm: bool) -> None:
+    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit."""
+    found = run(None, None, network("a", "b", b=trained("b", rms=rms)), graph=chain("a", "b"))
+    assert brief(found) == ([("warning", "weights-too-large", "b")] if alarm else [])
+
+
+def test_the_scale_of_inputs() -> None:
+    """The rms of the input of the first layer is estimated from its output and its weights."""
+    layers: dict[str, Values] = {"a": {"rms": 50.0}, "b": {"rms": 50.0}}
+    (found,) = run(layers, None, network("a", "b"), graph=chain("a", "b"))
+    assert found.verdict == "the input of a has rms 50, estimated from its output and weights"  # 50 / (0.25 √16)
+    assert run({"a": {"rms": 15.0}, "b": {"rms": 15.0}}, None, network("a", "b"), graph=chain("a", "b")) == []
+
+
+@pytest.mark.parametrize(("gains", "alarm"), [([10.0] * 8, True), ([7.0] * 8, False), ([1.0] * 4 + [20.0] * 4, False)])
+def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
+    """An output more than eight times as large as the input is a finding, unless training has made it so."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": gains}, "c": {"rms": 1.0}}
+    found = [each for each in run(layers, graph=chain("a", "b", "c")) if each.rule == "scale-jump"]
+    assert [each.module for each in found] == (["b"] if alarm else [])
+
+
+def test_logits_may_be_large() -> None:
+    """A module that nothing follows may have a large output."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 100.0}}
+    assert run(layers, graph=chain("a", "head")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "rule"),
+    [
+        ("Tanh", [0.99, -0.99, 0.99, 0.1], "saturation"),
+        ("Tanh", [0.99, -0.5, 0.5, 0.1], ""),
+        ("Sigmoid", [0.99, 0.01, 0.01, 0.5], "saturation"),
+        ("Sigmoid", [0.6, 0.4, 0.3, 0.5], ""),
+        ("Softmax", [0.95, 0.05, 0.01, 0.01], "attention-collapse"),
+        ("Softmax", [0.5, 0.3, 0.1, 0.1], ""),
+        ("Linear", [0.99, -0.99, 0.99, 0.1], ""),
+    ],
+)
+def test_saturation(kind: str, values: list[float], rule: str) -> None:
+    """Values at the ends of the range of an activation are counted in the histograms of the last two records."""
+    counts, edges = np.histogram(values, bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, min(values), max(values), sum(values), 1.0)
+    found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
+    assert brief(found) == ([("warning", rule, "act")] if rule else [])
+
+
+def test_a_sudden_change() -> None:
+    """An output that changes more than eightfold against four records, and stays so, is a finding from that step on."""
+    layers: dict[str, Values] = {"a": {"rms": [1.0] * 5 + [9.0] * 3}, "b": {"rms": 1.0}}
+    (found,) = run(layers, graph=chain("a", "b"))
+    assert (found.rule, found.module, found.first_step) == ("sudden-change", "a", 50)
+    layers["a"] = {"rms": [1.0] * 5 + [9.0] + [1.0] * 2}
+    assert run(layers, graph=chain("a", "b")) == []
+
+
+@pytest.mark.parametrize(
+    ("mean", "shape", "over"),
+    [
+        (1 / 16, (16, 4, 10, 10), "the batch"),
+        (1 / 4, (16, 4, 10, 10), "dimension 1"),
+        (1 / 10, (16, 4, 10, 10), ""),
+        (1 / 16, (16, 4, 16, 16), ""),
+        (1 / 16, (16, 10), ""),
+    ],
+)
+def test_the_dimension_of_a_softmax(mean: float, shape: tuple[int, ...], over: str) -> None:
+    """A softmax of attention scores that adds up over the batch or the heads is a finding."""
+    layers: dict[str, Values] = {"act": {"mean": mean, "rms": mean}, "fc": {}}
+    found = run(layers, graph=chain("act", "fc", act="Softmax"), shapes={("act", "out"): shape})
+    assert [(each.rule, over in each.verdict) for each in found] == ([("softmax-dimension", True)] if over else [])
+
+
+def test_inputs_are_not_compared_with_outputs() -> None:
+    """An input that is all zeros, huge or a mask of minus infinity is no finding, and its outputs are judged alone."""
+    fine: dict[str, dict[str, float]] = {"a": {}, "b": {}, "c": {}}
+    odd = {"b": {"zero_fraction": 1.0, "rms": 0.0}, "c": {"inf_count": 7.0, "rms": 1e4}}
+    assert run(fine, inputs=odd, graph=chain("a", "b", "c")) == run(fine, graph=chain("a", "b", "c"))
+
+
+def test_a_recorded_input_that_is_too_large_is_measured() -> None:
+    """The scale of the data is that of the recorded input instead of an estimate."""
+    findings = run({"a": {}}, inputs={"a": {"rms": 300.0}}, graph=chain("a"))
+    (found,) = [each for each in findings if each.rule == "input-scale"]
+    assert found.verdict == "the input in[0] of a has rms 300"
+    assert found.path == "in[0]"

@@ -1,0 +1,158 @@
+"""Tests of the rules of parameters and their updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+
+def test_a_parameter_that_does_not_move() -> None:
+    """A weight with a gradient but without updates is a finding."""
+    found = run(None, None, network("a", "b", b=trained("b", ratio=0.0, update=0.0)))
+    assert [(each.rule, each.module) for each in found] == [("does-not-move", "b")]
+    assert "(dtype float32)" in found[0].verdict
+
+
+def test_updates_lost_to_precision() -> None:
+    """Updates of bfloat16 weights with more zeros than the gradients are lost to precision."""
+    parts = {
+        "a/weight": {"rms": 0.25, "update_ratio": 1e-3},
+        "a/weight.grad": {"rms": 1e-3, "zero_fraction": 0.1},
+        "a/weight.update": {"rms": 1e-4, "zero_fraction": 0.9},
+    }
+    assert [each.rule for each in run(None, None, parts, dtype="bfloat16")] == ["updates-lost"]
+    assert run(None, None, parts, dtype="float32") == []  # an embedding of which a batch uses few rows
+
+
+def test_the_drift_of_weights() -> None:
+    """Weights that decay quickly are a finding; weights that shrink slowly in all directions are not."""
+    shrinking = [0.25 * 0.7**row for row in range(8)]
+    decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
+    assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    noise = trained("a", rms=shrinking, update=0.2)
+    assert run(None, None, noise) == []
+
+
+def test_weights_that_grow() -> None:
+    """Weights that grow eightfold are a finding if they become large for their number of inputs."""
+    large = trained("a", rms=[0.25 * 1.5**row for row in range(8)])
+    small = trained("a", rms=[0.02 * 1.5**row for row in range(8)])
+    assert [each.rule for each in run(None, None, large)] == ["weight-drift"]
+    assert run(None, None, small) == []
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_learning_rate_of_a_layer(adaptive: bool) -> None:
+    """A layer whose updates are 50 times those that the optimizer gives to the others is a finding."""
+    parameters = network("a", "b", "c", "d", c=trained("c", update=0.0125, ratio=0.05))
+    if adaptive:
+        parameters["a/weight.exp_avg_sq"] = {"rms": 1e-6}
+    (found,) = run(None, None, parameters)
+    assert (found.rule, found.module, found.numbers["factor"]) == ("learning-rate-outlier", "c", 50.0)
+
+
+@pytest.mark.parametrize(("rate", "rules"), [(0.3, ["learning-rate-outlier"]), (1e-3, [])])
+def test_the_learning_rate_of_a_scalar(rate: float, rules: list[str]) -> None:
+    """A scalar whose group has a far higher rate is a finding; in the usual group, it may change as fast."""
+    scale: Values = {"rms": 2.0, "update_ratio": 0.15, "learning_rate": rate}
+    parameters: dict[str, Values] = {
+        **{
+            name: {**each, **({"learning_rate": 1e-3} if name.endswith("/weight") else {})}
+            for name, each in network("a", "b", "c", "d").items()
+        },
+        "net/scale": scale,
+        "net/scale.grad": {"rms": 1e-3},
+        "net/scale.update": {"rms": 0.3},
+        "a/weight.exp_avg_sq": {"rms": 1e-6},
+    }
+    found = run(None, None, parameters, shapes={("net", "scale"): ()})
+    assert [each.rule for each in found] == rules
+
+
+def test_a_fast_layer_is_not_compared_with_its_own_bias() -> None:
+    """The weight of a layer in a fast group is a finding, although its bias is as fast."""
+    parameters: dict[str, Values] = {}
+    for name, rate in (("a", 1e-3), ("b", 1e-3), ("c", 0.3), ("d", 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=rate)
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], "learning_rate": rate}
+        parameters |= layer
+    parameters |= {
+        "c/bias": {"rms": 0.25, "update_ratio": 0.3, "learning_rate": 0.3},
+        "c/bias.grad": {"rms": 1e-3},
+        "c/bias.update": {"rms": 0.075},
+        "a/weight.exp_avg_sq": {"rms": 1e-6},
+    }
+    (found,) = run(None, None, parameters, shapes={("c", "bias"): (16,)})
+    assert (found.rule, found.module, found.path) == ("learning-rate-outlier", "c", "weight")
+
+
+@pytest.mark.parametrize(
+    ("factor", "ratios", "rules"),
+    [
+        (100.0, (0.847, 0.2, 0.025), ["learning-rate-outlier"]),
+        (100.0, (0.018, 0.018, 0.015), ["learning-rate-outlier"]),
+        (10.0, (0.018, 0.018, 0.015), []),
+        (10.0, (0.847, 0.2, 0.025), ["learning-rate-outlier"]),
+    ],
+)
+def test_the_learning_rate_of_a_group(factor: float, ratios: tuple[float, ...], rules: list[str]) -> None:
+    """Half of the layers in a far faster group are a finding; with ten times the rate, if the weights move fast."""
+    parameters: dict[str, Values] = {"a/weight.exp_avg_sq": {"rms": 1e-6}}
+    for name, rate in (("a", 1e-3), ("b", 1e-3), ("c", factor * 1e-3), ("d", factor * 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=1e-3)
+        of_group: Values = {"update_ratio": [*ratios, *[ratios[-1]] * 5]} if rate > 1e-3 else {}
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], **of_group, "learning_rate": rate}
+        parameters |= layer
+    found = run(None, None, parameters)
+    assert [each.rule for each in found] == rules
+    for each in found:
+        assert (each.module, each.others) == ("c", ("d",))
+        assert f"up to {max(ratios):.1%}" in each.verdict
+        assert f"{factor:.3g} × the median of the other layers, and its learning rate" in each.verdict
+        assert f"{factor * 1e-3:.3g} instead of 0.001" in each.verdict
+
+
+def test_equal_weights() -> None:
+    """A weight whose values are all equal is a finding."""
+    constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}
+    assert [each.rule for each in run(None, None, constant)] == ["constant-weight"]
+
+
+def test_frozen_modules() -> None:
+    """Frozen first layers are a note; a frozen layer between trained ones is a warning."""
+    names = ("a", "b", "c", "d")
+    layers: dict[str, Values] = {name: {} for name in names}
+    for name, severity in (("a", "note"), ("c", "warning")):
+        missing = {name: {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+        found = run(
+            layers,
+            None,
+            network(*(each for each in names if each != name)),
+            graph=chain(*names),
+            coverage={"parameters": {"modules": missing}},
+        )
+        assert brief(found) == [(severity, "frozen", name)]
+
+
+def test_a_layer_that_no_optimizer_has() -> None:
+    """A layer that gets gradients but takes part in no step of an optimizer is a finding."""
+    missing = {"b": {"fired": False, "why": "no step: no optimizer that stepped has its parameters"}}
+    coverage = {"parameters": {"modules": missing}}
+    found = run({"a": {}, "b": {}}, {"b": {"rms": 1e-3}}, network("a"), coverage=coverage)
+    assert brief(found) == [("warning", "not-in-optimizer", "b")]
+
+
+def test_one_cause_in_many_modules_is_one_finding() -> None:
+    """If the optimizer lacks ten modules, there is one finding, which lists the others."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    missing = {name: {"fired": False, "why": "no step: no optimizer that stepped has its parameters"} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    (found,) = run(None, gradients, network("head"), coverage={"parameters": {"modules": missing}})
+    assert (found.rule, found.module, found.others) == ("not-in-optimizer", "layer_a", tuple(names[1:]))
+
+
+def test_weights_that_hardly_move() -> None:
+    """Weights that all move by less than a millionth per step are a finding."""
+    found = run(None, None, network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7)))
+    assert [each.rule for each in found] == ["barely-moves"]

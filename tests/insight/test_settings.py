@@ -1,0 +1,124 @@
+"""Tests of the rules of settings and normalizations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+NAN = float("nan")
+
+
+def test_a_normalization_without_effect() -> None:
+    """The output of a BatchNorm has the rms of its weight; a LayerNorm may differ within the range of its weight."""
+    weight: dict[str, Values] = {"norm/weight": {"rms": 1.0, "min": 0.2, "max": 3.0, "update_ratio": 1e-3}}
+    for kind, rms, alarm in (
+        ("BatchNorm2d", 1.1, 0),
+        ("BatchNorm2d", 2.0, 1),
+        ("LayerNorm", 2.0, 0),
+        ("LayerNorm", 5.0, 1),
+    ):
+        found = run({"norm": {"rms": rms}, "fc": {}}, None, weight, graph=chain("norm", "fc", norm=kind))
+        assert brief(found) == [("warning", "norm-ineffective", "norm")] * alarm, (kind, rms)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0.2, ["learning-rate-too-large"]),
+        (0.1, []),
+        ([0.6] + [1e-3] * 7, ["learning-rate-too-large"]),
+        ([0.4] + [1e-3] * 7, []),
+        ([math.inf] + [1e-3] * 7, []),  # a weight that begins at zero
+    ],
+)
+def test_learning_rate_too_large(ratio: float | list[float], expected: list[str]) -> None:
+    """A median update of over 15 %, or a first one of over 50 %, names the learning rate if it is known."""
+    weights = network(*"abc", **{name: trained(name, ratio=ratio) for name in "abc"})
+    assert brief(run(parameters=weights)) == []  # an older record file
+    known = {
+        key: {**value, "learning_rate": 0.5} if key.endswith("weight") else value for key, value in weights.items()
+    }
+    found = run(parameters=known)
+    assert [each.rule for each in found] == expected
+    assert all("learning rate 0.5" in each.verdict for each in found)
+
+
+def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
+    """A parameter that does not move is reported with the learning rate of its group."""
+    weights = network("a", a=trained("a", ratio=0.0, update=0.0))
+    weights["a/weight"] = {**weights["a/weight"], "learning_rate": 0.0}
+    (found,) = run(parameters=weights)
+    assert (found.rule, "(learning rate 0, dtype float32)" in found.verdict) == ("does-not-move", True)
+
+
+@pytest.mark.parametrize(
+    ("modes", "kind", "expected"),
+    [
+        ([NAN] * 2 + [1.0] * 6, "BatchNorm1d", [("warning", "eval-mode", "bn")]),
+        ([NAN] * 2 + [1.0] * 6, "Linear", []),
+        ([1.0] * 7 + [NAN], "BatchNorm1d", []),
+        ([NAN] * 8, "BatchNorm1d", []),
+    ],
+)
+def test_eval_mode(modes: list[float], kind: str, expected: list[tuple[str, str, str]]) -> None:
+    """A BatchNorm in eval mode after a trained layer is a finding, from the first step on at which it was."""
+    layers: dict[str, Values] = {"fc": {}, "bn": {"eval_mode": modes}}
+    found = run(layers, parameters=trained("fc"), graph=chain("fc", "bn", bn=kind))
+    assert brief(found) == expected
+    assert [each.first_step for each in found] == [20] * len(expected)
+
+
+def test_a_frozen_backbone_may_be_in_eval_mode() -> None:
+    """A BatchNorm in eval mode is no finding if neither it nor the layer before it is trained."""
+    layers: dict[str, Values] = {"fc": {}, "bn": {"eval_mode": 1.0}, "head": {}}
+    assert brief(run(layers, parameters=trained("head"), graph=chain("fc", "bn", "head", bn="BatchNorm1d"))) == []
+
+
+@pytest.mark.parametrize(
+    ("variance", "expected"),
+    [
+        ([25.0] * 8, [("warning", "running-statistics", "bn")]),
+        ([1.5] * 8, []),
+        (list(np.geomspace(400.0, 25.0, 8)), []),  # it follows slowly
+    ],
+)
+def test_running_statistics(variance: list[float], expected: list[tuple[str, str, str]]) -> None:
+    """Running statistics whose rms is four times that of the inputs, and stays so, are a finding."""
+    parameters: dict[str, Values] = {
+        **trained("fc"),
+        "bn/running_mean": {"rms": 0.1, "mean": 0.0},
+        "bn/running_var": {"rms": variance, "mean": variance},
+    }
+    layers: dict[str, Values] = {"fc": {"rms": 1.0}, "bn": {"rms": 1.0}}
+    assert brief(run(layers, parameters=parameters, graph=chain("fc", "bn", bn="BatchNorm1d"))) == expected
+
+
+@pytest.mark.parametrize(("decay", "rules"), [(0.1, ["decayed-norm"]), (0.0, []), (1e-4, [])])
+def test_decayed_norm(decay: float, rules: list[str]) -> None:
+    """A norm whose weight shrinks is a note if weight decay explains a part of it."""
+    norm: dict[str, Values] = {
+        "norm/weight": {
+            "mean": list(np.linspace(1.0, 0.6, 8)),
+            "learning_rate": 0.1,
+            "weight_decay": decay,
+            "update_ratio": 1e-3,
+        },
+        "norm/weight.grad": {"rms": 1e-3},
+    }
+    shapes = {("norm", "weight"): (16,), ("norm", "weight.grad"): (16,)}
+    found = run(parameters=norm, graph=chain("norm", norm="LayerNorm"), shapes=shapes)
+    assert [each.rule for each in found] == rules
+    assert all(each.is_note for each in found)
+
+
+@pytest.mark.parametrize(("limit", "rules"), [(1e-4, ["always-clipped"]), (1e-2, [])])
+def test_always_clipped(limit: float, rules: list[str]) -> None:
+    """Clipping that shrinks each gradient more than 50-fold is a note; the norm here is 1e-3 * sqrt(256)."""
+    about = {"gradient_clip_val": limit, "gradient_clip_algorithm": "norm"}
+    found = run(parameters=trained("fc"), about=about)
+    assert [each.rule for each in found] == rules
+    assert [round(each.numbers["factor"]) for each in found] == [160] * len(rules)
