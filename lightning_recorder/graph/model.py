@@ -401,10 +401,7 @@ class Graph:
         return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
     def to_model_explorer(self) -> dict[str, Any]:
-        """Return the JSON values that Google's Model Explorer opens.
-
-        See :func:`lightning_recorder.graph.to_model_explorer`.
-        """
+        """Return JSON for Google's Model Explorer; see :func:`lightning_recorder.graph.to_model_explorer`."""
         # By name, since the renderers import this file.
         renderer = import_module("lightning_recorder.graph.renderers.model_explorer")
         collection: dict[str, Any] = renderer.to_model_explorer(self)
@@ -430,10 +427,7 @@ class Graph:
         there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
         if not nodes or nodes[0].parent is not None or not ends <= there:
-            raise ArgumentError(
-                "this is not a graph written by lightning_recorder: it has no root, or refers to nodes that do not "
-                "exist"
-            )
+            raise ArgumentError("this is not a graph written by lightning_recorder: nodes are missing")
         return graph
 
 
