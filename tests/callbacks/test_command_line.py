@@ -143,6 +143,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"plot_every_n_records": 3}, output("plot_every_n_records"), 3),
     ("outputs", {"numbered_tags": True}, output("numbered_tags"), True),
     ("outputs", {"findings": False}, output("findings"), False),
+    ("outputs", {"ignored_rules": ["frozen"]}, output("ignored_rules"), ("frozen",)),
     ("outputs", {"report": False}, output("report"), False),
     ("outputs", {"max_images": 2}, output("max_images"), 2),
     *SHARED,

@@ -38,6 +38,7 @@ from lightning_recorder.internals.compiled import (
     observe_compiled_calls,
     stop_observing,
 )
+from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.names import named_submodules
@@ -47,7 +48,6 @@ __all__ = ["GraphCapture", "capture_call", "capture_graph"]
 # Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
 # computes nothing of the model itself.
 _WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 Result = TypeVar("Result")
 
@@ -57,10 +57,8 @@ class GraphCapture:
 
     Module calls are observed by module hooks and functions by a ``TorchFunctionMode``. Neither changes values,
     gradients or random numbers, and no tensor is kept alive. Nothing is recorded inside a backward pass or an optimizer
-    step; each of them is a single node.
-
-    The internals of torch functions are not recorded: ``cross_entropy`` is one node, and so is a call of a custom
-    ``autograd.Function``.
+    step; each of them is a single node. The internals of torch functions are not recorded: ``cross_entropy`` is one
+    node, and so is a call of a custom ``autograd.Function``.
 
     Args:
         module: The model. It is the root of the graph, and the calls of its submodules become nodes. If the model is
@@ -120,7 +118,7 @@ class GraphCapture:
         self._paused_in: nn.Module | None = None
         self._in_compiled = False
         self._eager = eager
-        self._stance = EagerStance()
+        self._stance, self._collector = EagerStance(), RareCollections()
         self.is_broken = False
         """True after an error of the recording itself, which leaves the graph incomplete."""
         self._ended = False
@@ -132,6 +130,7 @@ class GraphCapture:
         if self._mode is not None:
             raise RecordingError("this capture is already active: create one for each block to record")
         self._thread = get_ident()
+        self._collector.hold()
         if self._eager:
             self._stance.hold()
         if not self.is_broken:
@@ -192,6 +191,7 @@ class GraphCapture:
         self.stop()
         stop_observing(self._enter_compiled)
         self._stance.release()
+        self._collector.release()
         self._resume()
         self._take_off_hooks()
         while self._handles:
