@@ -12,8 +12,8 @@ _OBJECTS = 50_000
 class RareCollections:
     """Lets the garbage collector run after 50,000 new objects instead of 700, from :meth:`hold` to :meth:`release`.
 
-    A recording makes many objects that stay, and by default the collector looks at them again and again, which takes a
-    third of the time for 1,000 blocks of tiny functions. A collector that is off stays off.
+    A recording makes many objects that stay, and by default the collector looks at them again and again, which takes
+    about a tenth of the time for 1,000 blocks of tiny functions. A collector that is off stays off.
     """
 
     def __init__(self) -> None:
