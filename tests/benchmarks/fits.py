@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, Outputs
+from lightning_recorder import ActivationRecorder, GradientRecorder, Outputs, default_recorders
 from tests.benchmarks.models import Case, gpt2, mlp, resnet
 from tests.benchmarks.styles import add_histogram, composer_numbers, hand_written, wandb_watch
 
@@ -88,6 +88,7 @@ STYLES: dict[str, Callable[[], list[Callback]]] = {
     "lightning_recorder, every step": recorders(1),
     "lightning_recorder without pictures, every step": recorders(1, Outputs(plots=False)),
     "lightning_recorder, every 50th step": recorders(50),
+    "lightning_recorder with parameters and graph, every 50th step": default_recorders,
     "wandb.watch, all, every step": lambda: [Style(wandb_watch)],
     "Composer's numbers, every step": lambda: [Style(hand_written(composer))],
     "TensorBoard add_histogram, every step": lambda: [Style(hand_written(add_histogram))],
