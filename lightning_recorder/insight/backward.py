@@ -36,28 +36,37 @@ def _trains(evidence: Evidence) -> bool:
 
 
 def _uncalled(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield the modules that were never called, with the list in which equal modules were called, such as ``experts``.
+    """Yield the modules that were never called, with the uncalled member of a list, such as ``experts.1``, they are in.
 
-    A module whose parameters a function uses without a call has a gradient, so it is not among them.
+    Other members of the list were called. A module whose parameters a function uses without a call has a gradient, so
+    it is not among them.
     """
     called = {site.name for site in evidence.activations.places}
     if not called or not _trains(evidence):
         return
-    places = {place for name in called for place in _numbered(name)}
+    places = {(before, after) for name in called for before, _, after in _numbered(name)}
+    reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
     for name, zero in without_gradient(evidence).items():
         if name not in called and not zero:
-            yield name, next((before for before, after in _numbered(name) if (before, after) in places), "")
+            # A layer with an uncalled expert is called itself.
+            members = (
+                before + number
+                for before, number, after in _numbered(name)
+                if (before, after) in places and before + number not in reached
+            )
+            yield name, next(members, "")
 
 
-def _numbered(name: str) -> list[tuple[str, str]]:
-    """Return what is before and after each number in a name."""
-    return [(name[: found.start()], name[found.end() :]) for found in re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)]
+def _numbered(name: str) -> list[tuple[str, str, str]]:
+    """Return what is before each number in a name, the number, and what is after it."""
+    found = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
+    return [(name[: each.start()], each.group(), name[each.end() :]) for each in found]
 
 
 def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     groups: dict[str, list[str]] = {}
-    for name, beside in _uncalled(evidence):
-        if not beside:
+    for name, member in _uncalled(evidence):
+        if not member:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
     for group in groups.values():
         site = Site(group[0], "")
@@ -68,15 +77,13 @@ def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     groups: dict[str, list[str]] = {}
-    for name, beside in _uncalled(evidence):
-        if beside:
-            groups.setdefault(beside, []).append(name)
-    for beside, group in groups.items():
-        chosen = list(dict.fromkeys(beside + name[len(beside) :].partition(".")[0] for name in group))
-        many = f"and {len(chosen) - 1} more are" if len(chosen) > 1 else "is"
-        verdict = f"{chosen[0]} {many} never called, but equal modules beside it are"
-        found = rule.found(evidence, evidence.parameters, Site(chosen[0], ""), verdict)
-        yield replace(found, others=tuple(chosen[1:]))
+    for member in dict.fromkeys(member for _, member in _uncalled(evidence) if member):
+        groups.setdefault(member.rpartition(".")[0], []).append(member)
+    for group in groups.values():
+        many = f"and {len(group) - 1} more are" if len(group) > 1 else "is"
+        verdict = f"{group[0]} {many} never called, but equal modules beside it are"
+        found = rule.found(evidence, evidence.parameters, Site(group[0], ""), verdict)
+        yield replace(found, others=tuple(group[1:]))
 
 
 def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:

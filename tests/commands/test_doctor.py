@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import findings_from_json
+from lightning_recorder.insight import RULES, findings_from_json
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.commands.console import run
 from tests.recordings.runs import record_run
@@ -66,11 +66,12 @@ def test_a_healthy_run(runs: Path) -> None:
 
 
 def test_a_rule_can_be_left_out(runs: Path) -> None:
-    """``--ignore`` leaves out the findings of a rule; an unknown rule is an error that names the closest one."""
+    """``--ignore`` leaves out the findings of a rule; an unknown rule is an error that lists all rules."""
     assert run("doctor", runs / "sick", "--ignore", "dead-output").status == 0
     said = run("doctor", runs / "sick", "--ignore", "dead-outputs")
     assert said.status == 2
     assert "did you mean 'dead-output'?" in said.err
+    assert not [rule.name for rule in RULES if repr(rule.name) not in said.err]
 
 
 def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:

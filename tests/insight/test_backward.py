@@ -44,6 +44,20 @@ def test_experts_that_no_token_reaches(loud: bool) -> None:
         assert (found.rule, found.module, found.others) == ("never-chosen", *experts[:1], experts[1:])
 
 
+def test_uncalled_experts_of_one_of_several_layers() -> None:
+    """A module that is called in part is not reported as uncalled; a block that is left out as a whole is."""
+    parts = [f"experts.{number}.{part}" for number in (0, 1) for part in ("up", "down")]
+    layers = {number: [f"layers.{number}.{part}" for part in ("router", *parts)] for number in range(4)}
+    left_out = [*layers[1][3:], *layers[3]]
+    called = [name for names in layers.values() for name in names if name not in left_out]
+    starved: dict[str, Values] = {f"{name}/weight": {"rms": 0.2, "update_ratio": 0.0} for name in left_out}
+    found = run({name: {"rms": 1.0} for name in called}, None, {**network(*called), **starved}, graph=chain(*called))
+    assert [(each.rule, each.module, each.others) for each in found] == [
+        ("never-chosen", "layers.1.experts.1", ()),
+        ("never-chosen", "layers.3", ()),
+    ]
+
+
 @pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
 def test_gradients_by_depth(factor: float, rule: str) -> None:
     """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""
