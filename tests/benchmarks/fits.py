@@ -88,7 +88,7 @@ STYLES: dict[str, Callable[[], list[Callback]]] = {
     "lightning_recorder, every step": recorders(1),
     "lightning_recorder without pictures, every step": recorders(1, Outputs(plots=False)),
     "lightning_recorder, every 50th step": recorders(50),
-    "lightning_recorder with parameters and graph, every 50th step": default_recorders,
+    "lightning_recorder with parameters and graph, every 50th step": lambda: [*default_recorders()],
     "wandb.watch, all, every step": lambda: [Style(wandb_watch)],
     "Composer's numbers, every step": lambda: [Style(hand_written(composer))],
     "TensorBoard add_histogram, every step": lambda: [Style(hand_written(add_histogram))],
