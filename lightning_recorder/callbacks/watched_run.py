@@ -387,7 +387,7 @@ class _Parameters:
 def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
     """Return the norm of all tensors of which these are the norms."""
     device = norms[0].device
-    if on_host and device.type == "cpu":  # takes half the time of the two kernels below
+    if on_host and device.type == "cpu":  # takes less time than the two kernels below, half of it for ten tensors
         return math.sqrt(sum([value * value for value in map(float, norms)]))
     total: Tensor = torch.linalg.vector_norm(torch.stack([each.to(device, torch.float32) for each in norms]))
     return total

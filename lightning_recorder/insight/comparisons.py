@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -104,7 +105,11 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     norms = gradient_norms(evidence.gradients)
     order = evidence.wiring.order
     steps: dict[str, list[tuple[Site, float, float]]] = {}
-    groups = list(_families(evidence.gradients, norms, int(rule.thresholds["fewest"])))
+    groups = [
+        group
+        for group in _families(evidence.gradients, norms, int(rule.thresholds["fewest"]))
+        if _is_chain(evidence, group)
+    ]
     for group in groups:
         growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
         place = int(np.argmax(np.abs(growth)))
@@ -124,6 +129,11 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             yield replace(
                 rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
             )
+
+
+def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
+    """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
+    return all(after.name in evidence.wiring.downstream(site.name) for site, after in pairwise(group))
 
 
 def _blocks(names: list[str]) -> list[str]:

@@ -133,7 +133,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of the same shape have equal values, with NaN equal to NaN."""
     try:
         return bool(((one == other) | ((one != one) & (other != other))).all())
-    except (NotImplementedError, RuntimeError):  # torch cannot compare sparse, quantised and fake tensors like this
+    except (NotImplementedError, RuntimeError):  # torch cannot compare sparse, quantized and fake tensors like this
         return False
 
 

@@ -151,7 +151,7 @@ def _spreads(found: Bins) -> Floats:
 
 
 def edges_along(axis: Scale, bins: int) -> Floats:
-    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin centre."""
+    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin center."""
     edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
     edges[0], edges[-1] = axis.low, axis.high
     return np.maximum.accumulate(edges)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from lightning_recorder.graph.model import Edge, Graph, Node
 from tests.insight.records import Values, brief, chain, run
 
 
@@ -52,6 +53,18 @@ def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[t
         assert each is rules[0]
         assert words in each.verdict
         assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
+
+
+def test_parallel_heads_may_have_other_gradients() -> None:
+    """Modules that do not feed each other, such as heads with losses of different weights, are no steps of a chain."""
+    heads = [f"heads.{place}" for place in range(3)]
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    for number, name in enumerate(heads, 1):
+        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "linear", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(1, node.id) for node in nodes if node.kind == "op"))
+    gradients: dict[str, Values] = {name: {"rms": 1e-3 if name == "heads.2" else 1.0} for name in heads}
+    assert run({name: {"rms": 1.0} for name in heads}, gradients, graph=graph) == []
+    assert [each.rule for each in run(None, gradients, graph=chain(*heads))] == ["gradient-step"]
 
 
 @pytest.mark.parametrize(("kind", "ratio", "alarm"), [("BatchNorm1d", 1.5, 1), ("Linear", 1.5, 0), ("Linear", 2.5, 1)])
