@@ -21,6 +21,7 @@ from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.norms import norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.names import named_submodules
+from lightning_recorder.reductions.kernels.fused import norm_of, prepare
 from lightning_recorder.watch import (
     CommunicationError,
     KeptBatch,
@@ -94,7 +95,10 @@ class WatchedRun:
         device = pl_module.device
         self._trainer, self._pl_module, self._series = trainer, pl_module, series
         self._on_discovery, self._on_spike = on_discovery, on_spike
-        self._reads_now = wait or self._is_host(device)
+        self._is_on_host = self._is_host(device)
+        self._reads_now = wait or self._is_on_host
+        if self._is_on_host:
+            prepare()
         self._copies: list[Tensor] | None = [] if keep_parameters and not self._reads_now else None
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._keeper = StateKeeper(pl_module, device)
@@ -173,10 +177,13 @@ class WatchedRun:
                     gradients.append(gradient)
         with pause_recording():
             if parameters:
-                norms = norms_of(gradients)
-                total = _total(norms, on_host=self._reads_now)
+                total = norm_of(gradients) if self._is_on_host else None
+                norms: list[Tensor] = []
+                if total is None or not math.isfinite(total):  # then those of the parameters tell which one is bad
+                    norms = norms_of(gradients)
+                    total = _total(norms, on_host=self._reads_now)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-                    total = total / self._scale(norms[0])  # Lightning leaves unscaling to such an optimizer
+                    total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
                 self._norms.append((parameters, norms))
                 self._totals.append(total)
             if self._reads_now:
@@ -401,7 +408,7 @@ def _has_bad_gradient(reading: Reading) -> bool:
 def _bad_parameters(reading: Reading) -> list[nn.Parameter]:
     found = []
     for parameters, norms in reading.norms:
-        found += [each for each, norm in zip(parameters, norms, strict=True) if not math.isfinite(norm)]
+        found += [each for each, norm in zip(parameters, norms, strict=False) if not math.isfinite(norm)]
     return found
 
 

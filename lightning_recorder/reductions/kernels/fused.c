@@ -1,4 +1,4 @@
-/* Statistics of one array in one pass through memory, added to a row of state.
+/* Statistics of one array in one pass through memory, added to a row of state, and the norm of many arrays.
  *
  * The layout of the row is defined in row.py. fused.py passes it to the compiler: SLOT_<NAME> is the place of a number,
  * and HISTOGRAM that of the first bin. There are BINS bins, one for each value of the upper bits of a float.
@@ -14,6 +14,7 @@
 
 #define BLOCK 2048
 #define LANES 16
+#define SQUARES 64 /* separate sums of squares, for the same reason and for wider vectors */
 #define PAD 32 /* prevents false dependencies between equal places of two tables in the processor */
 #define FEW 32768 /* fewer values than this are not worth the start of another thread */
 #define MOST_THREADS 256
@@ -302,6 +303,42 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     row[SLOT_INFINITIES] += (double)part->infinities;
   }
   if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
+}
+
+/* Return the sum of the squares of floats. Those of a block are summed as floats, as torch does, and the blocks as
+   doubles. */
+static double squares_of(const float *x, int64_t n) {
+  double sum = 0;
+  for (int64_t at = 0; at < n; at += BLOCK) {
+    int count = n - at < BLOCK ? (int)(n - at) : BLOCK, whole = count / SQUARES * SQUARES;
+    float squares[SQUARES] = {0}, total = 0;
+    for (int i = 0; i < whole; i += SQUARES)
+      for (int lane = 0; lane < SQUARES; lane++) squares[lane] += x[at + i + lane] * x[at + i + lane];
+    for (int i = whole; i < count; i++) squares[i - whole] += x[at + i] * x[at + i];
+    for (int lane = 0; lane < SQUARES; lane++) total += squares[lane];
+    sum += total;
+  }
+  return sum;
+}
+
+/* Return the norm of all floats of some arrays, which are given as [count, 2]: the address and the number of values. */
+double norm_of_floats(const int64_t *arrays, int64_t count, int threads) {
+  int64_t numel = 0;
+  for (int64_t i = 0; i < count; i++) numel += arrays[2 * i + 1];
+  if (numel < FEW || threads < 1) threads = 1;
+  if (threads > MOST_THREADS) threads = MOST_THREADS;
+  int64_t share = (numel + threads - 1) / threads;
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1) reduction(+ : sum)
+  for (int t = 0; t < threads; t++) {
+    int64_t from = t * share, to = from + share, at = 0;
+    for (int64_t i = 0; i < count && at < to; i++) {
+      int64_t first = from > at ? from - at : 0, n = arrays[2 * i + 1], last = to - at < n ? to - at : n;
+      if (first < last) sum += squares_of((const float *)(intptr_t)arrays[2 * i] + first, last - first);
+      at += n;
+    }
+  }
+  return sqrt(sum);
 }
 
 /* Copy states, [rows, width], without the empty bins of their histograms: first all slots but the histogram,

@@ -1,6 +1,6 @@
-"""Tensor statistics in one pass through memory, computed by a small C function that is compiled at run time.
+"""Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
-Separate torch passes cost several times as much as the arithmetic. The function is plain C without torch headers, so a
+Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
 compiler builds it in a third of a second. Without a compiler, or after any failure, torch computes the same statistics.
 """
 
@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, P
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "compact_states", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "compact_states", "norm_of", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -51,15 +52,17 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
+_Norm = Callable[[int, int, int], float]
 
 
 class _Loaded:
-    """The compiled function of this process."""
+    """The compiled functions of this process."""
 
     lock = threading.Lock()
     tried = False
     kernel: _Kernel | None = None
     compactor: _Compactor | None = None
+    norm: _Norm | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -117,9 +120,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     if not row.is_contiguous():
         return False
     # The order of the values matters only for a sample. Otherwise a dense tensor is read in memory order.
-    if not tensor.is_contiguous() and (
-        sample is not None or tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
+    if not tensor.is_contiguous() and (sample is not None or not _is_channels_last(tensor)):
         tensor = tensor.contiguous()
     numel = tensor.numel()
     try:
@@ -151,6 +152,34 @@ def compact_states(states: Tensor) -> NDArray[np.float64] | None:
     rows, width = states.shape
     scratch, address = _scratch.of(rows * (width + 1 + BINS // 4))
     return scratch[: _Loaded.compactor(states.data_ptr(), rows, width, address)].copy()
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float | None:
+    """Return the Euclidean norm of all values of some tensors, or None if the compiled function does not support them.
+
+    It supports plain dense float32 tensors on the CPU. It takes half the time of a torch kernel for each tensor: all
+    threads share the values of all tensors, and no result is a tensor. Each sum of 2,048 squares is a float32, so it
+    overflows and underflows like that of torch.
+    """
+    if _Loaded.norm is None:
+        return None
+    arrays = array("q")
+    for each in tensors:
+        if type(each) is not Tensor or each.dtype is not torch.float32 or not each.is_cpu:
+            return None
+        if each.layout is not torch.strided or not (each.is_contiguous() or _is_channels_last(each)):
+            return None
+        pointer, numel = each.data_ptr(), each.numel()
+        if not pointer and numel:  # zeros without memory, which autograd creates
+            return None
+        arrays.append(pointer)
+        arrays.append(numel)
+    address, words = arrays.buffer_info()
+    return _Loaded.norm(address, words // 2, torch.get_num_threads())
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Scratch(threading.local):
@@ -193,7 +222,7 @@ def _load_with(compiler: str, flags: Sequence[str]) -> bool:
         _log.warning("the C function built by %s gives wrong results and is not used", compiler)
         return False
     _Loaded.kernel, _Loaded.missing = kernel, missing
-    _Loaded.compactor = _opened_compactor(library)
+    _Loaded.compactor, _Loaded.norm = _opened_compactor(library), _opened_norm(library)
     return True
 
 
@@ -265,6 +294,13 @@ def _opened_compactor(library: Path) -> _Compactor:
     numbers, address = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [address, numbers, numbers, address]
     function.restype = numbers
+    return function
+
+
+def _opened_norm(library: Path) -> _Norm:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).norm_of_floats
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    function.restype = ctypes.c_double
     return function
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -318,3 +319,37 @@ def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> No
     assert result == "False 3.0"
     assert "is writable by other users" in logged[0]
     assert list(folder.iterdir()) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [[0], [1], [3, 0, 70], [2048, 2049], [40_000, 5, 100_001], [20_000] * 9])
+def test_norm_of_many_tensors(sizes: list[int], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is that of all values, whatever part of them a thread sums."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) * 10.0**place for place, size in enumerate(sizes)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    expected = torch.cat(tensors).double().norm().item()
+    assert fused.norm_of(tensors) == pytest.approx(expected, rel=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_norm_that_is_not_finite(value: float) -> None:
+    """One value that is not finite, or whose square is not, makes the norm so, wherever it is."""
+    for place in (0, 31, 2047, 2048, 69_999):
+        tensor = torch.ones(70_000)
+        tensor[place] = value
+        assert fused.norm_of([torch.ones(3), tensor, torch.ones(3)]) == pytest.approx(
+            math.nan if math.isnan(value) else math.inf, nan_ok=True
+        )
+
+
+@needs_compiler
+def test_norm_of_channels_last() -> None:
+    """A dense tensor is read in memory order. Tensors of other kinds are left to torch."""
+    tensor = torch.randn(2, 5, 4, 3).to(memory_format=torch.channels_last)
+    assert fused.norm_of([tensor]) == pytest.approx(tensor.double().norm().item(), rel=1e-6)
+    for other in (tensor[:, 1], tensor.double(), tensor.bfloat16(), tensor.contiguous().to_sparse(), tensor.to("meta")):
+        assert fused.norm_of([tensor, other]) is None
+    assert fused.norm_of([nn.Parameter(tensor)]) is None
