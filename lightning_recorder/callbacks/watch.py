@@ -19,13 +19,13 @@ from lightning_recorder.callbacks.reproduce import save_incident
 from lightning_recorder.callbacks.trainer import decline, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
-from lightning_recorder.insight import Finding
+from lightning_recorder.insight import NON_FINITE, Finding
 from lightning_recorder.outputs import RunFindings
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import Exchange
-from lightning_recorder.watch import NON_FINITE, StepSeries
+from lightning_recorder.watch import StepSeries
 from lightning_recorder.watch.incident import write_finding
 
 __all__ = ["StepWatch", "add_watch"]

@@ -177,11 +177,7 @@ class WatchedRun:
                     gradients.append(gradient)
         with pause_recording():
             if parameters:
-                total = norm_of(gradients) if self._is_on_host else None
-                norms: list[Tensor] = []
-                if total is None or not math.isfinite(total):  # then those of the parameters tell which one is bad
-                    norms = norms_of(gradients)
-                    total = _total(norms, on_host=self._reads_now)
+                total, norms = self._norm(gradients)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
                 self._norms.append((parameters, norms))
@@ -195,6 +191,14 @@ class WatchedRun:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
                 self._copies = [each.detach().clone() for each in self._pl_module.parameters()]
         self._optimizer_steps += 1
+
+    def _norm(self, gradients: list[Tensor]) -> tuple[Tensor | float, list[Tensor]]:
+        """Return the norm of all gradients, and the norm of each one unless that of all is known to be finite."""
+        total = norm_of(gradients) if self._is_on_host else None
+        if total is not None and math.isfinite(total):
+            return total, []
+        norms = norms_of(gradients)
+        return _total(norms, on_host=self._reads_now), norms
 
     def end_batch(self, *, is_last: bool) -> None:
         """End a batch, and the step if it is the last one of it."""

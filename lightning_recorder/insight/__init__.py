@@ -3,6 +3,8 @@
 from lightning_recorder.insight.examination import RULES, Examination, check_rules
 from lightning_recorder.insight.finding import (
     FINDINGS_FORMAT,
+    NON_FINITE,
+    SPIKE,
     Finding,
     Trace,
     findings_from_json,
@@ -14,7 +16,9 @@ from lightning_recorder.insight.table import STATISTICS, SiteRecords
 
 __all__ = [
     "FINDINGS_FORMAT",
+    "NON_FINITE",
     "RULES",
+    "SPIKE",
     "STATISTICS",
     "Examination",
     "Finding",

@@ -277,6 +277,7 @@ RULES = (
         false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
         examine=_stops,
         explains={**_GRADIENT_CONSEQUENCES, "dead-output": ("downstream",), "weight-drift": ("upstream", "same")},
+        is_lasting=True,
     ),
     Rule(
         name="vanishing-gradient",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings
-from lightning_recorder.insight.finding import SEVERITIES, Finding
+from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
 from lightning_recorder.insight.wiring import Wiring
@@ -26,7 +26,7 @@ RULES: tuple[Rule, ...] = (
 
 # From causes to symptoms: the first of several findings of equal severity is the one that is named first.
 _ORDER = (
-    "non-finite",
+    NON_FINITE,
     "not-in-optimizer",
     "softmax-dimension",
     "weights-too-large",
@@ -69,7 +69,7 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
     Raises:
         ArgumentError: If there is no such rule; names the argument and the closest rule.
     """
-    return check_some(name, rules, (*(each.name for each in RULES), "spike")) if rules else ()
+    return check_some(name, rules, (*(each.name for each in RULES), SPIKE)) if rules else ()
 
 
 class Examination:
@@ -82,7 +82,7 @@ class Examination:
         graph: The recorded graph, for the classes of the modules and their edges.
         coverage: The contents of ``receipt.json``.
         types: The class names of the modules, in addition to those in the coverage and in the graph.
-        rules: The rules.
+        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
 
     Note:
         Memory is bounded: at most 512 records of each kind of tensor are kept, 104 bytes per site and record.
@@ -94,12 +94,12 @@ class Examination:
         coverage: Mapping[str, Any] | None = None,
         *,
         types: Mapping[str, str] | None = None,
-        rules: Sequence[Rule] = RULES,
+        ignored: Collection[str] = (),
     ) -> None:
         self.graph = graph
         self.coverage = coverage or {}
         self.types = types or {}
-        self.rules = tuple(rules)
+        self.ignored = set(ignored)
         self._tables: dict[tuple[str, str], Table] = {}
 
     def add(self, record: SiteRecords) -> None:
@@ -138,9 +138,10 @@ class Examination:
             evidence = evidence.before(bad)
         # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
         with np.errstate(all="ignore"):
-            for rule in self.rules:
-                found += rule.examine(rule, whole if rule.name == "non-finite" else evidence)
-        return _merged(sorted(found, key=lambda each: _rank(each, evidence)), self.rules, evidence)
+            for rule in RULES:
+                if rule.name not in self.ignored:
+                    found += rule.examine(rule, whole if rule.name == NON_FINITE else evidence)
+        return _merged(sorted(found, key=lambda each: _rank(each, evidence)), evidence)
 
 
 def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
@@ -161,9 +162,9 @@ def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
     return SEVERITIES.index(finding.severity), place, order
 
 
-def _merged(found: list[Finding], rules: Sequence[Rule], evidence: Evidence) -> list[Finding]:
+def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
     """Merge findings that an earlier finding explains into it."""
-    explains = {rule.name: rule.explains for rule in rules}
+    explains = {rule.name: rule.explains for rule in RULES}
     kept: list[Finding] = []
     for each in found:
         cause = next((place for place, one in enumerate(kept) if _explains(one, each, explains, evidence)), None)

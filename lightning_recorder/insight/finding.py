@@ -11,7 +11,9 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = [
     "FINDINGS_FORMAT",
+    "NON_FINITE",
     "SEVERITIES",
+    "SPIKE",
     "Finding",
     "Severity",
     "Trace",
@@ -22,6 +24,12 @@ __all__ = [
 
 FINDINGS_FORMAT = "lightning_recorder.findings/1"
 """The format of ``findings.json``. A reader of version 1 ignores keys that it does not know."""
+
+NON_FINITE = "non-finite"
+"""The rule about NaN and infinity, which the records and the watch on every step have in common."""
+
+SPIKE = "spike"
+"""The rule of the watch about spikes of the loss and the gradient norm."""
 
 Severity = Literal["critical", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
@@ -138,21 +146,21 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         findings: The findings from records, ranked.
         watched: The findings of the watch, in the order in which they were found.
     """
-    named = [each.first_step for each in findings if each.rule == "non-finite" and each.module]
+    named = [each.first_step for each in findings if each.rule == NON_FINITE and each.module]
     watched = [
         each
         for each in watched
-        if each.rule != "non-finite" or each.module or min(named, default=math.inf) > each.first_step
+        if each.rule != NON_FINITE or each.module or min(named, default=math.inf) > each.first_step
     ]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
     others = [
         each
         for each in findings
-        if (each.rule, each.module, each.path) not in known and not (each.rule == "non-finite" and each.rule in seen)
+        if (each.rule, each.module, each.path) not in known and not (each.rule == NON_FINITE and each.rule in seen)
     ]
     begun = min((each.first_step for each in others if not each.is_note), default=math.inf)
-    effects = [each for each in watched if each.rule == "spike" and begun < each.first_step]
+    effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
     causes = [each for each in watched if each not in effects]
     return sorted([*causes, *others, *effects], key=lambda each: SEVERITIES.index(each.severity))
 

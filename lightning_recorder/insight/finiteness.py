@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import NON_FINITE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.names import split_call
@@ -200,7 +200,7 @@ def _named(site: Site) -> str:
 
 RULES = (
     Rule(
-        name="non-finite",
+        name=NON_FINITE,
         severity="critical",
         statistic="nan_count and inf_count of outputs, gradients and parameters",
         thresholds={"count": 0},
@@ -215,5 +215,6 @@ RULES = (
             "Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not count."
         ),
         examine=_examine,
+        is_lasting=True,
     ),
 )

@@ -248,6 +248,7 @@ RULES = (
         false_alarms="A module that another library updates.",
         examine=_not_in_optimizer,
         explains={"not-in-optimizer": ("any",)},
+        is_lasting=True,
     ),
     Rule(
         name="frozen",
@@ -260,6 +261,7 @@ RULES = (
         next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
         false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
         examine=_frozen,
+        is_lasting=True,
     ),
     Rule(
         name="updates-lost",

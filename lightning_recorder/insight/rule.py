@@ -39,6 +39,7 @@ class Rule:
         examine: A function that yields the findings.
         explains: Rules whose findings are consequences, each with the place of those modules relative to this one:
             ``"same"``, ``"upstream"``, ``"downstream"`` or ``"any"``.
+        is_lasting: True if what it finds does not pass while a model trains, so that it is logged when first found.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Rule:
     false_alarms: str
     examine: Callable[[Rule, Evidence], Iterable[Finding]]
     explains: Mapping[str, Collection[str]] = field(default_factory=dict)
+    is_lasting: bool = False
 
     def found(
         self,

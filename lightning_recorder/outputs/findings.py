@@ -47,8 +47,7 @@ _REPORT_S = 0.5  # of a short run, with the import of its code
 _REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
 _FIRST_CHECK = 5  # records of each recorder
 _GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
-# Rules about what does not change by itself while a model trains; their findings are logged at the first check.
-_LASTING = ("non-finite", "not-in-optimizer", "frozen", "gradient-stops")
+_LASTING = frozenset(rule.name for rule in RULES if rule.is_lasting)
 _NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
 
 
@@ -98,7 +97,6 @@ class RunFindings:
         self._joined: set[str] = set()
         self._watched: list[Finding] = []
         self._findings: list[Finding] = []  # when the run has ended
-        self._ignored: set[str] = set()
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
@@ -118,8 +116,7 @@ class RunFindings:
             ignored: The names of the rules to leave out, for all recorders.
         """
         self._open.add(label)
-        self._ignored.update(ignored)
-        self._examination.rules = tuple(each for each in RULES if each.name not in self._ignored)
+        self._examination.ignored.update(ignored)
         self._report_wanted.append(report)
         self._groups[label] = group
         self._due = _FIRST_CHECK * len(self._groups)
@@ -146,7 +143,7 @@ class RunFindings:
             self._contained(partial(self._report, finding))
 
     def _report(self, finding: Finding) -> None:
-        if finding.rule in self._ignored:
+        if finding.rule in self._examination.ignored:
             return
         known = {_key(each): place for place, each in enumerate(self._watched)}
         self._last_step = max(self._last_step, finding.last_step)
@@ -239,7 +236,7 @@ class RunFindings:
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
         findings = (
-            with_watched(examine(run, self._ignored), self._watched)
+            with_watched(examine(run, self._examination.ignored), self._watched)
             if run is not None and in_files
             else self._examined()
         )

@@ -11,7 +11,6 @@ import numpy as np
 
 from lightning_recorder.errors import DumpError, describe_error
 from lightning_recorder.insight import (
-    RULES,
     STATISTICS,
     Examination,
     Finding,
@@ -44,8 +43,7 @@ def examine(run: Run, ignored: Collection[str] = ()) -> list[Finding]:
     Raises:
         DumpError: If a file of the run is damaged.
     """
-    rules = [each for each in RULES if each.name not in ignored]
-    examination = Examination(run.graph, run.receipt, rules=rules)
+    examination = Examination(run.graph, run.receipt, ignored=ignored)
     # The watch on every step finds what its records show while it records.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):

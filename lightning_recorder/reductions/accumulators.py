@@ -17,7 +17,17 @@ from lightning_recorder.errors import ArgumentError, check_callable, check_integ
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.nested_values import as_tensor, copied, nbytes_of, tensors_in, trimmed
 
-__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "UnequalBatchError", "make_accumulator", "without_autocast"]
+__all__ = [
+    "Accumulator",
+    "ByteBudget",
+    "Fold",
+    "MergeableAccumulator",
+    "Metric",
+    "UnequalBatchError",
+    "make_accumulator",
+    "make_mergeable",
+    "without_autocast",
+]
 
 _WHOLE = ""
 """The name of a value that is the entire state."""
@@ -66,39 +76,6 @@ class Accumulator(ABC):
     def replace(self, value: Any) -> None:
         """Replace the value."""
 
-    def reset(self) -> None:
-        """Discard the tensors so far.
-
-        Raises:
-            NotImplementedError: For an accumulator that keeps all tensors.
-        """
-        raise NotImplementedError
-
-    def copy(self, device: torch.device | str | None = None) -> Accumulator:
-        """Return a copy that later updates do not change.
-
-        Args:
-            device: The device of its tensors; by default they stay where they are.
-
-        Raises:
-            NotImplementedError: For an accumulator that keeps all tensors.
-        """
-        raise NotImplementedError
-
-    @property
-    def payload(self) -> Any:
-        """The state in a form that :meth:`merged` accepts from other processes."""
-        raise NotImplementedError
-
-    def merged(self, payloads: Sequence[Any]) -> Accumulator:
-        """Return an accumulator with the states of several processes, each from :attr:`payload`."""
-        raise NotImplementedError
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors of the state, in bytes."""
-        return sum(nbytes_of(each) for each in tensors_in(self.payload))
-
     def release(self) -> None:  # noqa: B027 - a no-op for those without a share of the budget
         """Return the bytes in use to the budget, before the accumulator is discarded."""
 
@@ -131,6 +108,36 @@ class Accumulator(ABC):
         """Load a state of several parts, or of none."""
 
 
+class MergeableAccumulator(Accumulator):
+    """An accumulator whose state can be cleared, copied, and merged with those of other processes."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Discard the tensors so far."""
+
+    @abstractmethod
+    def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
+        """Return a copy that later updates do not change.
+
+        Args:
+            device: The device of its tensors; by default they stay where they are.
+        """
+
+    @property
+    @abstractmethod
+    def payload(self) -> Any:
+        """The state in a form that :meth:`merged` accepts from other processes."""
+
+    @abstractmethod
+    def merged(self, payloads: Sequence[Any]) -> MergeableAccumulator:
+        """Return an accumulator with the states of several processes, each from :attr:`payload`."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors of the state, in bytes."""
+        return sum(nbytes_of(each) for each in tensors_in(self.payload))
+
+
 def make_accumulator(
     reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget, argument: str = "reduction"
 ) -> Accumulator:
@@ -150,12 +157,24 @@ def make_accumulator(
     given = reduction() if isinstance(reduction, type) else reduction
     if isinstance(given, Reduction):
         return _ReductionAccumulator(given)
+    return make_mergeable(given, argument)
+
+
+def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> MergeableAccumulator:
+    """Create the accumulator of a function or a metric.
+
+    Args:
+        given: A function of two arguments, or a metric.
+        argument: The name of the argument, for messages.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
     if isinstance(given, Metric):
         return _MetricAccumulator(given)
     if not callable(given):
         raise ArgumentError(
-            f"{argument} takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
-            f"got {reduction!r}"
+            f"{argument} takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; got {given!r}"
         )
     check_callable(argument, given, "before, new", " that returns the new result, as in functools.reduce")
     return _FoldAccumulator(given)
@@ -235,7 +254,7 @@ class _ListAccumulator(Accumulator):
         self._budget.used += self._nbytes
 
 
-class _FoldAccumulator(Accumulator):
+class _FoldAccumulator(MergeableAccumulator):
     """The result of a two-argument function applied to the tensors."""
 
     def __init__(self, function: Fold) -> None:
@@ -271,10 +290,10 @@ class _FoldAccumulator(Accumulator):
     def reset(self) -> None:
         self._value, self._empty = None, True
 
-    def copy(self, device: torch.device | str | None = None) -> Accumulator:
+    def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
         return self._with(copied(self._value, device))
 
-    def _with(self, value: Any) -> Accumulator:
+    def _with(self, value: Any) -> MergeableAccumulator:
         new = _FoldAccumulator(self._function)
         new.replace(value)
         return new
@@ -283,7 +302,7 @@ class _FoldAccumulator(Accumulator):
     def payload(self) -> Any:
         return self._value
 
-    def merged(self, payloads: Sequence[Any]) -> Accumulator:
+    def merged(self, payloads: Sequence[Any]) -> MergeableAccumulator:
         return self._with(functools.reduce(self._function, payloads))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -357,7 +376,7 @@ class _ReductionAccumulator(_ComputedAccumulator):
         self._reduction.load_state_dict(state)
 
 
-class _MetricAccumulator(_ComputedAccumulator):
+class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
     """The result of a torchmetrics metric."""
 
     def __init__(self, metric: Any) -> None:
@@ -386,7 +405,7 @@ class _MetricAccumulator(_ComputedAccumulator):
     def payload(self) -> Any:
         return {name: getattr(self._metric, name) for name in self._metric._defaults}
 
-    def merged(self, payloads: Sequence[Any]) -> Accumulator:
+    def merged(self, payloads: Sequence[Any]) -> MergeableAccumulator:
         new = self.copy()
         for name, reduce in self._metric._reductions.items():
             states = [each[name] for each in payloads]

@@ -15,10 +15,10 @@ from lightning_recorder.names import is_metric
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.reductions.accumulators import (
     Accumulator,
-    ByteBudget,
     Fold,
+    MergeableAccumulator,
     Metric,
-    make_accumulator,
+    make_mergeable,
 )
 from lightning_recorder.reductions.base import Reduction
 
@@ -35,8 +35,6 @@ _MERGEABLE: tuple[Callable[..., Any], ...] = (
     torch.hypot, Tensor.add, Tensor.mul, Tensor.maximum, Tensor.minimum, operator.add, operator.mul, operator.and_,
     operator.or_, operator.xor,
 )  # fmt: skip
-
-_NO_BUDGET = ByteBudget(1)  # only for accumulators that keep all tensors
 
 
 class Results(NamedTuple):
@@ -72,9 +70,9 @@ class UserReduction:
         self.name = name or _name_of(given)
         self.new()  # raises argument errors now
 
-    def new(self) -> Accumulator:
+    def new(self) -> MergeableAccumulator:
         """Return the empty state of a site."""
-        return make_accumulator(self.given, _NO_BUDGET, "extra")
+        return make_mergeable(self.given, "extra")
 
     @property
     def described(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.reductions.accumulators import Accumulator, UnequalBatchError, without_autocast
+from lightning_recorder.reductions.accumulators import MergeableAccumulator, UnequalBatchError, without_autocast
 from lightning_recorder.reductions.user import UserReduction
 from lightning_recorder.taps import Site
 
@@ -26,7 +26,10 @@ class UserSnapshot:
     """
 
     def __init__(
-        self, reduction: UserReduction, states: Mapping[Site, Accumulator], left_out: frozenset[Site] = frozenset()
+        self,
+        reduction: UserReduction,
+        states: Mapping[Site, MergeableAccumulator],
+        left_out: frozenset[Site] = frozenset(),
     ) -> None:
         self.reduction = reduction
         self.states = {site: state for site, state in states.items() if site not in left_out}
@@ -53,8 +56,8 @@ class UserStates:
     def __init__(self, reduction: UserReduction, *, strict: bool = False) -> None:
         self.reduction = reduction
         self._strict = strict
-        self._active: dict[Site, Accumulator] = {}
-        self._idle: dict[Site, Accumulator] = {}  # without a tensor since the last reset
+        self._active: dict[Site, MergeableAccumulator] = {}
+        self._idle: dict[Site, MergeableAccumulator] = {}  # without a tensor since the last reset
         self._left_out: set[Site] = set()
         self._has_warned_of_batch = False
 
@@ -100,12 +103,12 @@ class UserStates:
             states = {site: state.copy("cpu") for site, state in self._active.items()}
         return UserSnapshot(self.reduction, states, frozenset(self._left_out))
 
-    def saved(self) -> dict[Site, Accumulator]:
+    def saved(self) -> dict[Site, MergeableAccumulator]:
         """Return a copy of the states on their devices, for :meth:`restore`."""
         with torch.inference_mode(False):
             return {site: state.copy() for site, state in self._active.items()}
 
-    def restore(self, saved: Mapping[Site, Accumulator]) -> None:
+    def restore(self, saved: Mapping[Site, MergeableAccumulator]) -> None:
         """Restore the states from :meth:`saved`, which must not be used again."""
         self._idle = {}
         self._active = dict(saved)
@@ -138,7 +141,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
-def _saved(reduction: UserReduction, states: Mapping[Site, Accumulator]) -> list[dict[str, Any]]:
+def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]) -> list[dict[str, Any]]:
     saved = []
     for site, state in states.items():
         try:

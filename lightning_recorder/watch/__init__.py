@@ -7,7 +7,6 @@ from lightning_recorder.watch.readings import Reading, ReadingQueue
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
 from lightning_recorder.watch.verdict import (
-    NON_FINITE,
     finding_of_origin,
     finding_of_overflow,
     finding_of_spike,
@@ -15,7 +14,6 @@ from lightning_recorder.watch.verdict import (
 )
 
 __all__ = [
-    "NON_FINITE",
     "CommunicationError",
     "KeptBatch",
     "ModuleFlags",

@@ -31,7 +31,7 @@ class Reading:
         norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or a number if
             it is known on the host, or None.
         norms: The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that
-            stepped. Not divided by a loss scale.
+            stepped. Not divided by a loss scale. There are no norms if that of all gradients is known to be finite.
         indices: The indices of its batches in the epoch.
         flags: The flags of its modules, if they are computed.
         batches: The batches of the step; fewer if they were no longer kept.

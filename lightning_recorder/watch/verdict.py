@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_recorder.insight import Finding
+from lightning_recorder.insight import NON_FINITE, SPIKE, Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 
 __all__ = [
-    "NON_FINITE",
-    "SPIKE",
     "finding_of_origin",
     "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
 ]
-
-NON_FINITE = "non-finite"
-SPIKE = "spike"
 
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
