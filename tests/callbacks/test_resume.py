@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import pickle
 import shutil
 import signal
@@ -431,8 +430,6 @@ def failing(kind: str, folder: Path) -> tuple[Callback, Path]:
 
 def failed(kind: str, folder: Path, failed_at: int, **options: Any) -> Path:
     """Return the checkpoint that is saved when a step fails."""
-    if kind == "ModelCheckpoint" and "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters:
-        pytest.skip("this Lightning has no save_on_exception")
     saving, path = failing(kind, folder)
     with pytest.raises(ZeroDivisionError, match="of the user"):
         go(folder, [*recorders(MemorySink(), **options), saving], model=brittle(failed_at), enable_checkpointing=True)
