@@ -85,7 +85,8 @@ class Examination:
         ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
 
     Note:
-        Memory is bounded: at most 512 records of each kind of tensor are kept, 104 bytes per site and record.
+        Memory is bounded: at most 512 records of each kind of tensor are kept, and at most 128 if they take more than
+        16 MB. A record takes 104 bytes per site.
     """
 
     def __init__(

@@ -38,6 +38,8 @@ STATISTICS = (
 
 _NAN, _INF = STATISTICS.index("nan_count"), STATISTICS.index("inf_count")
 _MOST_ROWS = 512
+_FEWEST_ROWS = 128
+_MOST_VALUES = 2**21  # 16 MB; with more than 315 sites, fewer than 512 rows have them
 _KEPT_AT_THE_END = 64
 _WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
 
@@ -162,8 +164,9 @@ class _Cell(NamedTuple):
 class Table:
     """The records of one group and stage, as arrays over steps and sites.
 
-    If several recorders have the group, their records of one step share a row. Beyond 512 rows, every second row is
-    dropped, except for the first, the last 64, and those around the first value that is not finite.
+    If several recorders have the group, their records of one step share a row. Beyond 512 rows, or beyond 16 MB and 128
+    rows, older rows are dropped, evenly over the run: every second one, later three of four, and so on. The first row,
+    the last 64, and those around the first value that is not finite stay.
     """
 
     def __init__(self) -> None:
@@ -177,6 +180,9 @@ class Table:
         """The steps of the rows, ascending."""
         self.about: Mapping[str, Any] = {}
         """The facts of the latest record that belong to no site."""
+        self._numbers: list[int] = []
+        """The number of each row among all that were added."""
+        self._every = 1
         self._rows: list[dict[str, _Cell]] = []
         self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
         self._records: list[SiteRecords] = []
@@ -201,6 +207,7 @@ class Table:
         where = bisect_left(self.steps, record.step)
         if where == len(self.steps) or self.steps[where] != record.step:
             self.steps.insert(where, record.step)
+            self._numbers.insert(where, self._numbers[-1] + 1 if self._numbers else 0)
             self._rows.insert(where, {})
         self._rows[where][record.recorder] = _Cell(places, record.values)
         self.about = record.about or self.about
@@ -208,8 +215,9 @@ class Table:
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
         self._records = [each for each in self._records if each.recorder != record.recorder] + recent
         self._values = None
-        if len(self.steps) > _MOST_ROWS:
-            self._thin()
+        most = max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_VALUES // (len(STATISTICS) * max(1, len(self.places)))))
+        if len(self.steps) > most:
+            self._thin(most * 3 // 4)
 
     def _places_of(self, record: SiteRecords) -> NDArray[np.intp]:
         """Return the places of the sites. Records in sequence nearly always share the tuples of their sites."""
@@ -231,13 +239,19 @@ class Table:
         self.dtypes[place], self.shapes[place] = record.dtypes[index], record.shapes[index]
         return place
 
-    def _thin(self) -> None:
+    def _thin(self, most: int) -> None:
+        """Drop rows until at most this many are left."""
         bad = self.first_bad_row()
-        kept = {0, *range(len(self.steps) - _KEPT_AT_THE_END, len(self.steps)), *range(0, len(self.steps), 2)}
-        kept |= set() if bad is None else {bad, max(bad - 1, 0)}
-        order = sorted(kept)
-        self.steps = [self.steps[row] for row in order]
-        self._rows = [self._rows[row] for row in order]
+        always = {0, *range(len(self.steps) - _KEPT_AT_THE_END, len(self.steps))}
+        always |= set() if bad is None else {bad, max(bad - 1, 0)}
+        while True:
+            kept = [row for row, number in enumerate(self._numbers) if row in always or number % self._every == 0]
+            if len(kept) <= most:
+                break
+            self._every *= 2
+        self.steps = [self.steps[row] for row in kept]
+        self._numbers = [self._numbers[row] for row in kept]
+        self._rows = [self._rows[row] for row in kept]
 
     def first_bad_row(self) -> int | None:
         """Return the index of the first row with a NaN or an infinity; None if there is none."""
@@ -282,7 +296,8 @@ class Table:
         part = Table()
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
         rows = bisect_left(self.steps, step)
-        part.steps, part._rows, part.about = self.steps[:rows], self._rows[:rows], self.about
+        part.steps, part._numbers, part._rows = self.steps[:rows], self._numbers[:rows], self._rows[:rows]
+        part.about = self.about
         part._records = [each for each in self._records if each.step < step]
         return part
 

@@ -79,13 +79,20 @@ def test_two_recorders_of_a_group() -> None:
     assert table.recorders == ["activations", "activations-slow"]
 
 
-def test_memory_is_bounded() -> None:
-    """Of many records, at most 512 are kept: the first, the last, and those around the first NaN among them."""
+@pytest.mark.parametrize(("sites", "most"), [(1, 512), (1_000, 161), (2_000, 128)])
+def test_memory_is_bounded(sites: int, most: int) -> None:
+    """Of many records, the first, the last, those around the first NaN, and an even selection of the others stay."""
     table = Table()
+    values = {(f"fc.{place}", "out"): {"nan_count": 0.0} for place in range(sites)}
+    plain, bad = (record("activations", 0, values | {("fc.0", "out"): {"nan_count": count}}) for count in (0.0, 1.0))
     for step in range(5_000):
-        table.add(record("activations", step, {("fc", "out"): {"nan_count": float(step == 1_001)}}))
-    assert len(table) <= 512
+        table.add(replace(bad if step == 1_001 else plain, step=step))
+        assert len(table) <= most
     assert {0, 1_000, 1_001, *range(4_936, 5_000)} <= set(table.steps)
+    older = np.diff([step for step in table.steps if step < 4_936 and step not in (1_000, 1_001)])
+    assert older.max() == np.median(older) > 1
+    assert len(older) >= most // 8
+    assert table.get("nan_count").shape == (len(table), sites)
 
 
 def dead(loss: float = 1.0, names: tuple[str, ...] = NAMES) -> list[tuple[str, str]]:
