@@ -63,9 +63,11 @@ class ActivationRecorder(TensorsCallback):
             of torch.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
-            and in the receipt; ``"inside"`` records compiled modules inside their compiled code, which is compiled once
-            more for recorded steps; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        compiled: ``"inside"`` records compiled modules inside their compiled code, which is compiled once more for
+            recorded steps; the training then has the bits of the compiled run. ``"eager"`` runs compiled modules and
+            functions eagerly on recorded steps and lists them in the log and in the receipt. ``"auto"`` is ``"inside"``
+            where that is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves compiled code
+            compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -103,7 +105,7 @@ class ActivationRecorder(TensorsCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "inside", "skip"] = "eager",
+        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,

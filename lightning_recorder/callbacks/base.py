@@ -33,7 +33,7 @@ __all__ = ["Compiled", "RecorderCallback", "fixed_in_run"]
 
 Owner = TypeVar("Owner", bound="RecorderCallback")
 
-Compiled = Literal["eager", "inside", "skip"]
+Compiled = Literal["auto", "eager", "inside", "skip"]
 """``"eager"`` runs compiled code eagerly on recorded steps; ``"skip"`` leaves it compiled and does not record it."""
 
 
@@ -73,8 +73,8 @@ class RecorderCallback(GuardedCallback):
     Args:
         name: A name that distinguishes this callback from others of the same class.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"inside"`` records
-            inside compiled modules, if the callback supports it; ``"skip"`` leaves compiled code compiled and does not
-            record it.
+            inside compiled modules, if the callback supports it; ``"auto"`` chooses between the two; ``"skip"`` leaves
+            compiled code compiled and does not record it.
         sinks: Sinks in addition to the trainer's loggers, such as a :class:`~lightning_recorder.MemorySink`.
         strict: Raise errors of the recorder instead of warning about them.
 

@@ -29,7 +29,7 @@ def default_recorders(
     every_n_train_steps: int | None = None,
     schedule: Schedule = Schedule(),
     outputs: Outputs = Outputs(),
-    compiled: Literal["eager", "inside", "skip"] = "eager",
+    compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:
@@ -47,9 +47,10 @@ def default_recorders(
         schedule: Further conditions on the steps, and a limit on the overhead of each recorder. Its ``stages`` are
             those of the activations.
         outputs: Record files, plots, dumps, uploads, and their limits.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"inside"`` records
-            activations and gradients inside compiled modules, and runs them eagerly only for the graph; ``"skip"``
-            leaves compiled code compiled and does not record it.
+        compiled: ``"inside"`` records activations and gradients inside compiled modules, and runs them eagerly only for
+            the graph; ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"auto"`` is
+            ``"inside"`` where that is tested, and otherwise ``"eager"``; ``"skip"`` leaves compiled code compiled and
+            does not record it.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
         strict: Raise errors of the recorders instead of warning about them.
 

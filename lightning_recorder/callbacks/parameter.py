@@ -86,8 +86,8 @@ class ParameterRecorder(StatisticsCallback):
             of torch.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
-        compiled: ``"eager"`` and ``"inside"`` record all parameters; ``"skip"`` does not record those of compiled
-            modules.
+        compiled: ``"skip"`` does not record the parameters of compiled modules. The other choices, which exist for the
+            recorders of activations and gradients, record all.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -109,7 +109,6 @@ class ParameterRecorder(StatisticsCallback):
     """
 
     group = "parameters"
-    compiled_choices = ("eager", "inside", "skip")
 
     @checked_arguments
     def __init__(
@@ -125,7 +124,7 @@ class ParameterRecorder(StatisticsCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "inside", "skip"] = "eager",
+        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,

@@ -69,6 +69,7 @@ class StatisticsCallback(ResumingCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
+    compiled_choices = ("auto", "eager", "inside", "skip")
     _ignored: ClassVar = {"max_bytes": "", "stages": ""}
 
     tensors: tuple[str, ...] = ("outputs",)
@@ -91,7 +92,7 @@ class StatisticsCallback(ResumingCallback):
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
-        compiled: Literal["eager", "inside", "skip"] = "eager",
+        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -138,6 +139,11 @@ class StatisticsCallback(ResumingCallback):
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         """Return a recorder for the modules in a stage."""
 
+    @property
+    def _runs_eagerly(self) -> bool:
+        """True if compiled modules run eagerly on recorded steps."""
+        return False
+
     def _choose(self, pl_module: LightningModule) -> SelectedModules:
         """Return the modules to record.
 
@@ -156,7 +162,7 @@ class StatisticsCallback(ResumingCallback):
             directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
             self._open_sinks(trainer, directory)
             self._begin_results(trainer, pl_module, directory)
-            if is_first and self.compiled == "eager":
+            if is_first and self._runs_eagerly:
                 warn_of_eager_memory(pl_module, str(self))
             if modules is not None:
                 alike = [each for each in self.alike(trainer) if isinstance(each, StatisticsCallback)]

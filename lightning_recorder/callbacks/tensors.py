@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -26,7 +28,6 @@ _TENSORS = ("inputs", "outputs")
 class TensorsCallback(StatisticsCallback):
     """Base class of the recorders of the inputs and outputs of modules, or of their gradients."""
 
-    compiled_choices = ("eager", "inside", "skip")
     per_call: bool
     _traced: frozenset[nn.Module] = frozenset()
 
@@ -50,15 +51,21 @@ class TensorsCallback(StatisticsCallback):
             modules,
             [taps[each] for each in self.tensors],
             per_call=self.per_call,
-            eager=self.compiled != "skip" and not self._traced,
+            eager=self._runs_eagerly,
             traced=self._traced,
             key=f"{self.group} {self.name} {stage}",
             **self.options,
         )
 
     @property
-    def _why_eager(self) -> str:
-        """The argument that recording inside compiled code does not support, or an empty string."""
+    @override
+    def _runs_eagerly(self) -> bool:
+        return self.compiled != "skip" and not self._traced
+
+    def _why_eager(self, device: torch.device) -> str:
+        """Return why the arguments do not allow to record inside compiled code, or an empty string if they do."""
+        if self.compiled == "auto" and device.type != "cpu":
+            return f"that is tested on CPUs only; compiled='inside' does it on a {device.type} device, too"
         if self.group != "gradients":
             return ""
         if self.per_call:
@@ -68,13 +75,16 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
-        compiled = compiled_modules(pl_module) if self.compiled == "inside" else set()
+        compiled = compiled_modules(pl_module) if self.compiled in ("auto", "inside") else set()
         if modules is not None and compiled:
-            why = self._why_eager or why_not_traceable(pl_module, modules.values())
-            if why:
-                warn(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
-            else:
+            why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
+            message = f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}"
+            if not why:
                 self._traced = frozenset(compiled)
+            elif self.compiled == "inside":
+                warn(message)
+            else:
+                rank_zero_info(message)
         return modules
 
     @property

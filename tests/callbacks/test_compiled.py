@@ -1,4 +1,4 @@
-"""The callbacks on models that are compiled as a whole or in parts."""
+"""The callbacks on models that are compiled as a whole or in parts, which run eagerly on recorded steps."""
 
 from __future__ import annotations
 
@@ -86,8 +86,15 @@ HOWS = ["fit", "submodule", "module.compile", "model.compile"]
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
-    """Return all callbacks, recording every third step."""
-    options = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, "outputs": QUIET, **options}
+    """Return all callbacks, recording every third step, on which compiled code runs eagerly."""
+    options = {
+        "compiled": "eager",
+        "every_n_train_steps": 3,
+        "sinks": [sink],
+        "strict": True,
+        "outputs": QUIET,
+        **options,
+    }
     kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
     return [GraphRecorder(formats=(), strict=True), *(kind(**options) for kind in kinds)]
 

@@ -1,8 +1,9 @@
-"""Recording inside compiled code, with ``compiled="inside"``."""
+"""Recording inside compiled code, which is the default on a CPU."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,6 @@ def _switched_off() -> Iterator[None]:
 def recorders(sink: MemorySink, **options: Any) -> list[StatisticsCallback]:
     """Return recorders of activations, gradients and parameters."""
     options = {
-        "compiled": "inside",
         "every_n_train_steps": 3,
         "sinks": [sink],
         "strict": True,
@@ -374,8 +374,8 @@ EAGER: dict[str, str] = {
 
 
 @pytest.mark.parametrize("how", list(EAGER))
-def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path) -> None:
-    """The recorders then run recorded steps eagerly. What the warning advises makes them record inside."""
+def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The recorders then run recorded steps eagerly and log why. What the message advises makes them record inside."""
     torch.manual_seed(2)
     model, wraps = Bare(), how.startswith("torch's own")
     if wraps:
@@ -384,12 +384,14 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path) -> No
     model.encoder.compile(backend="eager")
     if how == "compiled before":
         fit(model, tmp_path, logger=False)
-    options: dict[str, Any] = {"compiled": "inside", "every_n_train_steps": 3, "strict": True}
+    options: dict[str, Any] = {"every_n_train_steps": 3, "strict": True}
     sink = MemorySink()
     tensors = "inputs" if how == "inputs" else "outputs"
     recorder = GradientRecorder(sinks=[sink], per_call=how == "per_call", tensors=tensors, **options)
-    with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER[how]}"):
-        fit(model, tmp_path, [recorder], logger=False)
+    with caplog.at_level("INFO"):
+        fit(model, tmp_path, [recorder], logger=False)  # a warning is an error
+    said = re.compile(f"GradientRecorder runs compiled code eagerly .*: {EAGER[how]}")
+    assert len([each for each in caplog.messages if said.match(each)]) == 1
     # The first module has no input gradient.
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES) - (how == "inputs")
 
@@ -398,9 +400,44 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path) -> No
         model.encoder._compiled_call_impl = None
         model.encoder = torch.compile(model.encoder, backend="eager")  # type: ignore[assignment]  # as above
     sink = MemorySink()
-    train(model, model, tmp_path, [GradientRecorder(sinks=[sink], **options)])  # a warning is an error
+    train(model, model, tmp_path, [GradientRecorder(sinks=[sink], compiled="inside", **options)])
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
     assert compilations() == (2, 0, 0)
+
+
+def test_inside_warns_if_it_is_not_possible(tmp_path: Path) -> None:
+    """Who asks for ``compiled="inside"`` gets a warning, and records all the same."""
+    model = Bare()
+    model.encoder.compile(backend="eager")
+    sink = MemorySink()
+    recorder = GradientRecorder(compiled="inside", per_call=True, every_n_train_steps=3, sinks=[sink])
+    with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER['per_call']}"):
+        fit(model, tmp_path, [recorder], logger=False)
+    assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+
+
+def test_on_a_device_without_tests_the_default_is_eager() -> None:
+    """``"auto"`` records inside compiled code on a CPU only, and ``"inside"`` on any device."""
+    for kind in (ActivationRecorder, GradientRecorder):
+        assert kind()._why_eager(torch.device("cpu")) == ""
+        assert "compiled='inside' does it on a cuda device" in kind()._why_eager(torch.device("cuda", 1))
+        assert kind(compiled="inside")._why_eager(torch.device("cuda", 1)) == ""
+
+
+def test_recorders_that_can_and_cannot_record_inside(tmp_path: Path) -> None:
+    """If one recorder needs eager steps, the others record the same steps, and each tensor is counted once."""
+    model, given = compiled("submodule", "eager")
+    sink = MemorySink()
+    options: dict[str, Any] = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, "outputs": QUIET}
+    options["statistics"] = ["count"]
+    both = [ActivationRecorder(**options), GradientRecorder(tensors=["inputs", "outputs"], **options)]
+    train(model, given, tmp_path, both)
+    activations, gradients = (
+        [sink.scalars[f"{group}/{name}/count"] for name in LEAVES] for group in ("activations", "gradients")
+    )
+    assert activations == gradients
+    assert all(list(each) == [0, 2, 5, 8, 11] and len(set(each.values())) == 1 for each in activations)
+    assert compilations() == (1, 0, 0)
 
 
 def test_a_second_run_of_the_same_model_is_recorded(tmp_path: Path) -> None:
@@ -483,9 +520,9 @@ def test_low_precision(precision: str, tmp_path: Path) -> None:
 
 
 def test_the_default_set_records_inside_and_captures_the_graph(tmp_path: Path) -> None:
-    """``default_recorders(compiled="inside")`` runs compiled code eagerly only in the step whose graph is captured."""
+    """``default_recorders()`` runs compiled code eagerly only in the step whose graph is captured."""
     model, given = compiled("submodule", "eager")
-    callbacks = default_recorders(compiled="inside", every_n_train_steps=2, strict=True)
+    callbacks = default_recorders(every_n_train_steps=2, strict=True)
     train(model, given, tmp_path, callbacks)
     graph = next(each for each in callbacks if isinstance(each, GraphRecorder)).graph
     assert graph is not None
