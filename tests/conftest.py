@@ -31,8 +31,10 @@ _LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first. Without `--no-loadscope-reorder`, xdist puts those with the most tests first."""
+    _mark_slow_cases(items)
     places = {name: place for place, name in enumerate(_LONGEST)}
 
     def place(item: pytest.Item) -> int:
@@ -40,6 +42,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((number for name, number in places.items() if path.endswith(f"/tests/{name}")), len(places))
 
     items.sort(key=place)
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests with ``quick_cases`` as slow, except for the given number."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("quick_cases")
+        assert marker is not None
+        quick = {round(number * len(found) / marker.args[0]) for number in range(marker.args[0])}
+        for place, item in enumerate(found):
+            if place not in quick:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,6 +35,7 @@ def blocks(path: Path) -> list[tuple[int, str]]:
 
 
 # The first page of the site has the code of the README.
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path) and page != "docs/index.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the reader's model and loader, the blocks of a page run in order, in an empty folder, without a warning."""

@@ -187,6 +187,7 @@ def test_every_module_says_what_it_is() -> None:
         assert re.search(r"\.$", first), path
 
 
+@pytest.mark.slow
 def test_every_file_can_be_imported_first() -> None:
     """Each file can be the first one of the package to be imported."""
     without = () if importlib.util.find_spec("triton") else ("triton_kernels",)  # missing on most CPU machines

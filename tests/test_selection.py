@@ -730,6 +730,7 @@ def is_chosen(net: nn.Module, module: nn.Module, given: dict[str, Any]) -> bool:
     return bool(not is_list(module) and not excluded and is_asked_for and all(answers.values()))
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(st.data())
 def test_what_is_selected_is_what_everything_holds_for(data: st.DataObject) -> None:

@@ -99,6 +99,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     return [GraphRecorder(formats=(), strict=True), *(kind(**options) for kind in kinds)]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
     assert dict(counters["recompiles"]) == {}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path: Path) -> None:
@@ -167,6 +169,7 @@ def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path:
     assert_same(found[1], found[0])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("how", ["fit", "submodule"])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("own", ["default", "eager_on_recompile", "fail_on_recompile"])

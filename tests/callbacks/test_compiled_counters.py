@@ -46,6 +46,7 @@ def check_intervals(how: str, backend: str, folder: Path) -> None:
         assert hooks_left(model) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", list(NETS))
 def test_each_interval(how: str, tmp_path: Path) -> None:
     """Recorded steps need one graph, unrecorded steps another one, and neither is compiled if it does not occur."""

@@ -81,6 +81,7 @@ def train(model: Any, given: Any, folder: Path, callbacks: list[Any], **options:
     return [losses.losses, dict(model.state_dict()), states, torch.get_rng_state()]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("how", "backend"),
     [("fit", "eager"), ("submodule", "aot_eager"), ("module.compile", "eager"), ("model.compile", "eager")],
@@ -213,6 +214,7 @@ def stacked(how: str, backend: str = "aot_eager") -> Stacked:
     return model
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", list(NETS))
 def test_ways_of_compiling(how: str, tmp_path: Path) -> None:
     """Equal blocks share one graph, checkpoints are recorded once, and the records are those of the eager recorders."""
@@ -229,6 +231,7 @@ def test_ways_of_compiling(how: str, tmp_path: Path) -> None:
     assert len([tag for tag in inside.scalars if tag.endswith("/zero_fraction")]) == 23  # nn.Flatten has no gradient
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["regional", "fullgraph"])
 def test_calls_of_a_shared_block_are_kept_apart(how: str, tmp_path: Path) -> None:
     """With ``per_call=True``, the activations of each call are those that the eager recorder finds."""
@@ -246,6 +249,7 @@ def test_calls_of_a_shared_block_are_kept_apart(how: str, tmp_path: Path) -> Non
     assert found[1] == found[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder])
 def test_some_of_several_equal_blocks(kind: type[StatisticsCallback], tmp_path: Path) -> None:
     """A block that is recorded and an equal one that is not share the graph of unrecorded steps only."""
@@ -286,6 +290,7 @@ def test_recorders_with_different_intervals(tmp_path: Path) -> None:
     assert list(sink.scalars["gradients/head/mean"]) == [0, 3, 7, 11]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_last_batch_of_another_size(dynamic: bool | None, tmp_path: Path) -> None:
     """A smaller last batch is recorded, and needs another graph only if it does without recorders."""
@@ -373,6 +378,7 @@ EAGER: dict[str, str] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", list(EAGER))
 def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The recorders then run recorded steps eagerly and log why. What the message advises makes them record inside."""
@@ -502,6 +508,7 @@ def test_the_gradients_of_accumulated_and_scaled_losses(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
 def test_low_precision(precision: str, tmp_path: Path) -> None:
     """In 16-bit formats, training is bitwise that of the compiled run and the records are those of eager recorders."""

@@ -383,6 +383,7 @@ for average, options in {"WeightAveraging": {}, "EMAWeightAveraging": {"decay": 
         )
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("life", LIVES)
 def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> None:
     """In every way of running, each optimizer step has one record of exactly its batches."""
@@ -637,6 +638,7 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) -> None:
@@ -1037,6 +1039,7 @@ def failing(hook: str, error: BaseException) -> Net:
     return model
 
 
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_failing_hook_leaves_nothing_behind(hook: str, accumulate: int, tmp_path: Path) -> None:

@@ -319,6 +319,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return run_bare
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("reduce", ["step", "epoch"])
 @pytest.mark.parametrize(
     ("make", "options"),

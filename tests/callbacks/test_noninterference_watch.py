@@ -76,6 +76,7 @@ CASES: list[tuple[type[Classifier], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("kind", "options"),
     CASES,

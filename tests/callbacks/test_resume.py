@@ -104,6 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
     return make
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(
     ("computed_by", "case", "step"),
     [
@@ -154,6 +155,7 @@ class Saving(Callback):
         self._save(trainer, "on_train_epoch_end")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
 @pytest.mark.parametrize(
     ("hook", "batch"), [("on_validation_end", 2), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
@@ -444,6 +446,7 @@ def failed(kind: str, folder: Path, failed_at: int, **options: Any) -> Path:
 ignore_search = pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=:UserWarning")
 
 
+@pytest.mark.quick_cases(2)
 @ignore_search
 @pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])
@@ -458,6 +461,7 @@ def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) ->
     assert shown(sink) == later
 
 
+@pytest.mark.quick_cases(2)
 @ignore_search
 @pytest.mark.parametrize("reduce", [3, "epoch"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])

@@ -384,6 +384,7 @@ def test_the_next_layout_removes_what_a_killed_process_left(
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(drawing: tuple[subprocess.Popen[str], int], document: Path, scratch: Path) -> None:
     """A process that is interrupted while it waits for a picture kills Graphviz and removes its files."""
     process, graphviz = drawing

@@ -42,6 +42,7 @@ def chain() -> Graph:
     return capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(150))), X)
 
 
+@pytest.mark.slow
 def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Path) -> None:
     """The default picture of 5,200 operations has 150 nodes, and its text is complete and at least 9 pixels high."""
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg", "png"))

@@ -94,6 +94,7 @@ print(json.dumps({name: fresh(make).record()[0].structural_hash() for name, make
 
 
 # torch warns about scripted functions and nested tensors.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The PyTorch API of nested:UserWarning")
 def test_other_processes() -> None:
     """Each construct of the catalogue has the same hash in a process with another string hash seed."""

@@ -302,6 +302,7 @@ def _differs(net: str, option: str) -> bool:
     return any(each.net == net and each.option in ("default", option) for each in DIFFERENCES)
 
 
+@pytest.mark.quick_cases(100)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("net", "option"), [(net, option) for option in OPTIONS for net in CASES if not _differs(net, option)]

@@ -271,6 +271,7 @@ def test_a_forgotten_hold_may_be_collected_at_any_moment(tmp_path: Path) -> None
     assert forks.run(tmp_path / "hold.py", folder=tmp_path, timeout_s=60.0) == ([0], "1\n")
 
 
+@pytest.mark.slow
 def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
     """A program that ends with an attached tap produces no output."""
     code = (

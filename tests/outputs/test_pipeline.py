@@ -222,6 +222,7 @@ def test_pictures_take_two_percent_of_the_time() -> None:
     assert limit.reserve() == 2.5
 
 
+@pytest.mark.slow
 def test_pictures_of_a_long_run_are_drawn_by_another_process() -> None:
     """After 10, 20, 40, … records another process draws, if the time allows, and the next record shows the pictures."""
     shown: list[tuple[int, dict[str, Any]]] = []

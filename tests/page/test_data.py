@@ -84,6 +84,7 @@ def test_histograms_hold_every_finite_value(runs: Path) -> None:
         assert counts.sum(1).tolist() == [series.scalars(step)["count"] for step in found["steps"]]
 
 
+@pytest.mark.slow
 @given(step=st.integers(0, 299), site=st.integers(0, 2), value=st.sampled_from([1e9, -50.0, float("nan")]))
 def test_no_outlier_is_lost(tmp_path_factory: pytest.TempPathFactory, step: int, site: int, value: float) -> None:
     """If records are joined, a value that stands out in one of them is in the table."""

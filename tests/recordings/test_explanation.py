@@ -55,6 +55,7 @@ def initialize_otherwise(net: nn.Module) -> None:
             nn.init.xavier_normal_(module.weight)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

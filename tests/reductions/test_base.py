@@ -150,6 +150,7 @@ def examples(dtype: torch.dtype) -> list[Tensor]:
 # Laws
 
 
+@pytest.mark.quick_cases(5)
 @each_of_values
 @thorough
 @given(stream=streams)
@@ -161,6 +162,7 @@ def test_splitting_a_stream_changes_nothing(make: Make, stream: list[Tensor]) ->
     assert_same_stream(merged(make(), *(reduced(make, part) for part in stream)), together, stream)
 
 
+@pytest.mark.quick_cases(5)
 @each_of_values
 @thorough
 @given(first=streams, second=streams, third=streams)
@@ -417,6 +419,7 @@ def test_the_state_takes_no_part_in_autograd(make: Make) -> None:
     assert [value.requires_grad for value in state.compute().values()] == [False] * len(state.compute())
 
 
+@pytest.mark.quick_cases(8)
 @each_reduction
 def test_nothing_is_kept_of_the_tensor(make: Make) -> None:
     """An update keeps no reference to the tensor."""
@@ -479,6 +482,7 @@ def live(make: Make, device: str, dtype: torch.dtype) -> Reduction:
     return state
 
 
+@pytest.mark.quick_cases(60)
 @each_reduction
 @each_dtype
 def test_no_operation_depends_on_data(make: Make, dtype: torch.dtype) -> None:

@@ -188,6 +188,7 @@ def inclusions(lengths: list[int], size: int, seeds: range, merge: bool) -> Tens
 SEEDS = range(400)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "lengths",
     [[64], [16] * 4, [1] * 12, [12], [100], [64, 8], [8, 64], [5, 40, 13]],
@@ -198,6 +199,7 @@ def test_each_value_is_there_with_equal_probability(lengths: list[int]) -> None:
     assert_uniform(inclusions(lengths, 8, SEEDS, merge=False), len(SEEDS), 8)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("lengths", [[64, 64], [16] * 4, [64, 8], [8, 64], [40, 5, 13], [200, 10]], ids=str)
 def test_a_merged_sample_is_one_of_the_whole(lengths: list[int]) -> None:
     """Over 400 seeds each value is equally often in a merge of samples of 8, even for streams of different lengths."""

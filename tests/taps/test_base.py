@@ -117,6 +117,7 @@ def train_bare(name: str, precision: Precision) -> dict[str, Tensor]:
     return train(*make(name, precision.dtype), precision, [])
 
 
+@pytest.mark.quick_cases(130)
 @each_model
 @each_precision
 @pytest.mark.parametrize("taps", [*([kind] for kind in TAPS), TAPS], ids=[*(kind.__name__ for kind in TAPS), "all"])
@@ -579,6 +580,7 @@ def test_no_living_output_is_forgotten() -> None:
     assert seen == []
 
 
+@pytest.mark.quick_cases(4)
 @each_tap
 @pytest.mark.parametrize("backward", [True, False], ids=["train", "forward only"])
 @pytest.mark.usefixtures("collector")
@@ -616,6 +618,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.quick_cases(90)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vmap"])  # torch.func takes no hooks on the saved
 @each_tap
 @pytest.mark.parametrize("backward", [True, False], ids=["train", "forward only"])
@@ -659,6 +662,7 @@ def test_a_model_is_freed_without_garbage_collection(kind: type[Tap]) -> None:
     assert reference() is None
 
 
+@pytest.mark.quick_cases(2)
 @each_tap
 def test_memory_is_the_same_after_each_step(kind: type[Tap]) -> None:
     """With a tap and a sum as receiver, each step frees as many bytes as it allocates."""

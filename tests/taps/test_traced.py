@@ -156,6 +156,7 @@ class Around(nn.Module):
         return ((y + hidden.cos()) * (y + hidden) + x * x).square().mean()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
 def test_gradients_of_returned_inputs_and_of_other_containers(kind: str, backend: str) -> None:

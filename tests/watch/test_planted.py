@@ -42,6 +42,7 @@ def check(kind: str, name: str, call: int, value: float, backward: bool, at: int
     assert (finding.numbers["batch"], finding.numbers["call"]) == (at, call)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("kind", NETS)
 def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
     """The finding names the module, the call, the direction, the kind of value, the step and the batch."""

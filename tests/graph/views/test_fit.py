@@ -134,6 +134,7 @@ LARGE: dict[str, Callable[[], Graph]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
 def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
     """A view of any model has at most the allowed number of nodes."""
