@@ -38,6 +38,9 @@ Found = tuple[Mapping[str, float], "Tensor | NDArray[np.int64] | None"]
 """The scalars of a site, and its counts of the fixed bins, ``[2048]``, or None."""
 
 
+_OVERHEAD = 320  # bytes of the tuple and of its two arrays without their data, which small histograms do not exceed
+
+
 class _Counts(NamedTuple):
     """The non-empty bins of a histogram, in compact form."""
 
@@ -46,7 +49,7 @@ class _Counts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.where.nbytes + self.counts.nbytes
+        return _OVERHEAD + self.where.nbytes + self.counts.nbytes
 
     def dense(self) -> NDArray[np.int64]:
         """Return the counts of all bins, ``[2048]``."""
@@ -73,10 +76,11 @@ class History:
         ArgumentError: If a number is too small.
 
     Note:
-        :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to twice as
-        much because the arrays grow by doubling, and its first and latest counts. Counts take 3 to 10 bytes per
-        non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only ``max_histograms`` sites take the
-        counts of ``max_steps`` records. A history can be pickled. It is not thread-safe.
+        :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to two and a
+        half times as much because the arrays grow in large steps, and its first and latest counts. Counts take 320
+        bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only
+        ``max_histograms`` sites take the counts of ``max_steps`` records. A history can be pickled. It is not
+        thread-safe.
 
     Example:
         >>> history = History(max_steps=4, statistics=("rms",))
@@ -182,7 +186,7 @@ class History:
         for site in sites:
             self._rows.setdefault(site, len(self._rows))
         rows, columns = self._recorded.shape
-        more_rows = max(len(self._rows) - rows, rows if len(self._rows) > rows else 0)
+        more_rows = max(len(self._rows) - rows, rows // 4) if len(self._rows) > rows else 0
         more_columns = min(columns, self.max_steps - columns) if column >= columns else 0
         if more_rows or more_columns:
             more = ((0, more_rows), (0, more_columns))
