@@ -21,6 +21,7 @@ __all__ = ["RULES", "weight_gain"]
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
+_STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
 def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -71,7 +72,7 @@ def _share_rule(
     def examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         table = evidence.activations
         for site in table.places:
-            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path == "out[1]":
+            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path in _STATES:
                 continue
             shares = [share(each) for each in table.histograms(site)]
             if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
@@ -136,7 +137,8 @@ def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for parameter in evidence.weights:
         name, path = parameter.site
         gain = weight_gain(evidence, name, path) if "weight" in path else None  # other matrices are not multiplied
-        if gain is None or gain <= rule.thresholds["gain"]:
+        is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(name)
+        if gain is None or gain <= rule.thresholds["logits" if is_last else "gain"]:
             continue
         verdict = f"{parameter.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
         yield rule.found(evidence, table, parameter.site, verdict, statistic="rms", gain=gain)
@@ -254,12 +256,15 @@ RULES = (
         name="weights-too-large",
         severity="warning",
         statistic="rms(weight) × √(number of inputs) in the first record",
-        thresholds={"gain": 8.0},
+        thresholds={"gain": 8.0, "logits": 16.0},
         persistence=0,
         usual="0.3 to 3",
         why="A wrong initialization: the variance of the weights does not match the number of inputs.",
         next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
-        false_alarms="First layers that encode coordinates with many frequencies; they have few inputs.",
+        false_alarms=(
+            "First layers that encode coordinates with many frequencies; they have few inputs. Logits, the outputs of "
+            "modules that nothing follows, may be larger."
+        ),
         examine=_large_weights,
         explains={
             "weights-too-large": ("any",),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_recorder.insight import Examination
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, brief, chain, network, run, trained
+from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 
 @pytest.mark.parametrize(
@@ -46,11 +47,15 @@ def test_a_dead_layer_is_one_finding() -> None:
     assert found.consequences == ("gradient-stops",)
 
 
-@pytest.mark.parametrize(("rms", "alarm"), [(0.5, False), (1.9, False), (2.1, True)])
-def test_weights_too_large(rms: float, alarm: bool) -> None:
-    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit."""
-    found = run(None, None, network("a", "b", b=trained("b", rms=rms)), graph=chain("a", "b"))
-    assert brief(found) == ([("warning", "weights-too-large", "b")] if alarm else [])
+@pytest.mark.parametrize(
+    ("rms", "name", "alarm"),
+    [(0.5, "b", False), (1.9, "b", False), (2.1, "b", True), (3.9, "head", False), (4.1, "head", True)],
+)
+def test_weights_too_large(rms: float, name: str, alarm: bool) -> None:
+    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit; for logits it is twice that."""
+    names = ("a", "b", "head")
+    found = run(None, None, network(*names, **{name: trained(name, rms=rms)}), graph=chain(*names))
+    assert brief(found) == ([("warning", "weights-too-large", name)] if alarm else [])
 
 
 def test_the_scale_of_inputs() -> None:
@@ -134,3 +139,17 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     (found,) = [each for each in findings if each.rule == "input-scale"]
     assert found.verdict == "the input in[0] of a has rms 300"
     assert found.path == "in[0]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "alarm"), [("LSTM", "out[1][0]", 1), ("LSTM", "out[1][1]", 0), ("LSTMCell", "out[1]", 0)]
+)
+def test_the_memory_of_an_lstm_has_no_bounds(kind: str, path: str, alarm: int) -> None:
+    """Values of the cell state near or beyond 1 are no saturation, those of the hidden state are."""
+    examination = Examination(chain("rnn", "head", rnn=kind))
+    counts, edges = np.histogram([-0.99, 0.99], bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, -0.99, 0.99, 0.0, 1.0)
+    site = ("rnn", path)
+    for step in (0, 10, 20):
+        examination.add(record("activations", step, {site: {"rms": 1.0}}, histograms={site: histogram}))
+    assert [each.rule for each in examination.findings()] == ["saturation"] * alarm
