@@ -55,6 +55,45 @@ def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[t
         assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
 
 
+def stream(blocks: int) -> Graph:
+    """Return the graph of residual blocks, each with a layer ``fc`` whose output is added to its input."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    nodes += [Node(2, "module", "stem", 0, 1, "Linear"), Node(3, "op", "linear", 2, 2)]
+    edges, before = [Edge(1, 3)], 3
+    for place in range(blocks):
+        number = 10 * (place + 1)
+        nodes += [
+            Node(number, "module", f"blocks.{place}.norm", 0, 1, "LayerNorm"),
+            Node(number + 1, "op", "n", number, 2),
+        ]
+        nodes += [Node(number + 2, "module", f"blocks.{place}.fc", 0, 1, "Linear")]
+        nodes += [Node(number + 3, "op", "linear", number + 2, 2), Node(number + 4, "op", "add", 0, 1)]
+        edges += [Edge(before, number + 1), Edge(number + 1, number + 3), Edge(number + 3, number + 4)]
+        edges += [Edge(before, number + 4)]
+        before = number + 4
+    return Graph(tuple(nodes), tuple(edges))
+
+
+@pytest.mark.parametrize(
+    ("stem", "size", "words"),
+    [
+        (4e-2, 1.0, "grows 40-fold"),
+        (2.5e-5, 1.0, "shrinks 40-fold"),
+        (5e-3, 1.0, ""),
+        (4e-2, 0.02, ""),  # the normalization divides by the small size of the embedding
+        (4.0, 0.02, "grows 4e+03-fold"),
+    ],
+)
+def test_a_gradient_that_changes_in_the_first_block(stem: float, size: float, words: str) -> None:
+    """The gradient before the first residual block is compared with that behind it."""
+    names = [f"blocks.{place}.{name}" for place in range(4) for name in ("norm", "fc")]
+    gradients: dict[str, Values] = {"stem": {"rms": stem}, **{name: {"rms": 1e-3} for name in names}}
+    layers: dict[str, Values] = {"stem": {"rms": size}, **{name: {"rms": 1.0} for name in names}}
+    found = run(layers, gradients, graph=stream(4))
+    assert brief(found) == [("warning", "gradient-step", "blocks.0")] * bool(words)
+    assert all(words in each.verdict and each.verdict.endswith("at stem") for each in found)
+
+
 def test_parallel_heads_may_have_other_gradients() -> None:
     """Modules that do not feed each other, such as heads with losses of different weights, are no steps of a chain."""
     heads = [f"heads.{place}" for place in range(3)]
