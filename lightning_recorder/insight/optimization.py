@@ -42,9 +42,7 @@ def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     dtype = evidence.parameters.dtypes[evidence.parameters.places[first.site]]
     of = "no parameter" if whole else f"{first.name} does not"
     moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
-    rates = evidence.setting(first, "learning_rate")
-    rate = f"learning rate {np.median(rates):.3g}, " if len(rates) else ""
-    verdict = f"{moves} ({rate}dtype {dtype})"
+    verdict = f"{moves} ({', '.join([*_settings(evidence, first), f'dtype {dtype}'])})"
     found = rule.found(evidence, evidence.parameters, first.site, verdict, statistic="update_ratio", update_ratio=0.0)
     yield replace(found, others=tuple(each for each in names if each != first.site.name))
 
@@ -54,10 +52,20 @@ def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     middles = [float(np.median(each)) for each in ratios.values() if len(each) >= rule.persistence]
     if middles and 0 < max(middles) < rule.thresholds["update_ratio"]:
         site = evidence.weights[0].site
+        settings = _settings(evidence, evidence.weights[0])
         verdict = f"the weights hardly move: at most {max(middles):.2g} of their size per step"
+        verdict += f" ({', '.join(settings)})" if settings else ""
         yield rule.found(
             evidence, evidence.parameters, site, verdict, statistic="update_ratio", update_ratio=max(middles)
         )
+
+
+def _settings(evidence: Evidence, parameter: Parameter) -> list[str]:
+    """Describe the settings that may keep a parameter from moving, as far as they are known."""
+    rates, limit = evidence.setting(parameter, "learning_rate"), evidence.parameters.about.get("gradient_clip_val")
+    found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
+    is_clipped = isinstance(limit, (int, float)) and limit > 0
+    return [*found, f"gradients clipped to {limit:.3g}"] if is_clipped else found
 
 
 def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -97,7 +105,10 @@ def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         grows = ratio > rule.thresholds["grow"] and values[-1] * np.sqrt(inputs) > rule.thresholds["gain"]
         if grows or (ratio < rule.thresholds["shrink"] and _is_decay(rule, evidence, each)):
             way = "grows" if grows else "shrinks"
-            verdict = f"{each.name} {way} from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            decay = evidence.setting(each, "weight_decay")
+            because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
+            span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            verdict = f"{each.name} {way} {span}{because}"
             yield rule.found(
                 evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1]
             )

@@ -30,6 +30,8 @@ def test_the_drift_of_weights() -> None:
     shrinking = [0.25 * 0.7**row for row in range(8)]
     decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
     assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    decay["a/weight"] = {**decay["a/weight"], "weight_decay": 30.0}
+    assert run(None, None, decay)[0].verdict.endswith(" in 70 steps, with weight decay 30")
     noise = trained("a", rms=shrinking, update=0.2)
     assert run(None, None, noise) == []
 
@@ -153,6 +155,11 @@ def test_one_cause_in_many_modules_is_one_finding() -> None:
 
 
 def test_weights_that_hardly_move() -> None:
-    """Weights that all move by less than a millionth per step are a finding."""
-    found = run(None, None, network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7)))
-    assert [each.rule for each in found] == ["barely-moves"]
+    """Weights that all move by less than a millionth per step are a finding, with the settings behind it."""
+    parameters = network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7))
+    (found,) = run(None, None, parameters)
+    assert found.rule == "barely-moves"
+    assert found.verdict == "the weights hardly move: at most 3e-07 of their size per step"
+    parameters["a/weight"] = {**parameters["a/weight"], "learning_rate": 0.02}
+    found = run(None, None, parameters, about={"gradient_clip_val": 1e-6})[0]
+    assert found.verdict.endswith(" per step (learning rate 0.02, gradients clipped to 1e-06)")
