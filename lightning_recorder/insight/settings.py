@@ -59,6 +59,43 @@ def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[st
     return False
 
 
+def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    graph, table = evidence.wiring.graph, evidence.activations
+    shares = {
+        node.name: float(dict(node.arguments).get("p", "0"))
+        for node in (() if graph is None else graph.nodes)
+        if node.kind == "module" and re.fullmatch(r"(Alpha|FeatureAlpha)?Dropout(\dd)?", node.type_name)
+    }
+    strong = {name: share for name, share in shares.items() if rule.thresholds["share"] <= share < 1}
+    in_eval_mode = (table.get("eval_mode")[-rule.persistence :] == 1.0).any(axis=0)
+    found = [site for site, place in table.places.items() if site.name in strong and not in_eval_mode[place]]
+    if found and len(table) >= rule.persistence:
+        share = strong[found[0].name]
+        verdict = f"{found[0].name} drops {share:.0%} of its inputs in training, so that {1 - share:.0%} are left"
+        finding = rule.found(evidence, table, found[0], verdict, statistic="zero_fraction", share=share)
+        yield replace(finding, others=tuple(dict.fromkeys(site.name for site in found[1:])))
+
+
+def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
+    table = evidence.parameters
+    known = [table.places[each.site] for each in evidence.weights if len(evidence.setting(each, "learning_rate"))]
+    if not known:
+        return
+    rates = np.nan_to_num(table.get("learning_rate")[:, known]).max(axis=1)
+    peak = int(np.argmax(rates))
+    tiny = rates[peak:] < rule.thresholds["factor"] * rates[peak]
+    if len(rates) >= rule.persistence and tiny.sum() >= rule.thresholds["share"] * len(rates):
+        since = table.steps[peak + int(np.argmax(tiny))]
+        verdict = (
+            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
+            f"{rule.thresholds['factor']:.3g} of its largest value, and hardly anything is learned"
+        )
+        site = evidence.weights[0].site
+        found = rule.found(evidence, table, site, verdict, statistic="learning_rate", since=since, peak=rates[peak])
+        yield replace(found, module="", path="")
+
+
 def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Compare the running statistics with the mean and the std of what feeds the layer."""
     for site in evidence.parameters.places:
@@ -327,6 +364,32 @@ RULES = (
         false_alarms="Frozen layers do not count; detection models keep BatchNorm in eval mode on purpose.",
         examine=_eval_mode,
         explains={"running-statistics": ("any",), "norm-ineffective": ("same",), "train-differs": ("any",)},
+    ),
+    Rule(
+        name="strong-dropout",
+        severity="warning",
+        statistic="argument p of a dropout layer in train mode, in the recorded graph",
+        thresholds={"share": 0.8},
+        persistence=2,
+        usual="0 to 0.5",
+        why="The share that is kept was passed instead of the share that is dropped, or the value is a typing error.",
+        next="Look at the argument p of the layer: it is the share of the inputs that are set to zero.",
+        false_alarms="Dropout of whole inputs or labels that a method asks for.",
+        examine=_strong_dropout,
+        explains={"train-differs": ("any",), "scale-jump": ("same",), "dead-output": ("same",)},
+    ),
+    Rule(
+        name="learning-rate-vanishes",
+        severity="warning",
+        statistic="learning rate of each record, against the largest one before it",
+        thresholds={"factor": 1e-3, "share": 0.4},
+        persistence=6,
+        usual="the rate is tiny at most in the last tenth of a run",
+        why="A scheduler that steps per batch instead of per epoch, or a gamma or T_max that does not fit the run.",
+        next='Look at the arguments of the scheduler, and at "interval" in configure_optimizers.',
+        false_alarms="A decay to zero at the end of a run: 40 % of the records must show it.",
+        examine=_rate_vanishes,
+        explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
     ),
     Rule(
         name="running-statistics",

@@ -37,6 +37,7 @@ class Wiring:
         """The module of each call, in the order of time."""
         self.producers: list[frozenset[int]] = []
         """The calls that feed each call; -1 stands for an input of the model."""
+        self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
             self.calls = self.names
