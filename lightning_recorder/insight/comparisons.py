@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -115,7 +116,9 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         place = int(np.argmax(np.abs(growth)))
         others = float(np.abs(np.delete(growth, place)).max())
         if abs(growth[place]) - others > np.log(rule.thresholds["factor"]):
-            block = _blocks([site.name for site in group])[place + 1]
+            blocks = _blocks([site.name for site in group])
+            # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
+            block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
     for block, found in steps.items():
         same_sign = len({here > after for _, here, after in found}) == 1
@@ -126,6 +129,13 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if found_before is not None:
             yield _grown(rule, evidence, _blocks([site.name for site in group])[0], *found_before)
             return
+
+
+def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:
+    """Return True if the operations of a block differ from those of most blocks, and those of another one do not."""
+    found = [evidence.wiring.operations.get(block, ()) for block in blocks]
+    usual = Counter(found).most_common(1)[0][0]
+    return bool(found[place] != usual and found[other] == usual)
 
 
 def _grown(rule: Rule, evidence: Evidence, block: str, site: Site, here: float, after: float) -> Finding:

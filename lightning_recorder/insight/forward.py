@@ -45,12 +45,18 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _feed(evidence: Evidence, site: Site) -> str:
-    """Describe the input of a dead ReLU, if all of it is negative."""
-    table = evidence.activations
-    for name in evidence.wiring.inputs.get(site.name, ()):
-        source = Site(name, "out")
-        if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
-            return f": its input from {name} is at most {high[-1]:.3g}"
+    """Describe the input of a dead ReLU, or of the ReLU before a dead module, if all of it is negative."""
+    table, wiring = evidence.activations, evidence.wiring
+    for call, name in enumerate(wiring.calls):
+        feeds = wiring.producers[call] if name == site.name else frozenset()
+        # A ReLU that is called several times is not dead as a whole.
+        relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
+        sources = [(each, "its input") for each in feeds]
+        sources += [(each, f"the input of {wiring.calls[relu]}") for relu in relus for each in wiring.producers[relu]]
+        for each, what in sources:
+            source = Site(wiring.calls[each], "out") if each >= 0 else Site("", "")
+            if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
+                return f": {what} from {source.name} is at most {high[-1]:.3g}"
     return ""
 
 

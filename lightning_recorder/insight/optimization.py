@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.backward import without_gradient
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
@@ -222,9 +223,40 @@ def _not_in_optimizer(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield rule.found(evidence, evidence.parameters, Site(name, ""), verdict)
+    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    if left_out:
+        yield _about_left_out(rule, evidence, left_out, "is used, but no optimizer that stepped has it")
+
+
+def _left_out(evidence: Evidence) -> list[Node]:
+    """Return the used weights without a record, of modules that have other parameters with one."""
+    graph, recorded = evidence.wiring.graph, {each.name for each in evidence.tensors}
+    trained = {each.site.name for each in evidence.tensors if each.gradient is not None}
+    nodes = [node for node in (() if graph is None else graph.nodes) if node.kind == "parameter"]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    return list(
+        {
+            node.name: node
+            for node in nodes
+            if node.name.rpartition(".")[0] in trained and recorded.isdisjoint((node.name, *node.tied))
+        }.values()
+    )
+
+
+def _about_left_out(rule: Rule, evidence: Evidence, nodes: list[Node], what: str) -> Finding:
+    modules = list(dict.fromkeys(node.name.rpartition(".")[0] for node in nodes))
+    verdict = f"{nodes[0].name} {what}, while other parameters of {modules[0]} are trained"
+    found = rule.found(evidence, evidence.parameters, Site(modules[0], ""), verdict, parameters=len(nodes))
+    return replace(found, others=tuple(modules[1:]))
 
 
 def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    parts = [each for each in _left_out(evidence) if each.note == "frozen"]
+    if parts:
+        found = _about_left_out(rule, evidence, parts, "is frozen")
+        # Some methods of fine-tuning train the biases alone.
+        is_few = len(parts) < rule.thresholds["share"] * (len(parts) + len(evidence.tensors))
+        yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
     frozen = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
     trained = {each.site.name for each in evidence.tensors}
     if not frozen or not trained:
@@ -374,6 +406,8 @@ RULES = (
                 "scale-jump",
                 "barely-moves",
                 "train-differs",
+                "running-statistics",
+                "norm-ineffective",
             ),
             ("any",),
         ),

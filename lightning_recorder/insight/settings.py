@@ -60,33 +60,34 @@ def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[st
 
 
 def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    graph, table = evidence.wiring.graph, evidence.activations
-    shares = {
-        node.name: float(dict(node.arguments).get("p", "0"))
-        for node in (() if graph is None else graph.nodes)
-        if node.kind == "module" and re.fullmatch(r"(Alpha|FeatureAlpha)?Dropout(\dd)?", node.type_name)
-    }
-    strong = {name: share for name, share in shares.items() if rule.thresholds["share"] <= share < 1}
-    in_eval_mode = (table.get("eval_mode")[-rule.persistence :] == 1.0).any(axis=0)
-    found = [site for site, place in table.places.items() if site.name in strong and not in_eval_mode[place]]
-    if found and len(table) >= rule.persistence:
-        share = strong[found[0].name]
-        verdict = f"{found[0].name} drops {share:.0%} of its inputs in training, so that {1 - share:.0%} are left"
-        finding = rule.found(evidence, table, found[0], verdict, statistic="zero_fraction", share=share)
-        yield replace(finding, others=tuple(dict.fromkeys(site.name for site in found[1:])))
+    graph, found = evidence.wiring.graph, {}
+    for node in () if graph is None else graph.nodes:
+        if graph is not None and node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
+            arguments = dict(node.arguments)
+            share = float(arguments.get("p", "0"))
+            if rule.thresholds["share"] <= share < 1 and arguments.get("training") == "True":
+                found[graph[node.parent or 0].name] = share
+    if found:
+        name, share = next(iter(found.items()))
+        verdict = f"{name or 'the model'} drops {share:.0%} of its inputs in training, so that {1 - share:.0%} are left"
+        site = Site(name, "out") if Site(name, "out") in evidence.activations.places else Site(name, "")
+        finding = rule.found(evidence, evidence.activations, site, verdict, statistic="zero_fraction", share=share)
+        yield replace(finding, others=tuple(other for other in found if other != name))
 
 
 def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
     table = evidence.parameters
-    known = [table.places[each.site] for each in evidence.weights if len(evidence.setting(each, "learning_rate"))]
-    if not known:
+    known = [table.places[each.site] for each in evidence.weights]
+    # Batches without an optimizer step have none.
+    by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
+    rates, steps = by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
+    if not len(rates):
         return
-    rates = np.nan_to_num(table.get("learning_rate")[:, known]).max(axis=1)
     peak = int(np.argmax(rates))
     tiny = rates[peak:] < rule.thresholds["factor"] * rates[peak]
     if len(rates) >= rule.persistence and tiny.sum() >= rule.thresholds["share"] * len(rates):
-        since = table.steps[peak + int(np.argmax(tiny))]
+        since = int(steps[peak + int(np.argmax(tiny))])
         verdict = (
             f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
             f"{rule.thresholds['factor']:.3g} of its largest value, and hardly anything is learned"
@@ -368,9 +369,9 @@ RULES = (
     Rule(
         name="strong-dropout",
         severity="warning",
-        statistic="argument p of a dropout layer in train mode, in the recorded graph",
+        statistic="argument p of a dropout layer or function in train mode, in the recorded graph",
         thresholds={"share": 0.8},
-        persistence=2,
+        persistence=0,
         usual="0 to 0.5",
         why="The share that is kept was passed instead of the share that is dropped, or the value is a typing error.",
         next="Look at the argument p of the layer: it is the share of the inputs that are set to zero.",

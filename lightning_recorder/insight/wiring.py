@@ -87,6 +87,15 @@ class Wiring:
             for name, calls in found.items()
         }
 
+    @cached_property
+    def operations(self) -> dict[str, tuple[tuple[str, object], ...]]:
+        """The functions that the code of each module calls itself, with their arguments, in the order of time."""
+        found: dict[str, list[tuple[str, object]]] = defaultdict(list)
+        for node in () if self.graph is None else self.graph.nodes:
+            if node.kind == "op" and node.parent is not None and self.graph is not None:
+                found[self.graph[node.parent].name].append((node.name, node.arguments))
+        return {name: tuple(each) for name, each in found.items()}
+
     def _is_other(self, call: int, name: str) -> bool:
         return call < 0 or self.calls[call] != name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,19 @@ def test_a_gradient_that_changes_in_the_first_block(stem: float, size: float, wo
     found = run(layers, gradients, graph=stream(4))
     assert brief(found) == [("warning", "gradient-step", "blocks.0")] * bool(words)
     assert all(words in each.verdict and each.verdict.endswith("at stem") for each in found)
+
+
+@pytest.mark.parametrize(("block", "named"), [(None, "blocks.2"), (1, "blocks.1"), (2, "blocks.2")])
+def test_the_code_of_blocks_tells_which_one_is_wrong(block: int | None, named: str) -> None:
+    """If the operations of one of two blocks differ from those of all others, the gradient changes there."""
+    graph = chain(*(f"blocks.{place}.fc" for place in range(5)))
+    blocks = [Node(100 + place, "module", f"blocks.{place}", 0, 1, "Block") for place in range(5)]
+    ops = [Node(200 + place, "op", "add", 100 + place, 2) for place in range(5)]
+    ops += [] if block is None else [Node(300, "op", "mul", 100 + block, 2, arguments=(("other", "30"),))]
+    graph = replace(graph, nodes=(*graph.nodes, *blocks, *ops))
+    gradients: dict[str, Values] = {f"blocks.{place}.fc": {"rms": 30.0 if place < 2 else 1.0} for place in range(5)}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    assert brief(run(layers, gradients, graph=graph)) == [("warning", "gradient-step", named)]
 
 
 def test_parallel_heads_may_have_other_gradients() -> None:

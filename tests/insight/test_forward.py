@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import Examination
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, record, run, trained
@@ -24,6 +25,22 @@ def test_dead_output(fraction: float, kind: str, expected: list[tuple[str, str, 
     """99 % of zeros in the last two records is a finding, 95 % is a note for a ReLU."""
     layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": fraction}}
     assert brief(run(layers, graph=chain("fc", "act", act=kind))) == expected
+
+
+def test_a_shared_relu_with_a_dead_call() -> None:
+    """Behind a dead call of a ReLU that is called twice, the finding names what fed this call."""
+    names = ("bn1", "act", "conv2", "bn2", "act", "head")
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1)]
+    for number, name in enumerate(names, 1):
+        kind = "ReLU" if name == "act" else "Conv2d"
+        nodes += [Node(2 * number, "module", name, 0, 1, kind), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(2 * number - 1, 2 * number + 1) for number in range(1, 7)))
+    layers: dict[str, Values] = {
+        name: {"max": -12.0 if name == "bn1" else 3.0, "zero_fraction": 1.0 if name == "conv2" else 0.5}
+        for name in dict.fromkeys(names)
+    }
+    (found,) = run(layers, graph=graph)
+    assert found.verdict == "conv2 returns only zeros in every record: the input of act from bn1 is at most -12"
 
 
 def test_the_first_step_of_a_dead_output() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
@@ -163,3 +166,36 @@ def test_weights_that_hardly_move() -> None:
     parameters["a/weight"] = {**parameters["a/weight"], "learning_rate": 0.02}
     found = run(None, None, parameters, about={"gradient_clip_val": 1e-6})[0]
     assert found.verdict.endswith(" per step (learning rate 0.02, gradients clipped to 1e-06)")
+
+
+def with_parameters(*names: str, note: str = "") -> Graph:
+    """Return the graph of two layers that use these parameters, the last one with a note."""
+    graph = chain("a", "b")
+    shapes = [(TensorMeta((16,) if name.endswith("bias") else (16, 16), "float32"),) for name in names]
+    nodes = [
+        Node(10 + place, "parameter", name, 2, 2, outputs=shape)
+        for place, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    nodes[-1] = replace(nodes[-1], note=note)
+    return replace(graph, nodes=(*graph.nodes, *nodes))
+
+
+def test_a_weight_that_is_in_no_optimizer() -> None:
+    """A used parameter that is never updated, of a module whose other parameters are, is a finding."""
+    parameters: dict[str, Values] = {**network("b"), "a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    found = run(None, None, parameters, graph=with_parameters("b.weight", "a.bias", "a.weight"))
+    assert brief(found) == [("warning", "not-in-optimizer", "a")]
+    assert found[0].verdict.startswith("a.weight is used, but no optimizer that stepped has it")
+    tied = with_parameters("b.weight", "a.bias", "a.weight")
+    tied = replace(tied, nodes=(*tied.nodes[:-1], replace(tied.nodes[-1], tied=("b.weight",))))
+    assert run(None, None, parameters, graph=tied) == []
+
+
+def test_a_weight_that_is_frozen_alone() -> None:
+    """A frozen weight beside a trained bias is a finding; it is a note if most weights are frozen."""
+    layers: dict[str, Values] = {**network("b"), "a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    graph = with_parameters("b.weight", "a.bias", "a.weight", note="frozen")
+    few: dict[str, Values] = {**layers, **network("c")}
+    assert brief(run(None, None, few, graph=graph)) == [("warning", "frozen", "a")]
+    biases: dict[str, Values] = {"a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    assert brief(run(None, None, biases, graph=graph)) == [("note", "frozen", "a")]

@@ -126,14 +126,17 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "mode", "alarm"), [("0.9", 0.0, 1), ("0.8", 0.0, 1), ("0.5", 0.0, 0), ("0.9", 1.0, 0), ("1.0", 0.0, 0)]
+    ("share", "training", "alarm"),
+    [("0.9", "True", 1), ("0.8", "True", 1), ("0.5", "True", 0), ("0.9", "False", 0), ("1.0", "True", 0)],
 )
-def test_strong_dropout(share: str, mode: float, alarm: int) -> None:
-    """A dropout layer in train mode that keeps a fifth of its inputs or less is a finding."""
+@pytest.mark.parametrize("op", ["dropout", "alpha_dropout", "dropout2d"])
+def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
+    """A call of dropout in train mode that keeps a fifth of its inputs or less is a finding about its module."""
     graph = chain("fc1", "drop", "fc2", drop="Dropout")
-    nodes = [replace(each, arguments=(("p", share),)) if each.name == "drop" else each for each in graph.nodes]
-    layers: dict[str, Values] = {"fc1": {"rms": 1.0}, "drop": {"rms": 1.0, "eval_mode": mode}, "fc2": {"rms": 1.0}}
-    found = [each for each in run(layers, graph=replace(graph, nodes=tuple(nodes))) if each.rule == "strong-dropout"]
+    arguments = (("p", share), ("training", training))
+    nodes = [replace(each, name=op, arguments=arguments) if each.id == 5 else each for each in graph.nodes]
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("fc1", "drop", "fc2")}
+    found = run(layers, graph=replace(graph, nodes=tuple(nodes)))
     assert brief(found) == [("warning", "strong-dropout", "drop")] * alarm
 
 
@@ -144,6 +147,7 @@ def test_strong_dropout(share: str, mode: float, alarm: int) -> None:
         ([1e-3 * (8 - step) / 8 for step in range(8)], 0),
         ([0.0, 0.0, 0.0, 1e-6, 1e-4, 1e-3, 1e-3, 1e-3], 0),
         ([1e-3] * 5 + [1e-4, 1e-6, 1e-7], 0),
+        ([1e-3, NAN, NAN, 1e-3, NAN, NAN, 1e-3, NAN], 0),  # batches without an optimizer step
     ],
 )
 def test_a_learning_rate_that_vanishes(rates: list[float], alarm: int) -> None:
