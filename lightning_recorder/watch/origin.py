@@ -23,6 +23,7 @@ from lightning_recorder.internals.autograd import (
     LEAF_NUMBER,
     current_node,
     in_backward,
+    is_wrapped_for_backward,
     sequence_number,
     sequence_number_of,
 )
@@ -148,6 +149,7 @@ class OriginTrace(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._repeated: Counter[str] = Counter()
         self._nodes: dict[int, _Place] = {}
+        self._starts: dict[int, _Place] = {}  # of the first node after each begin and end of a call of a module
         self._results: dict[int, int] = {}  # the event of the forward pass of a node, by its sequence number
         self._resources = ExitStack()
         self.errors: list[Exception] = []
@@ -332,9 +334,14 @@ class OriginTrace(TorchDispatchMode):
     def _behind(self, node: Any) -> _Place:
         number = sequence_number_of(node)
         if number == LEAF_NUMBER:
-            return _Place()
-        # A node whose forward pass ran no operation belongs to the operation before it.
-        known = self._nodes.get(number)
+            # Only a hook of a parameter runs operations there.
+            variable = getattr(node, "variable", None)
+            source = "" if variable is None else self._known.get(_address(variable), "")
+            name = source.removeprefix("parameter ")
+            return _Place(name.rpartition(".")[0], 1, _line()) if name != source else _Place()
+        # A node whose forward pass ran no operation belongs to the module that began right before it, as that of a
+        # backward hook does, or else to the operation before it.
+        known = self._nodes.get(number, self._starts.get(number))
         if known is None:
             before = [each for each in self._nodes if each < number]
             known = self._nodes[max(before)] if before else _Place()
@@ -349,7 +356,7 @@ class OriginTrace(TorchDispatchMode):
             self._calls[name] += 1
             call = self._calls[name]
         self._stack.append(_Place(name, call, ""))
-        # The nodes that the module makes without an operation, such as those of a custom function, are its own.
+        self._starts[sequence_number()] = self._stack[-1]
 
     def leave(self, name: str, output: Any) -> None:
         """End a call of a module, and look for bad outputs that no traced operation has made."""
@@ -357,7 +364,9 @@ class OriginTrace(TorchDispatchMode):
             self._stack.pop()
         if self._stack:
             self._guarded(self._check_output, output)
-            self._stack.pop()
+            ended = self._stack.pop()
+            around = self._stack[-1] if self._stack else _Place()
+            self._starts[sequence_number()] = ended if is_wrapped_for_backward(self._modules[name]) else around
 
     def _check_output(self, output: Any) -> None:
         for _, tensor in iter_tensors(output):
@@ -394,9 +403,10 @@ def _is_view_operation(func: Any) -> bool:
 
 
 def _operation_of(node: Any) -> str:
-    """Return the operation of a node of the backward graph, such as ``"sqrt"`` for ``SqrtBackward0``."""
-    name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition(".")[2])
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    """Return the operation of a node of the backward graph: ``"sqrt"`` for ``SqrtBackward0``, ``"hook"`` for hooks."""
+    name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2].rpartition(".")[2])
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return {"backward_hook_function": "hook", "accumulate_grad": "hook"}.get(name, name)
 
 
 def _line() -> str:

@@ -142,6 +142,27 @@ def test_the_backward_pass_of_a_custom_function_is_named() -> None:
     assert (found.module, found.operation, found.backward) == ("1", "doubled", True)
 
 
+@pytest.mark.parametrize("kind", ["module", "first module", "output", "parameter"])
+def test_a_backward_hook_is_named(kind: str) -> None:
+    """A hook that spoils a gradient belongs to its module, not to the operation before it."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
+    owner: Any = net.get_submodule("2" if kind == "first module" else "2.0")
+    if kind in ("module", "first module"):
+        owner.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * math.nan,))
+    elif kind == "output":
+        owner.register_full_backward_pre_hook(lambda _module, outputs: (outputs[0] * math.nan,))
+    else:
+        owner.weight.register_hook(lambda grad: grad * math.nan)
+    found = origin_of(net, torch.ones(2, 3))
+    assert found is not None
+    assert (found.module, found.backward, found.operation) == (
+        "2" if kind == "first module" else "2.0",
+        True,
+        "hook",
+    )
+    assert (found.line != "") is (kind == "parameter")
+
+
 class Spoiled(torch.autograd.Function):
     """Its input, with a constant written to its gradient."""
 
