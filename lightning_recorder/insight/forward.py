@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import site_title
 from lightning_recorder.reductions import Histogram
@@ -21,6 +21,7 @@ __all__ = ["RULES", "weight_gain"]
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
+_RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
@@ -80,12 +81,20 @@ def _share_rule(
         for site in table.places:
             if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path in _STATES:
                 continue
+            if evidence.type_of(site.name) in _RNNS and _largest(table, site) > 1:
+                continue
             shares = [share(each) for each in table.histograms(site)]
             if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
                 verdict = text.format(name=site_title(*site), share=shares[-1])
                 yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
 
     return examine
+
+
+def _largest(table: Table, site: Site) -> float:
+    """Return the largest absolute value in all records."""
+    ends = [np.abs(table.column(site, name)[0]) for name in ("min", "max")]
+    return float(max(each.max(initial=0.0) for each in ends))
 
 
 def _middles(histogram: Histogram) -> Floats:
@@ -159,7 +168,7 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
         if (
             is_last
-            or site.path != "out"
+            or site.path not in ("out", "out[0]")
             or not feeds
             or INPUT in feeds
             or not np.isfinite(before).all()

@@ -303,6 +303,7 @@ RULES = (
         next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
         false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
         examine=_frozen,
+        explains={"unlike-siblings": ("same",)},
     ),
     Rule(
         name="updates-lost",

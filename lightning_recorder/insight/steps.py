@@ -47,8 +47,8 @@ def _doubled(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             continue
         seen.add(source.id)
         owner = "" if source.parent is None else graph[source.parent].name
-        place = f"{owner} (line {source.source})" if source.source else owner
-        verdict = f"{node.name} gets the output of the {source.name} in {place or 'the model'}: it {text}"
+        place = f"{owner or 'training_step'} (line {source.source})" if source.source else owner or "training_step"
+        verdict = f"{node.name} gets the output of the {source.name} in {place}: it {text}"
         yield rule.found(evidence, evidence.activations, Site(owner, ""), verdict)
 
 

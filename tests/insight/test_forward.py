@@ -91,6 +91,16 @@ def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
     assert [each.module for each in found] == (["b"] if alarm else [])
 
 
+def test_a_jump_in_the_first_output_of_several() -> None:
+    """The output of a recurrent layer, which returns its state as well, is compared with its input."""
+    examination = Examination(chain("embed", "rnn", "head"))
+    for step in (0, 10, 20):
+        sites = {("embed", "out"): {"rms": 1.0}, ("rnn", "out[0]"): {"rms": 90.0}, ("rnn", "out[1]"): {"rms": 90.0}}
+        examination.add(record("activations", step, {**sites, ("head", "out"): {"rms": 90.0}}))
+    (found,) = examination.findings()
+    assert (found.rule, found.module) == ("scale-jump", "rnn")
+
+
 def test_logits_may_be_large() -> None:
     """A module that nothing follows may have a large output."""
     layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 100.0}}
@@ -159,14 +169,22 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "alarm"), [("LSTM", "out[1][0]", 1), ("LSTM", "out[1][1]", 0), ("LSTMCell", "out[1]", 0)]
+    ("kind", "path", "high", "alarm"),
+    [
+        ("LSTM", "out[1][0]", 0.99, 1),
+        ("LSTM", "out[1][1]", 0.99, 0),
+        ("LSTMCell", "out[1]", 0.99, 0),
+        ("RNN", "out[0]", 0.99, 1),
+        ("RNN", "out[0]", 1.5, 0),  # with a ReLU
+    ],
 )
-def test_the_memory_of_an_lstm_has_no_bounds(kind: str, path: str, alarm: int) -> None:
-    """Values of the cell state near or beyond 1 are no saturation, those of the hidden state are."""
+def test_outputs_without_bounds_are_not_saturated(kind: str, path: str, high: float, alarm: int) -> None:
+    """Values near or beyond 1 are no saturation in the cell state of an LSTM, or in an RNN with a ReLU."""
     examination = Examination(chain("rnn", "head", rnn=kind))
     counts, edges = np.histogram([-0.99, 0.99], bins=np.linspace(-1, 1, 81))
     histogram = Histogram(edges, counts, -0.99, 0.99, 0.0, 1.0)
+    values = {"rms": 1.0, "min": -0.99, "max": high}
     site = ("rnn", path)
     for step in (0, 10, 20):
-        examination.add(record("activations", step, {site: {"rms": 1.0}}, histograms={site: histogram}))
+        examination.add(record("activations", step, {site: values}, histograms={site: histogram}))
     assert [each.rule for each in examination.findings()] == ["saturation"] * alarm

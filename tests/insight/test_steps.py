@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_recorder.graph.model import Edge, Graph, Node
@@ -45,6 +47,15 @@ def test_a_loss_that_gets_an_activation(ops: tuple[str, ...], words: str) -> Non
     found = run(LAYERS, graph=loss_graph(*ops))
     assert brief(found) == [("warning", "double-activation", "act")] * bool(words)
     assert all(words in each.verdict and ops[-1] in each.verdict for each in found)
+
+
+def test_an_activation_of_the_step_itself() -> None:
+    """An activation outside of all modules belongs to the training step; its line is named."""
+    graph = loss_graph("softmax", "cross_entropy")
+    nodes = [replace(each, parent=0, source="train.py:7") if each.name == "softmax" else each for each in graph.nodes]
+    (found,) = run(LAYERS, graph=replace(graph, nodes=tuple(nodes)))
+    assert found.module == ""
+    assert found.verdict.startswith("cross_entropy gets the output of the softmax in training_step (line train.py:7):")
 
 
 def test_probabilities_may_be_the_target() -> None:
