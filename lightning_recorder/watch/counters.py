@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 __all__ = ["Counters", "Slot"]
 
 _NUMBERS = (int, float, bool)
+_SKIPPED = (str, bytes, type, ModuleType, Tensor, nn.Module)
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "numpy")  # whose objects are not searched
+# Exact types only: to read a key that is gone may change a subclass.
+_CONTAINERS = (dict, list, OrderedDict, Counter)
 _MOST_ENTRIES = 64  # of a list or a dictionary that is searched
 _DEEPEST = 6
 
@@ -91,7 +95,7 @@ def _slots(modules: Iterable[nn.Module]) -> Iterator[Slot]:
 
 def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
     """Yield the places of the numbers in an object that is not a number itself."""
-    if depth > _DEEPEST or id(value) in seen or isinstance(value, (str, bytes, type, Tensor, nn.Module)):
+    if depth > _DEEPEST or id(value) in seen or isinstance(value, _SKIPPED):
         return
     seen.add(id(value))
     for owner, key, each in _parts(value):
@@ -103,7 +107,7 @@ def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the values that an object refers to, with their owner and their key; no owner if they cannot be set."""
-    if isinstance(value, (dict, list)):
+    if type(value) in _CONTAINERS:
         if len(value) <= _MOST_ENTRIES:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((value, key, each) for key, each in list(pairs) if key is not None)
