@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -125,7 +126,18 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "eval": [name for name, module in pl_module.named_modules() if not module.training],
         "rank": trainer.global_rank,
         "losses": [repr(float(each)) for each in kept.losses],
+        "counters": _counters(pl_module, kept),
     }
+
+
+def _counters(pl_module: LightningModule, kept: KeptBatch) -> dict[str, dict[str, int | float]]:
+    """Return the attributes of modules that change from batch to batch, such as counts of calls."""
+    names = {id(vars(module)): name for name, module in pl_module.named_modules()}
+    found: dict[str, dict[str, int | float]] = {}
+    for (owner, key), value in kept.counters:
+        if id(owner) in names and math.isfinite(value):
+            found.setdefault(names[id(owner)], {})[key] = value
+    return found
 
 
 def _is_plain(value: object) -> bool:
@@ -213,7 +225,10 @@ def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> M
         return incident.state
     path = folder / "checkpoint.ckpt" if checkpoint is None else Path(checkpoint)
     if not path.exists():
-        raise RecorderError(f"there are no parameters: give a checkpoint from before step {incident.about['step']}")
+        raise RecorderError(
+            f"{folder} has no parameters: run `python replay.py CHECKPOINT` with a checkpoint from before step "
+            f"{incident.about['step']}, or train again with StepWatch(save_parameters=True)"
+        )
     state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     return state
 
@@ -221,7 +236,10 @@ def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> M
 def _verdict(found: Replay, incident: Incident) -> str:
     about = incident.about
     if found.origin is None:
-        return f"step {about['step']}: the loss and all gradients are finite"
+        return (
+            f"step {about['step']}: the loss and all gradients are finite, so the bad value came from something that "
+            "is not in this folder, such as other parameters or a counter outside of the model"
+        )
     reading = Reading(about["step"], about["epoch"], None, None, [], [about["batch_idx"]])
     return finding_of_origin(found.origin, reading, about["batch_idx"]).line
 
@@ -264,5 +282,7 @@ class _Again(Callback):
         pl_module.train()
         for name in about["eval"]:
             pl_module.get_submodule(name).training = False
+        for name, values in about.get("counters", {}).items():
+            vars(pl_module.get_submodule(name)).update(values)
         self.found = replay(trainer, pl_module, [kept])
         raise _Done

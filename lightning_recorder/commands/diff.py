@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TextIO
@@ -21,6 +22,7 @@ __all__ = ["run"]
 _MOST_LINES = 20  # the output fits on a screen
 _FEWEST_SITES = 3
 _FEW = 8
+_MOST_ALIKE = 3  # lines about one kind of difference
 _LONGEST = 600  # characters of a sentence
 
 
@@ -69,7 +71,7 @@ def _lines(found: Comparison, *, exact: bool, is_long: bool) -> list[str]:
     lines = [printable(explain(found, exact=exact), _LONGEST)]
     if found.first is not None:
         lines.append(_first(found.first))
-    facts = [*_differences(found.differences), *_changes(found.changes, lines[0])]
+    facts = [*_differences(found.differences, is_long=is_long), *_changes(found.changes, lines[0])]
     lines += ["", *facts] if facts else []
     notes = [*map(printable, found.notes), *_rounding(found)]
     if found.sites:
@@ -119,13 +121,17 @@ def _table(found: Comparison, most: int) -> list[str]:
     ]
 
 
-def _differences(differences: list[Difference]) -> list[str]:
-    """Format the differences that are not numerical, with one line per kind."""
-    lines = []
+def _differences(differences: list[Difference], *, is_long: bool) -> list[str]:
+    """Format the differences that are not numerical, with one line for all that are alike."""
+    lines: list[str] = []
+    counts: Counter[str] = Counter()
     for (kind, recorder, one, other), group in groupby(
         differences, key=lambda each: (each.kind, each.recorder, each.one, each.other)
     ):
         names = [printable(each.what) for each in group]
+        counts[kind] += 1
+        if counts[kind] > _MOST_ALIKE and not is_long:
+            continue
         shown = ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
         of = f" ({printable(recorder)})" if recorder else ""
         if (one, other) in (("yes", "no"), ("no", "yes")):
@@ -134,6 +140,9 @@ def _differences(differences: list[Difference]) -> list[str]:
             lines.append(f"{kind} of {shown}{of}: {printable(one)} in A, {printable(other)} in B")
         else:
             lines.append(f"{kind}s: {shown}")
+    for kind, count in counts.items():
+        if count > _MOST_ALIKE and not is_long:
+            lines.append(f"and {count - _MOST_ALIKE} more lines about a {kind}; --all prints them")
     return lines
 
 

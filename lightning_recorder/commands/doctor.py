@@ -88,11 +88,14 @@ def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
         names = ", ".join(map(printable, finding.others[:_FEW])) + (f" and {more} more" if more > 0 else "")
         rows.append(("also", names))
     rows.append(("show", _command(finding, run)))
+    script = run.directory / "incidents" / f"step-{finding.first_step}" / "replay.py"
+    if finding.rule == "non-finite" and script.exists():
+        rows.append(("again", printable(shlex.join(["python", str(script)])) + "  (runs the step again)"))
     return [line for name, text in rows for line in _row(name, text)]
 
 
 def _row(name: str, text: str) -> list[str]:
-    if name in ("show", "trend"):  # a command is copied as a whole
+    if name in ("show", "again", "trend"):  # a command is copied as a whole
         return [f"{name:<8}{text}"]
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<8}", subsequent_indent=" " * 8)
 
@@ -110,9 +113,12 @@ def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
 def _command(finding: Finding, run: Run) -> str:
     """Return the command that shows the statistics of the module, or of the modules in it if it is not recorded."""
     words = ["lightning-recorder", "show", str(run.log_dir)]
-    words += [finding.module] if finding.module else []
-    if finding.trace is not None:
-        if finding.module and finding.module not in run[finding.trace.recorder]:
-            words[-1] += ".*"
-        words += ["--recorder", finding.trace.recorder, "--statistic", finding.trace.statistic]
+    trace = finding.trace
+    series = [run[label] for label in run if trace is None or label == trace.recorder]
+    if finding.module and any(finding.module in each for each in series):
+        words.append(finding.module)
+    elif finding.module and any(site.name.startswith(f"{finding.module}.") for each in series for site in each):
+        words.append(f"{finding.module}.*")
+    if trace is not None:
+        words += ["--recorder", trace.recorder, "--statistic", trace.statistic]
     return printable(shlex.join([*words, "--details"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,15 +97,29 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     frontiers: dict[str, list[str]] = {}
     for name in lost:
         frontiers.setdefault(_frontier(evidence, name), []).append(name)
-    for frontier, names in _without_containers(frontiers).items():
+    for alike in _alike(_without_containers(frontiers)):
+        frontier, names = alike[0][0], [name for _, names in alike for name in names]
         after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
         what = "a gradient of zero" if lost[names[0]] else "no gradient"
         count = f"{len(names)} modules with parameters get {what}" if len(names) > 1 else f"{names[0]} gets {what}"
-        verdict = f"{count}: the gradient{towards} stops at {frontier}"
+        more = f" and at {len(alike) - 1} modules like it" if len(alike) > 1 else ""
+        verdict = f"{count}: the gradient{towards} stops at {frontier}{more}"
         site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
         found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
         yield replace(found, others=tuple(each for each in names if each != frontier))
+
+
+def _alike(frontiers: dict[str, list[str]]) -> list[list[tuple[str, list[str]]]]:
+    """Return the places at which the gradient stops, those in equal blocks together if there are several of them."""
+    blocks = {frontier: re.sub("[0-9]+", "#", frontier.rpartition(".")[0]) for frontier in frontiers}
+    counts = Counter(blocks.values())
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    for frontier, names in frontiers.items():
+        block = blocks[frontier]
+        key = block if "#" in block and counts[block] > 3 else frontier
+        found.setdefault(key, []).append((frontier, names))
+    return list(found.values())
 
 
 def _without_containers(frontiers: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -115,20 +116,65 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         place = int(np.argmax(np.abs(growth)))
         others = float(np.abs(np.delete(growth, place)).max())
         if abs(growth[place]) - others > np.log(rule.thresholds["factor"]):
-            block = _blocks([site.name for site in group])[place + 1]
+            blocks = _blocks([site.name for site in group])
+            # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
+            block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
     for block, found in steps.items():
         same_sign = len({here > after for _, here, after in found}) == 1
         if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
-            site, here, after = max(found, key=lambda each: order.get(each[0].name, -1))
-            factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
-            verdict = (
-                f"the gradient {way} {factor:.3g}-fold on its way back through {block}: its norm is {after:.3g} behind "
-                f"it and {here:.3g} at {site.name}"
-            )
-            yield replace(
-                rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
-            )
+            yield _grown(rule, evidence, block, *max(found, key=lambda each: order.get(each[0].name, -1)))
+    for group in groups:
+        found_before = _before_first(rule, evidence, norms, group)
+        if found_before is not None:
+            yield _grown(rule, evidence, _blocks([site.name for site in group])[0], *found_before)
+            return
+
+
+def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:
+    """Return True if the operations of a block differ from those of most blocks, and those of another one do not."""
+    found = [evidence.wiring.operations.get(block, ()) for block in blocks]
+    usual = Counter(found).most_common(1)[0][0]
+    return bool(found[place] != usual and found[other] == usual)
+
+
+def _grown(rule: Rule, evidence: Evidence, block: str, site: Site, here: float, after: float) -> Finding:
+    """Return the finding about a block behind which a gradient has one norm, and another one at a site before it."""
+    factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
+    verdict = (
+        f"the gradient {way} {factor:.3g}-fold on its way back through {block}: its norm is {after:.3g} behind it and "
+        f"{here:.3g} at {site.name}"
+    )
+    return replace(
+        rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
+    )
+
+
+def _before_first(
+    rule: Rule, evidence: Evidence, norms: Mapping[Site, float], group: list[Site]
+) -> tuple[Site, float, float] | None:
+    """Return the site before the first block, and the norms there and behind the block, if they are too different.
+
+    The group must be what the blocks add to a residual stream, and the site what the first block adds it to: then both
+    feed the second block.
+    """
+    table, wiring = evidence.gradients, evidence.wiring
+    blocks = _blocks([site.name for site in group])
+    inside = tuple(f"{block}." for block in blocks)
+    feeds = [wiring.inputs[name] for name in wiring.outputs.get(group[0].name, ()) if name.startswith(inside[1])]
+    stems = {Site(name, "out") for names in feeds for name in names if not name.startswith(inside)}
+    shape = table.shapes[table.places[group[0]]]
+    stems = {site for site in stems if site in norms and table.shapes[table.places[site]] == shape}
+    if len(stems) != 1:
+        return None
+    stem = stems.pop()
+    size = evidence.medians(evidence.activations, "rms").get(stem, np.nan)
+    logs = np.log([norms[site] for site in (stem, *group)])
+    growth = -np.diff(logs)
+    # A normalization in the block divides by the size of the stream, and so multiplies the gradient.
+    limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
+    is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
+    return (stem, norms[stem], norms[group[0]]) if is_large else None
 
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:

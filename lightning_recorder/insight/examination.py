@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings
+from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings, steps
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
@@ -20,7 +20,7 @@ __all__ = ["RULES", "Examination", "check_rules"]
 
 RULES: tuple[Rule, ...] = (
     *finiteness.RULES,
-    *(rule for part in (optimization, settings, backward, forward, comparisons) for rule in part.RULES),
+    *(rule for part in (optimization, settings, steps, backward, forward, comparisons) for rule in part.RULES),
 )
 """All rules."""
 
@@ -28,11 +28,16 @@ RULES: tuple[Rule, ...] = (
 _ORDER = (
     NON_FINITE,
     "not-in-optimizer",
+    "gradients-accumulate",
+    "double-activation",
+    "constant-input",
     "softmax-dimension",
     "weights-too-large",
     "input-scale",
     "learning-rate-outlier",
     "learning-rate-too-large",
+    "learning-rate-vanishes",
+    "loss-imbalance",
     "constant-weight",
     "dead-output",
     "unused-parameter",
@@ -40,12 +45,13 @@ _ORDER = (
     "low-precision",
     "updates-lost",
     "frozen",
+    "weight-drift",
     "sudden-change",
     "eval-mode",
+    "strong-dropout",
     "running-statistics",
     "norm-ineffective",
     "saturation",
-    "weight-drift",
     "gradient-step",
     "vanishing-gradient",
     "exploding-gradient",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import site_title
 from lightning_recorder.reductions import Histogram
@@ -21,6 +21,8 @@ __all__ = ["RULES", "weight_gain"]
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
+_RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
+_STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
 def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -44,12 +46,18 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _feed(evidence: Evidence, site: Site) -> str:
-    """Describe the input of a dead ReLU, if all of it is negative."""
-    table = evidence.activations
-    for name in evidence.wiring.inputs.get(site.name, ()):
-        source = Site(name, "out")
-        if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
-            return f": its input from {name} is at most {high[-1]:.3g}"
+    """Describe the input of a dead ReLU, or of the ReLU before a dead module, if all of it is negative."""
+    table, wiring = evidence.activations, evidence.wiring
+    for call, name in enumerate(wiring.calls):
+        feeds = wiring.producers[call] if name == site.name else frozenset()
+        # A ReLU that is called several times is not dead as a whole.
+        relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
+        sources = [(each, "its input") for each in feeds]
+        sources += [(each, f"the input of {wiring.calls[relu]}") for relu in relus for each in wiring.producers[relu]]
+        for each, what in sources:
+            source = Site(wiring.calls[each], "out") if each >= 0 else Site("", "")
+            if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
+                return f": {what} from {source.name} is at most {high[-1]:.3g}"
     return ""
 
 
@@ -71,7 +79,9 @@ def _share_rule(
     def examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         table = evidence.activations
         for site in table.places:
-            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path == "out[1]":
+            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path in _STATES:
+                continue
+            if evidence.type_of(site.name) in _RNNS and _largest(table, site) > 1:
                 continue
             shares = [share(each) for each in table.histograms(site)]
             if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
@@ -79,6 +89,12 @@ def _share_rule(
                 yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
 
     return examine
+
+
+def _largest(table: Table, site: Site) -> float:
+    """Return the largest absolute value in all records."""
+    ends = [np.abs(table.column(site, name)[0]) for name in ("min", "max")]
+    return float(max(each.max(initial=0.0) for each in ends))
 
 
 def _middles(histogram: Histogram) -> Floats:
@@ -136,7 +152,8 @@ def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for parameter in evidence.weights:
         name, path = parameter.site
         gain = weight_gain(evidence, name, path) if "weight" in path else None  # other matrices are not multiplied
-        if gain is None or gain <= rule.thresholds["gain"]:
+        is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(name)
+        if gain is None or gain <= rule.thresholds["logits" if is_last else "gain"]:
             continue
         verdict = f"{parameter.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
         yield rule.found(evidence, table, parameter.site, verdict, statistic="rms", gain=gain)
@@ -151,7 +168,7 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
         if (
             is_last
-            or site.path != "out"
+            or site.path not in ("out", "out[0]")
             or not feeds
             or INPUT in feeds
             or not np.isfinite(before).all()
@@ -254,12 +271,15 @@ RULES = (
         name="weights-too-large",
         severity="warning",
         statistic="rms(weight) × √(number of inputs) in the first record",
-        thresholds={"gain": 8.0},
+        thresholds={"gain": 8.0, "logits": 16.0},
         persistence=0,
         usual="0.3 to 3",
         why="A wrong initialization: the variance of the weights does not match the number of inputs.",
         next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
-        false_alarms="First layers that encode coordinates with many frequencies; they have few inputs.",
+        false_alarms=(
+            "First layers that encode coordinates with many frequencies; they have few inputs. Logits, the outputs of "
+            "modules that nothing follows, may be larger."
+        ),
         examine=_large_weights,
         explains={
             "weights-too-large": ("any",),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.backward import without_gradient
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
@@ -42,9 +43,7 @@ def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     dtype = evidence.parameters.dtypes[evidence.parameters.places[first.site]]
     of = "no parameter" if whole else f"{first.name} does not"
     moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
-    rates = evidence.setting(first, "learning_rate")
-    rate = f"learning rate {np.median(rates):.3g}, " if len(rates) else ""
-    verdict = f"{moves} ({rate}dtype {dtype})"
+    verdict = f"{moves} ({', '.join([*_settings(evidence, first), f'dtype {dtype}'])})"
     found = rule.found(evidence, evidence.parameters, first.site, verdict, statistic="update_ratio", update_ratio=0.0)
     yield replace(found, others=tuple(each for each in names if each != first.site.name))
 
@@ -54,10 +53,20 @@ def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     middles = [float(np.median(each)) for each in ratios.values() if len(each) >= rule.persistence]
     if middles and 0 < max(middles) < rule.thresholds["update_ratio"]:
         site = evidence.weights[0].site
+        settings = _settings(evidence, evidence.weights[0])
         verdict = f"the weights hardly move: at most {max(middles):.2g} of their size per step"
+        verdict += f" ({', '.join(settings)})" if settings else ""
         yield rule.found(
             evidence, evidence.parameters, site, verdict, statistic="update_ratio", update_ratio=max(middles)
         )
+
+
+def _settings(evidence: Evidence, parameter: Parameter) -> list[str]:
+    """Describe the settings that may keep a parameter from moving, as far as they are known."""
+    rates, limit = evidence.setting(parameter, "learning_rate"), evidence.parameters.about.get("gradient_clip_val")
+    found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
+    is_clipped = isinstance(limit, (int, float)) and limit > 0
+    return [*found, f"gradients clipped to {limit:.3g}"] if is_clipped else found
 
 
 def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -97,7 +106,10 @@ def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         grows = ratio > rule.thresholds["grow"] and values[-1] * np.sqrt(inputs) > rule.thresholds["gain"]
         if grows or (ratio < rule.thresholds["shrink"] and _is_decay(rule, evidence, each)):
             way = "grows" if grows else "shrinks"
-            verdict = f"{each.name} {way} from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            decay = evidence.setting(each, "weight_decay")
+            because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
+            span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            verdict = f"{each.name} {way} {span}{because}"
             yield rule.found(
                 evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1]
             )
@@ -211,9 +223,40 @@ def _not_in_optimizer(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield rule.found(evidence, evidence.parameters, Site(name, ""), verdict)
+    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    if left_out:
+        yield _about_left_out(rule, evidence, left_out, "is used, but no optimizer that stepped has it")
+
+
+def _left_out(evidence: Evidence) -> list[Node]:
+    """Return the used weights without a record, of modules that have other parameters with one."""
+    graph, recorded = evidence.wiring.graph, {each.name for each in evidence.tensors}
+    trained = {each.site.name for each in evidence.tensors if each.gradient is not None}
+    nodes = [node for node in (() if graph is None else graph.nodes) if node.kind == "parameter"]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    return list(
+        {
+            node.name: node
+            for node in nodes
+            if node.name.rpartition(".")[0] in trained and recorded.isdisjoint((node.name, *node.tied))
+        }.values()
+    )
+
+
+def _about_left_out(rule: Rule, evidence: Evidence, nodes: list[Node], what: str) -> Finding:
+    modules = list(dict.fromkeys(node.name.rpartition(".")[0] for node in nodes))
+    verdict = f"{nodes[0].name} {what}, while other parameters of {modules[0]} are trained"
+    found = rule.found(evidence, evidence.parameters, Site(modules[0], ""), verdict, parameters=len(nodes))
+    return replace(found, others=tuple(modules[1:]))
 
 
 def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    parts = [each for each in _left_out(evidence) if each.note == "frozen"]
+    if parts:
+        found = _about_left_out(rule, evidence, parts, "is frozen")
+        # Some methods of fine-tuning train the biases alone.
+        is_few = len(parts) < rule.thresholds["share"] * (len(parts) + len(evidence.tensors))
+        yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
     frozen = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
     trained = {each.site.name for each in evidence.tensors}
     if not frozen or not trained:
@@ -261,6 +304,7 @@ RULES = (
         next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
         false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
         examine=_frozen,
+        explains={"unlike-siblings": ("same",)},
         is_lasting=True,
     ),
     Rule(
@@ -365,6 +409,8 @@ RULES = (
                 "scale-jump",
                 "barely-moves",
                 "train-differs",
+                "running-statistics",
+                "norm-ineffective",
             ),
             ("any",),
         ),

@@ -59,6 +59,44 @@ def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[st
     return False
 
 
+def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    graph, found = evidence.wiring.graph, {}
+    for node in () if graph is None else graph.nodes:
+        if graph is not None and node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
+            arguments = dict(node.arguments)
+            share = float(arguments.get("p", "0"))
+            if rule.thresholds["share"] <= share < 1 and arguments.get("training") == "True":
+                found[graph[node.parent or 0].name] = share
+    if found:
+        name, share = next(iter(found.items()))
+        verdict = f"{name or 'the model'} drops {share:.0%} of its inputs in training, so that {1 - share:.0%} are left"
+        site = Site(name, "out") if Site(name, "out") in evidence.activations.places else Site(name, "")
+        finding = rule.found(evidence, evidence.activations, site, verdict, statistic="zero_fraction", share=share)
+        yield replace(finding, others=tuple(other for other in found if other != name))
+
+
+def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
+    table = evidence.parameters
+    known = [table.places[each.site] for each in evidence.weights]
+    # Batches without an optimizer step have none.
+    by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
+    rates, steps = by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
+    if not len(rates):
+        return
+    peak = int(np.argmax(rates))
+    tiny = rates[peak:] < rule.thresholds["factor"] * rates[peak]
+    if len(rates) >= rule.persistence and tiny.sum() >= rule.thresholds["share"] * len(rates):
+        since = int(steps[peak + int(np.argmax(tiny))])
+        verdict = (
+            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
+            f"{rule.thresholds['factor']:.3g} of its largest value, and hardly anything is learned"
+        )
+        site = evidence.weights[0].site
+        found = rule.found(evidence, table, site, verdict, statistic="learning_rate", since=since, peak=rates[peak])
+        yield replace(found, module="", path="")
+
+
 def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Compare the running statistics with the mean and the std of what feeds the layer."""
     for site in evidence.parameters.places:
@@ -327,6 +365,32 @@ RULES = (
         false_alarms="Frozen layers do not count; detection models keep BatchNorm in eval mode on purpose.",
         examine=_eval_mode,
         explains={"running-statistics": ("any",), "norm-ineffective": ("same",), "train-differs": ("any",)},
+    ),
+    Rule(
+        name="strong-dropout",
+        severity="warning",
+        statistic="argument p of a dropout layer or function in train mode, in the recorded graph",
+        thresholds={"share": 0.8},
+        persistence=0,
+        usual="0 to 0.5",
+        why="The share that is kept was passed instead of the share that is dropped, or the value is a typing error.",
+        next="Look at the argument p of the layer: it is the share of the inputs that are set to zero.",
+        false_alarms="Dropout of whole inputs or labels that a method asks for.",
+        examine=_strong_dropout,
+        explains={"train-differs": ("any",), "scale-jump": ("same",), "dead-output": ("same",)},
+    ),
+    Rule(
+        name="learning-rate-vanishes",
+        severity="warning",
+        statistic="learning rate of each record, against the largest one before it",
+        thresholds={"factor": 1e-3, "share": 0.4},
+        persistence=6,
+        usual="the rate is tiny at most in the last tenth of a run",
+        why="A scheduler that steps per batch instead of per epoch, or a gamma or T_max that does not fit the run.",
+        next='Look at the arguments of the scheduler, and at "interval" in configure_optimizers.',
+        false_alarms="A decay to zero at the end of a run: 40 % of the records must show it.",
+        examine=_rate_vanishes,
+        explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
     ),
     Rule(
         name="running-statistics",

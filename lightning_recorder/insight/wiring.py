@@ -37,6 +37,7 @@ class Wiring:
         """The module of each call, in the order of time."""
         self.producers: list[frozenset[int]] = []
         """The calls that feed each call; -1 stands for an input of the model."""
+        self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
             self.calls = self.names
@@ -85,6 +86,15 @@ class Wiring:
             )
             for name, calls in found.items()
         }
+
+    @cached_property
+    def operations(self) -> dict[str, tuple[tuple[str, object], ...]]:
+        """The functions that the code of each module calls itself, with their arguments, in the order of time."""
+        found: dict[str, list[tuple[str, object]]] = defaultdict(list)
+        for node in () if self.graph is None else self.graph.nodes:
+            if node.kind == "op" and node.parent is not None and self.graph is not None:
+                found[self.graph[node.parent].name].append((node.name, node.arguments))
+        return {name: tuple(each) for name, each in found.items()}
 
     def _is_other(self, call: int, name: str) -> bool:
         return call < 0 or self.calls[call] != name

@@ -43,6 +43,7 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "is_view",
+    "is_wrapped_for_backward",
     "reference_counts",
     "register_hooks",
     "remove_hook",
@@ -440,3 +441,8 @@ _WITH_VERSION = (Tensor, nn.Parameter)
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_wrapped_for_backward(module: nn.Module) -> bool:
+    """Return True if torch wraps the inputs and outputs of a module, because it has backward hooks."""
+    return any(getattr(module, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))

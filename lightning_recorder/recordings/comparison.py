@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,8 @@ class Comparison:
         pairs: The compared series, in the order of execution.
         classes: The classes of the modules of the first run, as far as its graph has them.
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
+        bad: What the findings of each run say about its first value that is not finite, if the first divergence has
+            such a value; ``None`` for a run without one.
     """
 
     first: Divergence | None = None
@@ -81,6 +84,7 @@ class Comparison:
     pairs: list[SeriesPair] = field(default_factory=list, repr=False, compare=False)
     classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     notes: list[str] = field(default_factory=list)
+    bad: tuple[str | None, str | None] = (None, None)
 
     @property
     def same(self) -> bool:
@@ -162,7 +166,16 @@ def compare(
         pairs=pairs,
         classes={} if graph is None else {node.name: node.type_name for node in graph.module_calls()},
         notes=list(_notes(one, other, pairs)),
+        bad=_bad(first, (one, other)),
     )
+
+
+def _bad(first: Divergence | None, runs: tuple[Run, Run]) -> tuple[str | None, str | None]:
+    if first is None or (math.isfinite(first.one) and math.isfinite(first.other)):
+        return None, None
+    found = [[each for each in run.findings if each.rule == "non-finite" and not each.is_note] for run in runs]
+    one, other = (each[0].verdict if each else None for each in found)
+    return one, other
 
 
 def _output_dtypes(pairs: Iterable[SeriesPair], place: int) -> dict[str, str]:

@@ -108,6 +108,9 @@ class _Explanation:
         causes, effect = self.causes(first), self.effect(first)
         renamed = [each for each in self.found.differences if each.kind == "module name"]
         prefix = f"modules are renamed, {', '.join(each.what for each in renamed)}; " if renamed else ""
+        bad = "; ".join(f"in {run}, {verdict}" for run, verdict in zip("AB", self.found.bad, strict=True) if verdict)
+        if bad:
+            return prefix + (f"{_listed(causes)}: {bad}" if causes else bad)
         if not causes:
             return prefix + effect[0]
         return f"{prefix}{_listed(causes)}" + (f": {effect[1]}" if effect[1] else "")

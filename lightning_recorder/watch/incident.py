@@ -40,12 +40,16 @@ import sys
 from pathlib import Path
 
 from lightning_recorder.callbacks.reproduce import make_model, reproduce
+from lightning_recorder.errors import RecorderError
 
 HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
-    model = make_model(HERE)  # replace this line if the model needs other arguments
-    reproduce(HERE, model, checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+    try:
+        model = make_model(HERE)  # replace this line if the model needs other arguments
+        reproduce(HERE, model, checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+    except RecorderError as error:
+        sys.exit(f"error: {{error}}")
 '''
 
 

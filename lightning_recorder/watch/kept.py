@@ -15,6 +15,7 @@ from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
+from lightning_recorder.watch.counters import Counters, Slot
 
 __all__ = ["KeptBatch", "StateKeeper"]
 
@@ -46,6 +47,8 @@ class KeptBatch:
     losses: list[Tensor] = field(default_factory=list)
     """The losses of which gradients were computed, in order."""
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)
+    counters: list[tuple[Slot, Any]] = field(default_factory=list)
+    """The numbers in objects of the model that change from batch to batch."""
 
     @property
     def is_changed(self) -> bool:
@@ -54,9 +57,9 @@ class KeptBatch:
 
     @contextmanager
     def restored(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Set buffers, ``requires_grad`` and random number generators to the state before the batch.
+        """Set buffers, ``requires_grad``, counters and random number generators to the state before the batch.
 
-        The caller restores them to their current state afterwards.
+        The caller restores them to their current state afterwards, except for the counters, which are restored here.
         """
         frozen = set(map(id, self.frozen))
         for parameter in parameters:
@@ -68,7 +71,14 @@ class KeptBatch:
             if current is None or current.shape != values.shape or not torch.equal(current, values):
                 table[name] = values.clone()
         self.random.restore()
-        yield
+        now = [(slot, slot.read()) for slot, _ in self.counters]
+        try:
+            for slot, number in self.counters:
+                slot.write(number)
+            yield
+        finally:
+            for slot, number in now:
+                slot.write(number)
 
 
 class StateKeeper:
@@ -96,6 +106,7 @@ class StateKeeper:
         ]
         self._left_bytes = max_bytes
         self._must_copy = False
+        self._counters = Counters(module.modules())
 
     def keep(self, batch: Any, batch_idx: int, *, step: int, epoch: int) -> KeptBatch:
         """Return the state before a batch."""
@@ -110,6 +121,7 @@ class StateKeeper:
             self._buffers(),
             [each for each in self._parameters if not each.requires_grad],
             versions=[] if self._must_copy else [(each, version_of(each)) for _, each in iter_tensors(batch, "batch")],
+            counters=self._counters.keep(),
         )
 
     def check(self, kept: KeptBatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_recorder.internals.autograd import (
     LEAF_NUMBER,
     current_node,
     in_backward,
-    is_transformed,
+    is_wrapped_for_backward,
     sequence_number,
     sequence_number_of,
 )
@@ -30,6 +31,7 @@ from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.storage import address_of, storage_of
 from lightning_recorder.structure import iter_tensors
+from lightning_recorder.watch.finite import adds, bad_count, floating, has_infinity, is_checkable
 
 __all__ = ["CommunicationError", "Origin", "OriginTrace"]
 
@@ -38,7 +40,8 @@ _OWN = str(Path(__file__).parent.parent)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _UNFILLED = ("empty", "new_empty", "resize", "set_")  # memory that nothing has been written to may hold anything
 # With an infinity as an argument, these make a mask.
-_FILLING = ("full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "where", "constant_pad_nd", "scatter")
+_FILLING = re.compile("full|full_like|new_full|(masked_|index_)?fill|scalar_tensor|where|constant_pad_nd|scatter")
+_WRITES_INPUTS = "batch_norm"  # although its schema does not say that it updates the running statistics
 
 
 class CommunicationError(RecorderError, RuntimeError):
@@ -61,6 +64,7 @@ class Origin:
         kind: ``"NaN"``, or ``"inf"`` if there was no NaN.
         count: The number of bad values.
         has_bad_input: True if an input of the operation was already infinite, for example by a mask.
+        has_constant: True if an input was already bad that no operation of the step made, such as a constant.
     """
 
     module: str
@@ -72,6 +76,7 @@ class Origin:
     kind: str
     count: int
     has_bad_input: bool = False
+    has_constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,10 @@ class _Event:
     is_explicit: bool
     """True if it filled in an infinity that the code names, such as that of a mask."""
     causes: tuple[int, ...]
+    is_negative: bool = False
+    """True if all bad values are minus infinity, as in the logarithm of a mask."""
+    is_constant: bool = False
+    """True if the tensor was there before the operation that used it, which is the one that is named."""
     adds: bool = False
     """True if an operation on single elements made one bad that was finite in its inputs."""
 
@@ -140,6 +149,7 @@ class OriginTrace(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._repeated: Counter[str] = Counter()
         self._nodes: dict[int, _Place] = {}
+        self._starts: dict[int, _Place] = {}  # of the first node after each begin and end of a call of a module
         self._results: dict[int, int] = {}  # the event of the forward pass of a node, by its sequence number
         self._resources = ExitStack()
         self.errors: list[Exception] = []
@@ -173,7 +183,7 @@ class OriginTrace(TorchDispatchMode):
             symptoms: The loss, or the gradients of the parameters.
         """
         tensors = [symptoms] if isinstance(symptoms, Tensor) else symptoms
-        ends = [self._find(each) for each in tensors if each is not None and _bad_count(each)[0]]
+        ends = [self._find(each) for each in tensors if each is not None and bad_count(each)[0]]
         if not ends:
             return None
         chain: set[int] = set()
@@ -189,11 +199,7 @@ class OriginTrace(TorchDispatchMode):
         return self._bad.get(_address(tensor), self._known_event(tensor))
 
     def _chosen(self, chain: list[int]) -> Origin:
-        events = [self._events[index] for index in chain]
-        roots = [each for each in events if not each.causes and not each.is_explicit]
-        # If a mask is all there was before, the first operation that did more than pass it on.
-        others = [each for each in events if each.is_nan or each.adds]
-        event = next(iter(roots or others or events))
+        event = self._first_of(chain)
         # A function may hide an infinity from the loss, such as tanh, but not from the gradient.
         earlier = self._results.get(event.place.number) if event.backward else None
         if earlier is not None and not self._events[earlier].is_explicit and not self._events[earlier].causes:
@@ -212,7 +218,24 @@ class OriginTrace(TorchDispatchMode):
             kind,
             event.count,
             has_bad_input=bool(event.causes),
+            has_constant=event.is_constant,
         )
+
+    def _first_of(self, chain: list[int]) -> _Event:
+        """Return the first event of a chain that is no mask and was not led to by another one."""
+        masks: set[int] = set()  # the infinities of masks, and those that were only passed on
+        found: list[_Event] = []
+        for index in chain:
+            event = self._events[index]
+            passes_on = bool(event.causes) and not event.is_nan and not event.adds
+            if not masks.issuperset(event.causes):
+                continue
+            if event.is_explicit or passes_on:
+                masks.add(index)
+            else:
+                found.append(event)
+        certain = [each for each in found if not each.is_negative]
+        return next(iter(certain or found), self._events[chain[0]])
 
     # Operations.
 
@@ -222,7 +245,8 @@ class OriginTrace(TorchDispatchMode):
         if func.namespace in _COLLECTIVES:
             raise CommunicationError(f"the step communicates with other processes ({func})")
         place = self._place()
-        causes = self._guarded(self._causes, args, kwargs) if func._schema.is_mutable else None
+        writes = func._schema.is_mutable or _WRITES_INPUTS in func.__name__
+        causes = self._guarded(self._causes, func, place, args, kwargs) if writes else None
         result = func(*args, **kwargs)
         self._guarded(self._check, func, place, causes, args, kwargs, result)
         return result
@@ -235,49 +259,56 @@ class OriginTrace(TorchDispatchMode):
             return None
 
     def _check(self, func: Any, place: _Place, causes: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = func.__name__.partition(".")[0]
+        name: str = func.__name__.partition(".")[0]
         if name.startswith(_UNFILLED) or _is_view_operation(func):
             return
-        for tensor in _floating((result,)):
-            count, is_nan = _bad_count(tensor)
+        for tensor in floating((result,)):
+            count, is_nan = bad_count(tensor)
             address = _address(tensor)
             if not count:
                 self._bad.pop(address, None)
                 continue
             if causes is None:
-                causes = self._causes(args, kwargs)
-            fills = name.strip("_") in _FILLING
-            explicit = not is_nan and not causes and fills and _has_infinity((args, kwargs))
-            adds = bool(causes) and not fills and torch.Tag.pointwise in func.tags and _adds(tensor, args)
-            backward = in_backward() and not self._stack
-            event = _Event(place, backward, name.strip("_"), "", count, is_nan, explicit, causes, adds)
+                causes = self._causes(func, place, args, kwargs)
+            name = name.strip("_")
+            fills = _FILLING.fullmatch(name) is not None
+            explicit = not is_nan and not causes and fills and has_infinity((args, kwargs))
+            more = bool(causes) and not fills and torch.Tag.pointwise in func.tags and adds(tensor, args)
+            negative = not is_nan and not causes and int((tensor.detach() == -math.inf).sum()) == count
+            backward = self._is_backward()
+            event = _Event(place, backward, name, "", count, is_nan, explicit, causes, negative, adds=more)
             index = self._add(tensor, event)
             if not backward:
                 self._results.setdefault(place.number, index)
 
-    def _causes(self, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Return the events that made the bad ones among the inputs."""
+    def _is_backward(self) -> bool:
+        return in_backward() and not self._stack
+
+    def _causes(self, func: Any, place: _Place, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Return the events that made the bad ones among the inputs of an operation."""
         found = []
-        for tensor in _floating((args, kwargs)):
-            if _bad_count(tensor)[0]:
+        for tensor in floating((args, kwargs)):
+            if bad_count(tensor)[0]:
                 index = self._bad.get(_address(tensor), self._known_event(tensor))
-                found.append(self._unknown(tensor) if index is None else index)
+                found.append(self._constant(func, place, tensor) if index is None else index)
         return tuple(dict.fromkeys(found))
 
     def _known_event(self, tensor: Tensor) -> int | None:
+        """Add a bad tensor that existed before the step, if it is one."""
         source = self._known.get(_address(tensor))
-        return None if source is None else self._existing(tensor, source)
-
-    def _unknown(self, tensor: Tensor) -> int:
-        return self._existing(tensor, "")
-
-    def _existing(self, tensor: Tensor, source: str) -> int:
-        """Add a tensor that no traced operation has made."""
-        count, is_nan = _bad_count(tensor)
-        # A constant with infinities alone, such as the buffer of a mask, is meant to have them.
+        if source is None:
+            return None
+        place, (count, is_nan) = self._stack[-1] if self._stack else _Place(), bad_count(tensor)
         explicit = not is_nan and not source.startswith(("batch", "parameter"))
-        place = self._stack[-1] if self._stack else _Place()
         return self._add(tensor, _Event(place, in_backward(), "", source, count, is_nan, explicit, ()))
+
+    def _constant(self, func: Any, place: _Place, tensor: Tensor) -> int:
+        """Add a bad input of an operation that no traced operation has made."""
+        count, is_nan = bad_count(tensor)
+        # A constant with infinities alone is meant to have them, as that of a mask.
+        name, explicit = func.__name__.partition(".")[0].strip("_"), not is_nan
+        event = _Event(place, self._is_backward(), name, "", count, is_nan, explicit, (), is_constant=True)
+        return self._add(tensor, event)
 
     def _add(self, tensor: Tensor, event: _Event) -> int:
         self._events.append(event)
@@ -303,9 +334,14 @@ class OriginTrace(TorchDispatchMode):
     def _behind(self, node: Any) -> _Place:
         number = sequence_number_of(node)
         if number == LEAF_NUMBER:
-            return _Place()
-        # A node whose forward pass ran no operation belongs to the operation before it.
-        known = self._nodes.get(number)
+            # Only a hook of a parameter runs operations there.
+            variable = getattr(node, "variable", None)
+            source = "" if variable is None else self._known.get(_address(variable), "")
+            name = source.removeprefix("parameter ")
+            return _Place(name.rpartition(".")[0], 1, _line()) if name != source else _Place()
+        # A node whose forward pass ran no operation belongs to the module that began right before it, as that of a
+        # backward hook does, or else to the operation before it.
+        known = self._nodes.get(number, self._starts.get(number))
         if known is None:
             before = [each for each in self._nodes if each < number]
             known = self._nodes[max(before)] if before else _Place()
@@ -320,7 +356,7 @@ class OriginTrace(TorchDispatchMode):
             self._calls[name] += 1
             call = self._calls[name]
         self._stack.append(_Place(name, call, ""))
-        # The nodes that the module makes without an operation, such as those of a custom function, are its own.
+        self._starts[sequence_number()] = self._stack[-1]
 
     def leave(self, name: str, output: Any) -> None:
         """End a call of a module, and look for bad outputs that no traced operation has made."""
@@ -328,14 +364,16 @@ class OriginTrace(TorchDispatchMode):
             self._stack.pop()
         if self._stack:
             self._guarded(self._check_output, output)
-            self._stack.pop()
+            ended = self._stack.pop()
+            around = self._stack[-1] if self._stack else _Place()
+            self._starts[sequence_number()] = ended if is_wrapped_for_backward(self._modules[name]) else around
 
     def _check_output(self, output: Any) -> None:
         for _, tensor in iter_tensors(output):
             address = _address(tensor)
-            if not _is_checkable(tensor) or address in self._bad or address in self._known:
+            if not is_checkable(tensor) or address in self._bad or address in self._known:
                 continue
-            count, is_nan = _bad_count(tensor)
+            count, is_nan = bad_count(tensor)
             if count:
                 self._add(tensor, _Event(self._stack[-1], False, "", "", count, is_nan, False, ()))
 
@@ -353,44 +391,6 @@ class _Leave(_Enter):
         self._trace.leave(self._name, output)
 
 
-def _floating(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors with floating-point numbers in the arguments or the result of an operation."""
-    todo = list(values)
-    while todo:
-        value = todo.pop(0)
-        if isinstance(value, Tensor):
-            if _is_checkable(value):
-                yield value
-        elif isinstance(value, (list, tuple)):
-            todo += value
-        elif isinstance(value, dict):
-            todo += value.values()
-
-
-def _is_checkable(tensor: Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and not is_transformed(tensor) and tensor.device.type != "meta"
-
-
-def _bad_count(tensor: Tensor) -> tuple[int, bool]:
-    """Return the number of values that are not finite, and True if there is a NaN."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()
-    finite = torch.isfinite(tensor)
-    if not tensor.numel() or bool(finite.all()):
-        return 0, False
-    return int(finite.numel() - int(finite.sum())), bool(torch.isnan(tensor).any())
-
-
-def _adds(result: Tensor, args: Any) -> bool:
-    """Return True if an element of the result is bad and no element of the inputs at its place is."""
-    new = ~torch.isfinite(result.detach())
-    for tensor in _floating(args):
-        new = new & torch.isfinite(tensor.detach()).broadcast_to(new.shape)
-    return bool(new.any())
-
-
 def _address(tensor: Tensor) -> int:
     storage = storage_of(tensor)
     return 0 if storage is None else address_of(storage)
@@ -402,24 +402,11 @@ def _is_view_operation(func: Any) -> bool:
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
 
 
-def _has_infinity(values: Any) -> bool:
-    """Return True if a number among the arguments is infinite, or a tensor without dimensions is."""
-    todo = list(values)
-    while todo:
-        value = todo.pop()
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
-            return True
-        if isinstance(value, (list, tuple)):
-            todo += value
-        elif isinstance(value, dict):
-            todo += value.values()
-    return False
-
-
 def _operation_of(node: Any) -> str:
-    """Return the operation of a node of the backward graph, such as ``"sqrt"`` for ``SqrtBackward0``."""
-    name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition(".")[2])
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    """Return the operation of a node of the backward graph: ``"sqrt"`` for ``SqrtBackward0``, ``"hook"`` for hooks."""
+    name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2].rpartition(".")[2])
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return {"backward_hook_function": "hook", "accumulate_grad": "hook"}.get(name, name)
 
 
 def _line() -> str:

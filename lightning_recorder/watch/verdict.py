@@ -48,7 +48,11 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
         part = "backward" if origin.backward else "forward"
         call = f" (call {origin.call})" if origin.call > 1 else ""
         what = f"{'backward of ' if origin.backward else ''}{operation}{at}" if operation else ""
+        what = f"a backward hook{at}" if origin.backward and operation == "hook" else what
         inputs = "its input has infinities" if origin.has_bad_input else "its inputs are finite"
+        inputs = (
+            f"a value that it uses, such as a constant, is {origin.kind} already" if origin.has_constant else inputs
+        )
         verdict = (
             f"{values} first in the {part} pass of {origin.module or 'training_step'}{call} at step {reading.step} "
             f"({where})" + (f": {what}; {inputs}" if what else "")

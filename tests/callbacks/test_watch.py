@@ -32,7 +32,9 @@ from lightning_recorder import (
     open_recording,
 )
 from lightning_recorder.callbacks import watch as watch_module
+from lightning_recorder.callbacks.reproduce import reproduce
 from lightning_recorder.callbacks.watched_run import WatchedRun
+from lightning_recorder.errors import RecorderError
 from lightning_recorder.insight import Finding
 from tests import forks
 from tests.reductions.test_base import NoReading
@@ -571,18 +573,29 @@ def test_the_script_of_an_incident_reproduces_the_finding(parameters: str, tmp_p
     assert forks.output_of(folder / "replay.py", folder=tmp_path).splitlines()[-1:] == [finding.line]
 
 
+def test_a_script_without_parameters_says_how_to_get_them(tmp_path: Path) -> None:
+    """Without parameters in the folder and without a checkpoint, the error names both ways to get them."""
+    fit(FaultyDropout(), tmp_path, StepWatch(strict=True))
+    folder = tmp_path / "recorder" / "incidents" / "step-5"
+    with pytest.raises(RecorderError, match=r"run `python replay\.py CHECKPOINT` .* StepWatch\(save_parameters=True\)"):
+        reproduce(folder, FaultyDropout())
+
+
 class NaNDropout(nn.Dropout):
-    """Drops values, and divides by the first one."""
+    """Drops values, and divides by the first one in its sixth call."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out / (out[0, 0] != 0) if self.due else out
-
-    due = False
+        self.calls += 1
+        return out / (out[0, 0] != 0) if self.calls == 6 else out
 
 
 class FaultyDropout(LightningModule):
-    """A net whose fault depends on the random numbers and the batch."""
+    """A net whose fault depends on the random numbers, the batch and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +603,6 @@ class FaultyDropout(LightningModule):
         self.net, self.drop = nn.Linear(WIDTH, WIDTH), NaNDropout(0.999)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        self.drop.due = batch_idx == 5
         return self.drop(self.net(batch[0])).sum()
 
     def configure_optimizers(self) -> Any:

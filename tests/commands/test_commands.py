@@ -388,6 +388,22 @@ def test_diff_of_dtypes(tmp_path: Path) -> None:
     assert first.startswith("first difference: step 0, encoder.fc (activations, ")
 
 
+def test_diff_of_many_shapes(tmp_path: Path) -> None:
+    """At most three lines are about differences of one kind; ``--all`` prints every one."""
+    for width in (4, 8):
+        writer = RecordWriter(records_path(tmp_path / str(width) / "recorder", "activations"))
+        writer.begin(label="activations", group="activations")
+        rows = [SiteRecord(f"fc{place}", "out", {"rms": 1.0}, shape=(place, width)) for place in range(5)]
+        writer.write({"step": 0}, rows)
+    lines = run("diff", tmp_path / "4", tmp_path / "8").out.splitlines()
+    assert [line for line in lines[2:] if "shape" in line] == [
+        *(f"shape of fc{place} (activations): [{place}, 4] in A, [{place}, 8] in B" for place in range(3)),
+        "and 2 more lines about a shape; --all prints them",
+    ]
+    everything = run("diff", tmp_path / "4", tmp_path / "8", "--all").out.splitlines()
+    assert len([line for line in everything if line.startswith("shape of")]) == 5
+
+
 def test_diff_of_several_runs(runs: Path, tmp_path: Path) -> None:
     """Several runs are compared with the first, each with its sentence; one that differs gives the exit status 1."""
     paths = [runs / f"version_{number}" for number in (0, 0, 1)]

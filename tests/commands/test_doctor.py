@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import RULES, findings_from_json
+from lightning_recorder.insight import RULES, Finding, findings_from_json, findings_to_json
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.commands.console import run
 from tests.recordings.runs import record_run
@@ -106,6 +106,22 @@ def test_a_finding_about_a_block(tmp_path: Path) -> None:
     said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
     assert said.status == 0
     assert "blocks.1.fc" in said.out
+
+
+def test_a_finding_of_the_watch(tmp_path: Path) -> None:
+    """The command for a module that is not recorded shows those in it; the script that runs the step again is named."""
+    record_run(tmp_path, steps=range(6))
+    folder = tmp_path / "recorder" / "incidents" / "step-3"
+    folder.mkdir(parents=True)
+    finding = Finding("non-finite", "critical", "encoder", "", 3, 3, 1, "NaN first in the encoder", "", "", "finite")
+    (folder / "finding.json").write_text(json.dumps(findings_to_json([finding])))
+    assert "  again" not in run("doctor", tmp_path).out
+    (folder / "replay.py").touch()
+    lines = run("doctor", tmp_path).out.splitlines()
+    assert lines[0] == "critical: NaN first in the encoder"
+    assert f"  again   python {folder / 'replay.py'}  (runs the step again)" in lines
+    said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
+    assert (said.status, "encoder.fc" in said.out) == (0, True)
 
 
 def test_several_runs(runs: Path) -> None:

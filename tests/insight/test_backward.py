@@ -101,3 +101,19 @@ def test_a_spike_of_the_gradients() -> None:
     parameters = network("a", "b", b=trained("b", grad=[1e-3] * 6 + [0.1, 1e-3]))
     (found,) = run(None, None, parameters)
     assert (found.rule, found.module, found.first_step, found.last_step) == ("gradient-spike", "b", 60, 60)
+
+
+def test_gradients_that_stop_in_all_blocks_are_one_finding() -> None:
+    """Layers at the same place of several blocks that get no gradient, unlike those behind them, are one finding."""
+    names = [f"blocks.{place}.{name}" for place in range(4) for name in ("query", "out")]
+    parameters = network(*names, **{name: trained(name, grad=0.0) for name in names if name.endswith("query")})
+    gradients: dict[str, Values] = {name: {"rms": 1e-3 if name.endswith("out") else 0.0} for name in names}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    (found,) = [
+        each for each in run(layers, gradients, parameters, graph=chain(*names)) if each.rule == "gradient-stops"
+    ]
+    assert found.verdict == (
+        "4 modules with parameters get a gradient of zero: the gradient from blocks.0.out stops at blocks.0.query and "
+        "at 3 modules like it"
+    )
+    assert found.others == ("blocks.1.query", "blocks.2.query", "blocks.3.query")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,58 @@ def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[t
         assert each is rules[0]
         assert words in each.verdict
         assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
+
+
+def stream(blocks: int) -> Graph:
+    """Return the graph of residual blocks, each with a layer ``fc`` whose output is added to its input."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    nodes += [Node(2, "module", "stem", 0, 1, "Linear"), Node(3, "op", "linear", 2, 2)]
+    edges, before = [Edge(1, 3)], 3
+    for place in range(blocks):
+        number = 10 * (place + 1)
+        nodes += [
+            Node(number, "module", f"blocks.{place}.norm", 0, 1, "LayerNorm"),
+            Node(number + 1, "op", "n", number, 2),
+        ]
+        nodes += [Node(number + 2, "module", f"blocks.{place}.fc", 0, 1, "Linear")]
+        nodes += [Node(number + 3, "op", "linear", number + 2, 2), Node(number + 4, "op", "add", 0, 1)]
+        edges += [Edge(before, number + 1), Edge(number + 1, number + 3), Edge(number + 3, number + 4)]
+        edges += [Edge(before, number + 4)]
+        before = number + 4
+    return Graph(tuple(nodes), tuple(edges))
+
+
+@pytest.mark.parametrize(
+    ("stem", "size", "words"),
+    [
+        (4e-2, 1.0, "grows 40-fold"),
+        (2.5e-5, 1.0, "shrinks 40-fold"),
+        (5e-3, 1.0, ""),
+        (4e-2, 0.02, ""),  # the normalization divides by the small size of the embedding
+        (4.0, 0.02, "grows 4e+03-fold"),
+    ],
+)
+def test_a_gradient_that_changes_in_the_first_block(stem: float, size: float, words: str) -> None:
+    """The gradient before the first residual block is compared with that behind it."""
+    names = [f"blocks.{place}.{name}" for place in range(4) for name in ("norm", "fc")]
+    gradients: dict[str, Values] = {"stem": {"rms": stem}, **{name: {"rms": 1e-3} for name in names}}
+    layers: dict[str, Values] = {"stem": {"rms": size}, **{name: {"rms": 1.0} for name in names}}
+    found = run(layers, gradients, graph=stream(4))
+    assert brief(found) == [("warning", "gradient-step", "blocks.0")] * bool(words)
+    assert all(words in each.verdict and each.verdict.endswith("at stem") for each in found)
+
+
+@pytest.mark.parametrize(("block", "named"), [(None, "blocks.2"), (1, "blocks.1"), (2, "blocks.2")])
+def test_the_code_of_blocks_tells_which_one_is_wrong(block: int | None, named: str) -> None:
+    """If the operations of one of two blocks differ from those of all others, the gradient changes there."""
+    graph = chain(*(f"blocks.{place}.fc" for place in range(5)))
+    blocks = [Node(100 + place, "module", f"blocks.{place}", 0, 1, "Block") for place in range(5)]
+    ops = [Node(200 + place, "op", "add", 100 + place, 2) for place in range(5)]
+    ops += [] if block is None else [Node(300, "op", "mul", 100 + block, 2, arguments=(("other", "30"),))]
+    graph = replace(graph, nodes=(*graph.nodes, *blocks, *ops))
+    gradients: dict[str, Values] = {f"blocks.{place}.fc": {"rms": 30.0 if place < 2 else 1.0} for place in range(5)}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    assert brief(run(layers, gradients, graph=graph)) == [("warning", "gradient-step", named)]
 
 
 def test_parallel_heads_may_have_other_gradients() -> None:

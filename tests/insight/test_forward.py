@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.insight import Examination
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, brief, chain, network, run, trained
+from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,22 @@ def test_dead_output(fraction: float, kind: str, expected: list[tuple[str, str, 
     """99 % of zeros in the last two records is a finding, 95 % is a note for a ReLU."""
     layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": fraction}}
     assert brief(run(layers, graph=chain("fc", "act", act=kind))) == expected
+
+
+def test_a_shared_relu_with_a_dead_call() -> None:
+    """Behind a dead call of a ReLU that is called twice, the finding names what fed this call."""
+    names = ("bn1", "act", "conv2", "bn2", "act", "head")
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1)]
+    for number, name in enumerate(names, 1):
+        kind = "ReLU" if name == "act" else "Conv2d"
+        nodes += [Node(2 * number, "module", name, 0, 1, kind), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(2 * number - 1, 2 * number + 1) for number in range(1, 7)))
+    layers: dict[str, Values] = {
+        name: {"max": -12.0 if name == "bn1" else 3.0, "zero_fraction": 1.0 if name == "conv2" else 0.5}
+        for name in dict.fromkeys(names)
+    }
+    (found,) = run(layers, graph=graph)
+    assert found.verdict == "conv2 returns only zeros in every record: the input of act from bn1 is at most -12"
 
 
 def test_the_first_step_of_a_dead_output() -> None:
@@ -46,11 +64,15 @@ def test_a_dead_layer_is_one_finding() -> None:
     assert found.consequences == ("gradient-stops",)
 
 
-@pytest.mark.parametrize(("rms", "alarm"), [(0.5, False), (1.9, False), (2.1, True)])
-def test_weights_too_large(rms: float, alarm: bool) -> None:
-    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit."""
-    found = run(None, None, network("a", "b", b=trained("b", rms=rms)), graph=chain("a", "b"))
-    assert brief(found) == ([("warning", "weights-too-large", "b")] if alarm else [])
+@pytest.mark.parametrize(
+    ("rms", "name", "alarm"),
+    [(0.5, "b", False), (1.9, "b", False), (2.1, "b", True), (3.9, "head", False), (4.1, "head", True)],
+)
+def test_weights_too_large(rms: float, name: str, alarm: bool) -> None:
+    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit; for logits it is twice that."""
+    names = ("a", "b", "head")
+    found = run(None, None, network(*names, **{name: trained(name, rms=rms)}), graph=chain(*names))
+    assert brief(found) == ([("warning", "weights-too-large", name)] if alarm else [])
 
 
 def test_the_scale_of_inputs() -> None:
@@ -67,6 +89,16 @@ def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
     layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": gains}, "c": {"rms": 1.0}}
     found = [each for each in run(layers, graph=chain("a", "b", "c")) if each.rule == "scale-jump"]
     assert [each.module for each in found] == (["b"] if alarm else [])
+
+
+def test_a_jump_in_the_first_output_of_several() -> None:
+    """The output of a recurrent layer, which returns its state as well, is compared with its input."""
+    examination = Examination(chain("embed", "rnn", "head"))
+    for step in (0, 10, 20):
+        sites = {("embed", "out"): {"rms": 1.0}, ("rnn", "out[0]"): {"rms": 90.0}, ("rnn", "out[1]"): {"rms": 90.0}}
+        examination.add(record("activations", step, {**sites, ("head", "out"): {"rms": 90.0}}))
+    (found,) = examination.findings()
+    assert (found.rule, found.module) == ("scale-jump", "rnn")
 
 
 def test_logits_may_be_large() -> None:
@@ -134,3 +166,25 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     (found,) = [each for each in findings if each.rule == "input-scale"]
     assert found.verdict == "the input in[0] of a has rms 300"
     assert found.path == "in[0]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "high", "alarm"),
+    [
+        ("LSTM", "out[1][0]", 0.99, 1),
+        ("LSTM", "out[1][1]", 0.99, 0),
+        ("LSTMCell", "out[1]", 0.99, 0),
+        ("RNN", "out[0]", 0.99, 1),
+        ("RNN", "out[0]", 1.5, 0),  # with a ReLU
+    ],
+)
+def test_outputs_without_bounds_are_not_saturated(kind: str, path: str, high: float, alarm: int) -> None:
+    """Values near or beyond 1 are no saturation in the cell state of an LSTM, or in an RNN with a ReLU."""
+    examination = Examination(chain("rnn", "head", rnn=kind))
+    counts, edges = np.histogram([-0.99, 0.99], bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, -0.99, 0.99, 0.0, 1.0)
+    values = {"rms": 1.0, "min": -0.99, "max": high}
+    site = ("rnn", path)
+    for step in (0, 10, 20):
+        examination.add(record("activations", step, {site: values}, histograms={site: histogram}))
+    assert [each.rule for each in examination.findings()] == ["saturation"] * alarm

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
@@ -30,6 +33,8 @@ def test_the_drift_of_weights() -> None:
     shrinking = [0.25 * 0.7**row for row in range(8)]
     decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
     assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    decay["a/weight"] = {**decay["a/weight"], "weight_decay": 30.0}
+    assert run(None, None, decay)[0].verdict.endswith(" in 70 steps, with weight decay 30")
     noise = trained("a", rms=shrinking, update=0.2)
     assert run(None, None, noise) == []
 
@@ -153,6 +158,44 @@ def test_one_cause_in_many_modules_is_one_finding() -> None:
 
 
 def test_weights_that_hardly_move() -> None:
-    """Weights that all move by less than a millionth per step are a finding."""
-    found = run(None, None, network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7)))
-    assert [each.rule for each in found] == ["barely-moves"]
+    """Weights that all move by less than a millionth per step are a finding, with the settings behind it."""
+    parameters = network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7))
+    (found,) = run(None, None, parameters)
+    assert found.rule == "barely-moves"
+    assert found.verdict == "the weights hardly move: at most 3e-07 of their size per step"
+    parameters["a/weight"] = {**parameters["a/weight"], "learning_rate": 0.02}
+    found = run(None, None, parameters, about={"gradient_clip_val": 1e-6})[0]
+    assert found.verdict.endswith(" per step (learning rate 0.02, gradients clipped to 1e-06)")
+
+
+def with_parameters(*names: str, note: str = "") -> Graph:
+    """Return the graph of two layers that use these parameters, the last one with a note."""
+    graph = chain("a", "b")
+    shapes = [(TensorMeta((16,) if name.endswith("bias") else (16, 16), "float32"),) for name in names]
+    nodes = [
+        Node(10 + place, "parameter", name, 2, 2, outputs=shape)
+        for place, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    nodes[-1] = replace(nodes[-1], note=note)
+    return replace(graph, nodes=(*graph.nodes, *nodes))
+
+
+def test_a_weight_that_is_in_no_optimizer() -> None:
+    """A used parameter that is never updated, of a module whose other parameters are, is a finding."""
+    parameters: dict[str, Values] = {**network("b"), "a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    found = run(None, None, parameters, graph=with_parameters("b.weight", "a.bias", "a.weight"))
+    assert brief(found) == [("warning", "not-in-optimizer", "a")]
+    assert found[0].verdict.startswith("a.weight is used, but no optimizer that stepped has it")
+    tied = with_parameters("b.weight", "a.bias", "a.weight")
+    tied = replace(tied, nodes=(*tied.nodes[:-1], replace(tied.nodes[-1], tied=("b.weight",))))
+    assert run(None, None, parameters, graph=tied) == []
+
+
+def test_a_weight_that_is_frozen_alone() -> None:
+    """A frozen weight beside a trained bias is a finding; it is a note if most weights are frozen."""
+    layers: dict[str, Values] = {**network("b"), "a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    graph = with_parameters("b.weight", "a.bias", "a.weight", note="frozen")
+    few: dict[str, Values] = {**layers, **network("c")}
+    assert brief(run(None, None, few, graph=graph)) == [("warning", "frozen", "a")]
+    biases: dict[str, Values] = {"a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
+    assert brief(run(None, None, biases, graph=graph)) == [("note", "frozen", "a")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,3 +123,36 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
     found = run(parameters=trained("fc"), about=about)
     assert [each.rule for each in found] == rules
     assert [round(each.numbers["factor"]) for each in found] == [160] * len(rules)
+
+
+@pytest.mark.parametrize(
+    ("share", "training", "alarm"),
+    [("0.9", "True", 1), ("0.8", "True", 1), ("0.5", "True", 0), ("0.9", "False", 0), ("1.0", "True", 0)],
+)
+@pytest.mark.parametrize("op", ["dropout", "alpha_dropout", "dropout2d"])
+def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
+    """A call of dropout in train mode that keeps a fifth of its inputs or less is a finding about its module."""
+    graph = chain("fc1", "drop", "fc2", drop="Dropout")
+    arguments = (("p", share), ("training", training))
+    nodes = [replace(each, name=op, arguments=arguments) if each.id == 5 else each for each in graph.nodes]
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("fc1", "drop", "fc2")}
+    found = run(layers, graph=replace(graph, nodes=tuple(nodes)))
+    assert brief(found) == [("warning", "strong-dropout", "drop")] * alarm
+
+
+@pytest.mark.parametrize(
+    ("rates", "alarm"),
+    [
+        ([1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10], 1),
+        ([1e-3 * (8 - step) / 8 for step in range(8)], 0),
+        ([0.0, 0.0, 0.0, 1e-6, 1e-4, 1e-3, 1e-3, 1e-3], 0),
+        ([1e-3] * 5 + [1e-4, 1e-6, 1e-7], 0),
+        ([1e-3, NAN, NAN, 1e-3, NAN, NAN, 1e-3, NAN], 0),  # batches without an optimizer step
+    ],
+)
+def test_a_learning_rate_that_vanishes(rates: list[float], alarm: int) -> None:
+    """A learning rate that is tiny for a large part of the run is a finding; a warm-up or the end of a decay is not."""
+    parameters = {"fc/weight": {**trained("fc")["fc/weight"], "learning_rate": rates}}
+    found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters})
+    assert brief(found) == [("warning", "learning-rate-vanishes", "")] * alarm
+    assert all("from 0.001 to 1e-10: from step 40 on" in each.verdict for each in found)

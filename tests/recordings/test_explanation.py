@@ -13,7 +13,7 @@ from torch import nn
 from lightning_recorder import open_recording
 from lightning_recorder.recordings import Comparison, RecordWriter, SiteRecord, Tolerance, compare, records_path
 from lightning_recorder.recordings.explanation import explain
-from tests.recordings.runs import write_simple
+from tests.recordings.runs import record_run, write_simple
 from tests.recordings.twins import Twin, train
 
 Trained = Callable[..., Path]
@@ -279,3 +279,20 @@ def test_a_module_in_eval_mode_is_named(tmp_path: Path) -> None:
     found = compared(tmp_path / "a", tmp_path / "b")
     assert [str(each) for each in found.changes] == ["`drop`: training mode → eval mode"]
     assert found.differences == []
+
+
+def spoil(net: nn.Module) -> None:
+    net.get_submodule("encoder.act").register_forward_hook(lambda module, args, output: output / 0)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_value_that_is_not_finite_is_the_cause(swapped: bool, tmp_path: Path) -> None:
+    """If one of the runs has a NaN, the sentence says where its findings have found the first one."""
+    record_run(tmp_path / "healthy", steps=range(6))
+    record_run(tmp_path / "spoiled", steps=range(6), change=spoil, at=3)
+    names = ("spoiled", "healthy") if swapped else ("healthy", "spoiled")
+    found = compared(*(tmp_path / name for name in names))
+    verdict = open_recording(tmp_path / "spoiled").findings[0].verdict
+    assert verdict.startswith("the output of encoder.act has ")
+    assert explain(found) == f"same until step 2, then in {'AB'[not swapped]}, {verdict}"
+    assert compared(tmp_path / "healthy", tmp_path / "healthy").bad == (None, None)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,15 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
     "a row that is masked entirely": (lambda x: x.masked_fill(x == x, -INF).softmax(-1), "softmax", False, "NaN"),
     "a bad value beside a mask": (lambda x: causal(x).softmax(-1) + torch.log(-x.abs()), "log", False, "NaN"),
     "a factor of infinity behind a mask": (lambda x: (causal(x) * INF).softmax(-1), "mul", False, "inf"),
+    "a mask of where": (
+        lambda x: torch.where(causal(x) == -INF, -INF, x).softmax(-1) + torch.log(-x.abs()),
+        *("log", False, "NaN"),
+    ),
+    "a row that where masks entirely": (lambda x: torch.where(x == x, -INF, x).softmax(-1), "softmax", False, "NaN"),
+    "a bad value beside the logarithm of a mask": (
+        lambda x: (torch.tril(x * 0 + 1).log() + torch.log(-x.abs())).softmax(-1),
+        *("log", False, "NaN"),
+    ),
     "a bad value behind a mask": (lambda x: torch.log(causal(x).softmax(-1) - 2), "log", False, "NaN"),
 }
 
@@ -130,6 +140,71 @@ def test_the_backward_pass_of_a_custom_function_is_named() -> None:
     found = origin_of(nn.Sequential(nn.Linear(3, 3), Custom(), nn.Linear(3, 1)), torch.ones(1, 3))
     assert found is not None
     assert (found.module, found.operation, found.backward) == ("1", "doubled", True)
+
+
+@pytest.mark.parametrize("kind", ["module", "first module", "output", "parameter"])
+def test_a_backward_hook_is_named(kind: str) -> None:
+    """A hook that spoils a gradient belongs to its module, not to the operation before it."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
+    owner: Any = net.get_submodule("2" if kind == "first module" else "2.0")
+    if kind in ("module", "first module"):
+        owner.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * math.nan,))
+    elif kind == "output":
+        owner.register_full_backward_pre_hook(lambda _module, outputs: (outputs[0] * math.nan,))
+    else:
+        owner.weight.register_hook(lambda grad: grad * math.nan)
+    found = origin_of(net, torch.ones(2, 3))
+    assert found is not None
+    assert (found.module, found.backward, found.operation) == (
+        "2" if kind == "first module" else "2.0",
+        True,
+        "hook",
+    )
+    assert (found.line != "") is (kind == "parameter")
+
+
+class Spoiled(torch.autograd.Function):
+    """Its input, with a constant written to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        grad[0] = math.nan
+        return grad
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_constant_belongs_to_the_module_that_uses_it(backward: bool) -> None:
+    """The operation that writes a NaN from a constant is named, not the code outside of all modules."""
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + torch.from_numpy(np.full(1, math.nan)).float()
+            if backward:
+                out = Spoiled.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            return out
+
+    found = origin_of(nn.Sequential(nn.Linear(3, 3), Custom(), nn.Linear(3, 1)), torch.ones(1, 3))
+    assert found is not None
+    assert (found.module, found.kind, found.backward, found.has_constant) == ("1", "NaN", backward, True)
+    assert found.operation == ("spoiled" if backward else "to_copy")
+    assert found.line.startswith(f"{__file__}:")
+
+
+def test_running_statistics_are_no_origin() -> None:
+    """The running statistics that the same operation has spoiled are not the origin, but its bad input."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    net[1].register_forward_hook(lambda module, args, output: output + torch.tensor(INF) - torch.tensor(INF))
+    known = dict(net.named_buffers())
+    with OriginTrace(dict(net.named_modules()), known) as trace:
+        loss = net(torch.rand(4, 3)).sum()
+    found = trace.origin(loss)
+    assert found is not None
+    assert (found.module, found.operation, found.source) == ("1", "sub", "")
 
 
 def test_an_infinite_loss_without_nan_has_an_origin() -> None:

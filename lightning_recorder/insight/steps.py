@@ -1,0 +1,267 @@
+"""Rules about the training step: its batches, its losses, and the gradients that it leaves behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Parameter, Rule
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+# The activations that a loss must not get, and what it does with its input.
+_EXPECTED = {
+    "cross_entropy": (("softmax",), "applies a softmax itself, so it is applied twice"),
+    "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
+    "nll_loss": (("softmax",), "expects logarithms, as log_softmax returns them"),
+    "kl_div": (("softmax",), "expects logarithms, as log_softmax returns them"),
+}
+# Functions that change the shape or the dtype alone.
+_SAME_VALUES = re.compile(
+    "view|reshape|(un)?flatten|transpose|permute|movedim|(un)?squeeze|getitem|contiguous|clone|float|double|half|to|"
+    "type|m?t|chunk|split|unbind|index_select",
+    re.IGNORECASE,
+)
+_ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose output is something plus the bias
+
+
+def _doubled(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    graph = evidence.wiring.graph
+    seen: set[int] = set()
+    for node in () if graph is None else graph.nodes:
+        if graph is None or node.kind != "op" or node.name not in _EXPECTED:
+            continue
+        activations, text = _EXPECTED[node.name]
+        source = _input_values(graph, node)
+        if source is None or source.name not in activations or source.id in seen:
+            continue
+        seen.add(source.id)
+        owner = "" if source.parent is None else graph[source.parent].name
+        place = f"{owner or 'training_step'} (line {source.source})" if source.source else owner or "training_step"
+        verdict = f"{node.name} gets the output of the {source.name} in {place}: it {text}"
+        yield rule.found(evidence, evidence.activations, Site(owner, ""), verdict)
+
+
+def _input_values(graph: Graph, node: Node) -> Node | None:
+    """Return the op that made the values of the first input of a node, through changes of the shape and the dtype."""
+    source: Node | None = node
+    while source is not None:
+        edges = graph.into(source)
+        source = graph[edges[0].source] if edges else None
+        if source is None or source.kind != "op" or _SAME_VALUES.fullmatch(source.name) is None:
+            return source
+    return None
+
+
+def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if all first layers get an input that never changes."""
+    found = []
+    for each in evidence.weights:
+        name = each.site.name
+        if each.site.path == "weight" and evidence.wiring.inputs.get(name) == [INPUT]:
+            what = _what_is_constant(rule, evidence, each)
+            if what == "":
+                return
+            if what is not None:
+                found.append((name, what))
+    found.sort(key=lambda each: evidence.wiring.order[each[0]])
+    if found:
+        name, what = found[0]
+        verdict = f"the input of {name} {what}"
+        finding = rule.found(evidence, evidence.parameters, Site(name, ""), verdict)
+        yield replace(finding, others=tuple(other for other, _ in found[1:]))
+
+
+def _what_is_constant(rule: Rule, evidence: Evidence, weight: Parameter) -> str | None:
+    """Describe the constant input of a layer; empty if the input varies, and None if it is not known."""
+    norms, zeros = (_gradient(evidence, weight, name) for name in ("rms", "zero_fraction"))
+    shape, kind = evidence.shape(weight), evidence.type_of(weight.site.name)
+    if len(norms) < rule.thresholds["records"]:
+        return None
+    if "Embedding" in kind:
+        rows = np.round((1 - zeros) * shape[0]) if norms.all() else np.zeros(1)
+        if shape[0] < rule.thresholds["rows"] or not rows.all():
+            return None
+        return "is one token only, the same in each recorded step" if (rows <= 1).all() else ""
+    bias = next((each for each in evidence.tensors if each.site == Site(weight.site.name, "bias")), None)
+    offsets = np.zeros(0) if bias is None else _gradient(evidence, bias, "rms")
+    if len(offsets) != len(norms) or not offsets.all():
+        return None
+    if not norms.any():
+        return "consists of zeros: the gradient of its weight is zero, that of its bias is not"
+    if kind != "Linear":
+        return ""
+    # With one input x, the gradient of the weight is the gradient of the bias times x.
+    ratios = norms / offsets
+    is_constant = np.ptp(ratios) < rule.thresholds["tolerance"] * float(np.median(ratios))
+    return "is the same for all samples of all recorded steps" if is_constant else ""
+
+
+def _gradient(evidence: Evidence, parameter: Parameter, statistic: str) -> Floats:
+    return evidence.column(parameter.gradient, statistic)
+
+
+def _accumulates(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the gradients of biases are larger than those of the outputs allow.
+
+    The gradient of a bias is the sum of the gradients of the n rows of the output, so its L2 norm is at most √n times
+    that of the gradient of the output.
+    """
+    excess = {}
+    for each in evidence.tensors:
+        if each.site.path == "bias" and any(part in evidence.type_of(each.site.name) for part in _ADDS_BIAS):
+            values = _excess(evidence, each)
+            if len(values):
+                excess[each.site.name] = values
+    factor, records = rule.thresholds["factor"], rule.thresholds["records"]
+    wrong = {name: values for name, values in excess.items() if np.sum(values > factor) >= records}
+    if len(wrong) < max(2, rule.thresholds["share"] * len(excess)):
+        return
+    worst = max(wrong, key=lambda name: float(wrong[name].max()))
+    largest = float(wrong[worst].max())
+    verdict = (
+        f"gradients of earlier steps are still in the parameters: the gradient of {worst}.bias is {largest:.3g} × as "
+        "large as this step alone can make it. Is zero_grad() missing?"
+    )
+    found = rule.found(evidence, evidence.parameters, Site("", ""), verdict, factor=largest, layers=len(wrong))
+    yield replace(found, others=tuple(wrong))
+
+
+def _excess(evidence: Evidence, bias: Parameter) -> Floats:
+    """Return the norm of the gradient of a bias in each record, divided by the largest one that its step can make."""
+    table, output = evidence.gradients, Site(bias.site.name, "out")
+    if bias.gradient is None or output not in table.places:
+        return np.zeros(0)
+    (rms, steps), (inner, at) = evidence.parameters.column(bias.gradient, "rms"), table.column(output, "rms")
+    size, count = evidence.column(bias.gradient, "count"), table.column(output, "count")[0]
+    if len(size) != len(rms) or len(count) != len(inner):
+        return np.zeros(0)
+    _, here, there = np.intersect1d(steps, at, return_indices=True)
+    # ‖bias‖ = rms √size, and √n ‖output‖ = √(count / size) rms √count.
+    with np.errstate(all="ignore"):
+        found: Floats = rms[here] * size[here] / (inner[there] * count[there])
+    return found[np.isfinite(found)]
+
+
+def _imbalance(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    wiring, table = evidence.wiring, evidence.gradients
+    if not wiring.has_graph or len(table) < rule.persistence:
+        return
+    norms = gradient_norms(table)
+    heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
+    pairs = [
+        (max(pair, key=lambda site: norms[site]), min(pair, key=lambda site: norms[site]))
+        for pair in combinations(heads, 2)
+        if wiring.upstream(pair[0].name) & wiring.upstream(pair[1].name)
+    ]
+    if not pairs:
+        return
+    large, small = max(pairs, key=lambda pair: norms[pair[0]] / norms[pair[1]])
+    factor = norms[large] / norms[small]
+    # A task that is solved has small gradients, too, but only at the end.
+    first = table.column(large, "rms")[0][0] / max(table.column(small, "rms")[0][0], 1e-300)
+    if min(factor, first) > rule.thresholds["factor"]:
+        verdict = (
+            f"the loss of {large.name} outweighs that of {small.name}: the gradient of its output is {factor:.3g} × as "
+            "large, so that the layers before both hardly learn the other task"
+        )
+        found = rule.found(evidence, table, large, verdict, statistic="rms", factor=factor)
+        yield replace(found, others=(small.name,))
+
+
+RULES = (
+    Rule(
+        name="double-activation",
+        severity="warning",
+        statistic="the op that made the input of a loss, in the recorded graph",
+        thresholds={},
+        persistence=0,
+        usual="the loss gets logits, or nll_loss gets the output of log_softmax",
+        why="The model ends with an activation that the loss function contains.",
+        next="Remove the softmax or sigmoid from the model, and apply it outside of training.",
+        false_alarms="None known.",
+        examine=_doubled,
+        explains={
+            "attention-collapse": ("same",),
+            "saturation": ("same",),
+            "vanishing-gradient": ("any",),
+            "barely-moves": ("any",),
+        },
+    ),
+    Rule(
+        name="constant-input",
+        severity="warning",
+        statistic="gradient of the weight of each first layer, against that of its bias; rows of an embedding in use",
+        thresholds={"records": 4, "tolerance": 1e-3, "rows": 8},
+        persistence=4,
+        usual="the ratio differs from record to record by more than 1 %",
+        why="The dataset returns the same sample again and again, or a transform or a mask replaces its values.",
+        next="Look at some batches: print their mean and standard deviation over the samples.",
+        false_alarms="Models of a learned constant, such as a fixed noise vector. One varying input is enough.",
+        examine=_constant,
+        explains=dict.fromkeys(
+            (
+                "norm-ineffective",
+                "exploding-gradient",
+                "vanishing-gradient",
+                "gradient-step",
+                "gradient-stops",
+                "does-not-move",
+                "unlike-siblings",
+                "saturation",
+                "scale-jump",
+                "train-differs",
+                "running-statistics",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="gradients-accumulate",
+        severity="warning",
+        statistic="L2 norm of the gradient of a bias / (√rows × L2 norm of the gradient of the output)",
+        thresholds={"factor": 1.5, "records": 2, "share": 0.25},
+        persistence=0,
+        usual="at most 1, because the gradient of a bias is the sum over the rows",
+        why="zero_grad() is not called between the steps, so that each step repeats all earlier ones.",
+        next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad.",
+        false_alarms="None known: accumulate_grad_batches is taken into account.",
+        examine=_accumulates,
+        explains=dict.fromkeys(
+            (
+                "learning-rate-outlier",
+                "learning-rate-too-large",
+                "weight-drift",
+                "exploding-gradient",
+                "gradient-spike",
+                "always-clipped",
+                "unlike-siblings",
+                "sudden-change",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="loss-imbalance",
+        severity="warning",
+        statistic="L2 norm of the gradients of the outputs of two heads after common layers, first record and median",
+        thresholds={"factor": 300.0},
+        persistence=3,
+        usual="0.1 to 10",
+        why="The losses of several tasks are added without weights that make up for their units.",
+        next="Weight the losses, or scale the targets to a standard deviation of 1.",
+        false_alarms="A task that is solved: the gradients must differ in the first record, too.",
+        examine=_imbalance,
+        explains=dict.fromkeys(("unlike-siblings", "gradient-spike", "always-clipped"), ("any",)),
+    ),
+)

@@ -1,0 +1,163 @@
+"""Tests of the rules about batches, losses and kept gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.insight import Finding
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+LAYERS: dict[str, Values] = {"fc1": {"rms": 1.0}, "fc2": {"rms": 1.0}}
+
+
+def loss_graph(*ops: str, targets: str = "input") -> Graph:
+    """Return the graph of a layer, of ops that follow it, the first one in a module ``act``, and of a target."""
+    nodes = [
+        Node(0, "module", "", None, 0, "Net"),
+        Node(1, "input", "x", 0, 1),
+        Node(2, "module", "fc1", 0, 1, "Linear"),
+        Node(3, "op", "linear", 2, 2),
+        Node(4, "module", "act", 0, 1, "Softmax"),
+        Node(5, "op" if targets != "input" else "input", targets, 0, 1),
+        *(Node(6 + place, "op", name, 4 if not place else 0, 2) for place, name in enumerate(ops)),
+    ]
+    last = 5 + len(ops)
+    edges = [Edge(1, 3), Edge(3, 6), *(Edge(place, place + 1) for place in range(6, last)), Edge(5, last)]
+    return Graph(tuple(nodes), tuple(edges))
+
+
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        (("softmax", "cross_entropy"), "applied twice"),
+        (("softmax", "view", "float", "cross_entropy"), "applied twice"),
+        (("sigmoid", "getitem", "binary_cross_entropy_with_logits"), "applied twice"),
+        (("softmax", "nll_loss"), "expects logarithms"),
+        (("log_softmax", "nll_loss"), ""),
+        (("softmax", "linear", "cross_entropy"), ""),
+        (("softmax", "mse_loss"), ""),
+        (("sigmoid", "binary_cross_entropy"), ""),
+    ],
+)
+def test_a_loss_that_gets_an_activation(ops: tuple[str, ...], words: str) -> None:
+    """An activation that the loss function applies itself is a finding about the module that applied it first."""
+    found = run(LAYERS, graph=loss_graph(*ops))
+    assert brief(found) == [("warning", "double-activation", "act")] * bool(words)
+    assert all(words in each.verdict and ops[-1] in each.verdict for each in found)
+
+
+def test_an_activation_of_the_step_itself() -> None:
+    """An activation outside of all modules belongs to the training step; its line is named."""
+    graph = loss_graph("softmax", "cross_entropy")
+    nodes = [replace(each, parent=0, source="train.py:7") if each.name == "softmax" else each for each in graph.nodes]
+    (found,) = run(LAYERS, graph=replace(graph, nodes=tuple(nodes)))
+    assert found.module == ""
+    assert found.verdict.startswith("cross_entropy gets the output of the softmax in training_step (line train.py:7):")
+
+
+def test_probabilities_may_be_the_target() -> None:
+    """A softmax in the target of a loss, as in distillation, is right."""
+    assert run(LAYERS, graph=loss_graph("dropout", "cross_entropy", targets="softmax")) == []
+
+
+def first_layer(weight: list[float], bias: list[float], zeros: float = 0.0) -> dict[str, Values]:
+    return {
+        **network("fc2"),
+        **trained("fc1", grad=weight),
+        "fc1/weight.grad": {"rms": weight, "zero_fraction": zeros},
+        "fc1/bias": {"rms": 0.1},
+        "fc1/bias.grad": {"rms": bias, "count": 16.0},
+    }
+
+
+VARYING = [0.3, 0.1, 0.2, 0.4, 0.2, 0.3, 0.1, 0.2]
+OTHERS = [0.2, 0.15, 0.2, 0.3, 0.25, 0.2, 0.12, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "bias", "words"),
+    [
+        ("Linear", [0.5 * each for each in VARYING], VARYING, "is the same for all samples"),
+        ("Linear", OTHERS, VARYING, ""),
+        ("Linear", [0.0] * 8, VARYING, "consists of zeros"),
+        ("Conv2d", [0.0] * 8, VARYING, "consists of zeros"),
+        ("Conv2d", [0.5 * each for each in VARYING], VARYING, ""),
+    ],
+)
+def test_a_constant_input(kind: str, weight: list[float], bias: list[float], words: str) -> None:
+    """An input of zeros, or one that is the same in all records, shows in the gradients of the first layer."""
+    found = run(LAYERS, None, first_layer(weight, bias), graph=chain("fc1", "fc2", fc1=kind))
+    assert brief(found) == [("warning", "constant-input", "fc1")] * bool(words)
+    assert all(words in each.verdict for each in found)
+
+
+def test_one_varying_input_is_enough() -> None:
+    """A constant input of one layer is fine if another first layer has an input that varies."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1), Node(2, "input", "z", 0, 1)]
+    for number, name in ((3, "fc1"), (5, "fc2")):
+        nodes += [Node(number, "module", name, 0, 1, "Linear"), Node(number + 1, "op", "linear", number, 2)]
+    graph = Graph(tuple(nodes), (Edge(1, 4), Edge(2, 6)))
+    constant = first_layer([0.5 * each for each in VARYING], VARYING)
+    bias: dict[str, Values] = {"fc2/bias": {"rms": 0.1}, "fc2/bias.grad": {"rms": VARYING, "count": 16.0}}
+    varying: dict[str, Values] = {**trained("fc2", grad=OTHERS), **bias}
+    assert run(LAYERS, None, {**constant, **varying}, graph=graph) == []
+    same: dict[str, Values] = {**trained("fc2", grad=VARYING), **bias}
+    found = run(LAYERS, None, {**constant, **same}, graph=graph)
+    assert [(each.module, each.others) for each in found] == [("fc1", ("fc2",))]
+
+
+@pytest.mark.parametrize(("rows", "zeros", "alarm"), [(16, 15 / 16, 1), (16, 14 / 16, 0), (4, 3 / 4, 0)])
+def test_a_single_token(rows: int, zeros: float, alarm: int) -> None:
+    """An embedding of which all records use one row only is a finding, unless it has few rows, as that of segments."""
+    parameters = first_layer(VARYING, VARYING, zeros)
+    graph = chain("fc1", "fc2", fc1="Embedding")
+    found = run(LAYERS, None, parameters, graph=graph, shapes={("fc1", "weight"): (rows, 16)})
+    assert brief(found) == [("warning", "constant-input", "fc1")] * alarm
+
+
+def kept(factors: list[float]) -> list[Finding]:
+    """Return the findings of three layers whose bias has a gradient of so many times the largest possible norm."""
+    names = [f"fc{place}" for place in range(3)]
+    outputs: dict[str, Values] = {name: {"rms": 0.01, "count": 512.0} for name in names}
+    rms = [0.32 * each for each in factors]  # the largest rms of one step is 0.01 × 512 / 16
+    biases: dict[str, Values] = {f"{name}/bias": {"rms": 0.1} for name in names}
+    biases |= {f"{name}/bias.grad": {"rms": rms, "count": 16.0} for name in names}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    return run(layers, outputs, {**network(*names), **biases}, graph=chain(*names))
+
+
+@pytest.mark.parametrize(
+    ("factors", "alarm"),
+    [([0.3, 0.5, 0.9, 1.0, 1.0, 1.0, 0.9, 1.0], 0), ([0.3, 0.6, 1.2, 2.0, 3.0, 2.5, 0.5, 4.0], 1)],
+)
+def test_gradients_of_earlier_steps(factors: list[float], alarm: int) -> None:
+    """A gradient that is larger than one step can make it has those of earlier steps in it."""
+    found = kept(factors)
+    assert brief(found)[:1] == [("warning", "gradients-accumulate", "")] * alarm
+    if alarm:
+        assert "4 × as large as this step alone can make it. Is zero_grad() missing?" in found[0].verdict
+        assert found[0].others == ("fc0", "fc1", "fc2")
+
+
+def heads(*, common: bool = True) -> Graph:
+    """Return the graph of two heads behind a common trunk, or each with an input of its own."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1), Node(2, "input", "z", 0, 1)]
+    for number, name in ((3, "trunk"), (5, "one"), (7, "two")):
+        nodes += [Node(number, "module", name, 0, 1, "Linear"), Node(number + 1, "op", "linear", number, 2)]
+    return Graph(tuple(nodes), (Edge(1, 4), Edge(4, 6), Edge(4 if common else 2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("one", "common", "alarm"),
+    [(1.0, True, 1), (0.1, True, 0), (1.0, False, 0), ([1e-3, *[1.0] * 7], True, 0)],
+)
+def test_a_loss_that_outweighs_another_one(one: float | list[float], common: bool, alarm: int) -> None:
+    """Two heads on a common trunk whose gradients differ by far, from the first record on, are a finding."""
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("trunk", "one", "two")}
+    gradients: dict[str, Values] = {"trunk": {"rms": 1.0}, "one": {"rms": one}, "two": {"rms": 1e-3}}
+    found = run(layers, gradients, graph=heads(common=common))
+    assert brief(found) == [("warning", "loss-imbalance", "one")] * alarm
+    assert all(each.others == ("two",) for each in found)
