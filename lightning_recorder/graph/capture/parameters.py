@@ -77,11 +77,15 @@ def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[in
         unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
             them stay unknown.
     """
-    used = {nodes[source].name: nodes[source] for source in sources if nodes[source].kind == "parameter"}
+    used = {node.name: node for node in map(nodes.__getitem__, sources) if node.kind == "parameter"}
     own: dict[tuple[str, ...], int] = {}  # the numbers for each module, or for each group of modules that share some
+    sizes: dict[tuple[int, ...], int] = {}
     for name, node in used.items():
         owners = (name.rpartition(".")[0], *[each.rpartition(".")[0] for each in node.tied])
-        own[owners] = own.get(owners, 0) + sum([math.prod(meta.shape) for meta in node.outputs])
+        for meta in node.outputs:
+            if meta.shape not in sizes:
+                sizes[meta.shape] = math.prod(meta.shape)
+            own[owners] = own.get(owners, 0) + sizes[meta.shape]
     below: dict[str, int] = {}
     for owners, number in own.items():
         for each in _around(owners[0]) if len(owners) == 1 else {name for owner in owners for name in _around(owner)}:

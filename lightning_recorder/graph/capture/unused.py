@@ -80,13 +80,14 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
 
 def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
     """Yield the outermost registered modules of which neither a call nor a tensor was recorded."""
+    recorded = {node.name for node in nodes if node.kind in ("module", "parameter", "buffer")}
+    if modules.keys() <= recorded:
+        return  # the usual case
     used = {""}
-    for node in nodes:
-        if node.kind in ("module", "parameter", "buffer"):
-            name = node.name
-            while name and name not in used:
-                used.add(name)
-                name = name.rpartition(".")[0]
+    for name in recorded:
+        while name and name not in used:
+            used.add(name)
+            name = name.rpartition(".")[0]
     unused: set[str] = set()
     for name, module in modules.items():
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
