@@ -75,17 +75,23 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
-        compiled = compiled_modules(pl_module) if self.compiled in ("auto", "inside") else set()
-        if modules is not None and compiled:
-            why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
-            message = f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}"
-            if not why:
-                self._traced = frozenset(compiled)
-            elif self.compiled == "inside":
-                warn(message)
-            else:
-                rank_zero_info(message)
+        compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else set()
+        if modules is not None and compiled and self._results.coverage is not None:
+            way = self._way_to_record(pl_module, modules, compiled)
+            self._results.coverage = self._results.coverage.having(compiled=way)
         return modules
+
+    def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: set[nn.Module]) -> str:
+        """Choose how to record compiled modules, and return this as the receipt has it."""
+        if self.compiled == "eager":
+            return "eager"
+        why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
+        if not why:
+            self._traced = frozenset(compiled)
+            return "inside"
+        say = warn if self.compiled == "inside" else rank_zero_info
+        say(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
+        return f"eager: {why}"
 
     @property
     @override

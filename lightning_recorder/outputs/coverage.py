@@ -55,6 +55,8 @@ class Coverage:
         state_bytes: The size of the states on the devices, in bytes.
         ran_eagerly: The names of the compiled functions that ran eagerly because they were recorded.
         compiled_calls: The names of the compiled functions that ran while the hooks were registered.
+        compiled: How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may
+            follow. Empty if there are none, or if that is not chosen.
     """
 
     root: nn.Module
@@ -73,6 +75,7 @@ class Coverage:
     state_bytes: int = 0
     ran_eagerly: Collection[str] = ()
     compiled_calls: Collection[str] = ()
+    compiled: str = ""
 
     @property
     def types(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.internals import compiled_operators
 from tests.callbacks.models import LEAVES, digits, fit, hooks_left
 from tests.callbacks.test_compiled import QUIET, Bare, Losses, _fresh, compiled
+from tests.callbacks.test_compiled_functions import receipt
 from tests.callbacks.test_noninterference import assert_same
 
 # Torch reads .grad of tensors that are not leaves while it traces, and ignores the warning.
@@ -381,7 +382,7 @@ EAGER: dict[str, str] = {
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", list(EAGER))
 def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The recorders then run recorded steps eagerly and log why. What the message advises makes them record inside."""
+    """The recorders then run recorded steps eagerly and say why. What the message advises makes them record inside."""
     torch.manual_seed(2)
     model, wraps = Bare(), how.startswith("torch's own")
     if wraps:
@@ -398,6 +399,7 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplo
         fit(model, tmp_path, [recorder], logger=False)  # a warning is an error
     said = re.compile(f"GradientRecorder runs compiled code eagerly .*: {EAGER[how]}")
     assert len([each for each in caplog.messages if said.match(each)]) == 1
+    assert re.match(f"eager: .*{EAGER[how]}", receipt(tmp_path)["gradients"]["compiled"])
     # The first module has no input gradient.
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES) - (how == "inputs")
 
@@ -420,6 +422,20 @@ def test_inside_warns_if_it_is_not_possible(tmp_path: Path) -> None:
     with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER['per_call']}"):
         fit(model, tmp_path, [recorder], logger=False)
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+
+
+@pytest.mark.parametrize("choice", ["auto", "eager", "skip"])
+def test_the_receipt_says_how_compiled_modules_were_recorded(choice: str, tmp_path: Path) -> None:
+    """The file and the text have the way that was taken; they say nothing of parameters and uncompiled models."""
+    for model in (compiled("submodule", "eager")[1], Bare()):
+        is_compiled = hasattr(model.encoder, "_orig_mod")
+        sink = MemorySink()
+        fit(model, tmp_path, recorders(sink, compiled=choice), logger=False)
+        way = {"auto": "inside", "eager": "eager", "skip": ""}[choice] if is_compiled else ""
+        ways = {label: about["compiled"] for label, about in receipt(tmp_path).items()}
+        assert ways == {"activations": way, "gradients": way, "parameters": ""}
+        told = "Compiled modules were recorded inside their compiled code." in str(sink.texts)
+        assert told == (way == "inside")
 
 
 def test_on_a_device_without_tests_the_default_is_eager() -> None:
