@@ -135,7 +135,12 @@ class Coverage:
             return f"bypassed: nn.{type(parent).__name__} took its fused path"
         if self.compiled_calls:
             names = ", ".join(sorted(self.compiled_calls)[:_FEW])
-            return f"compiled: no call of it outside of compiled code ({names}), which compiled='skip' keeps in use"
+            how = (
+                "stays compiled unless compiled='eager'"
+                if self.compiled == "inside"
+                else "compiled='skip' keeps in use"
+            )
+            return f"compiled: no call of it outside of compiled code ({names}), which {how}"
         if name in self.trained:
             sharing = self._shares_parameters_with(name)
             if sharing:

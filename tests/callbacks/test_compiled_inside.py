@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -436,6 +437,39 @@ def test_the_receipt_says_how_compiled_modules_were_recorded(choice: str, tmp_pa
         assert ways == {"activations": way, "gradients": way, "parameters": ""}
         told = "Compiled modules were recorded inside their compiled code." in str(sink.texts)
         assert told == (way == "inside")
+
+
+class Idle(Bare):
+    """Has modules that it never calls, inside and outside of compiled code, and one that a compiled function calls."""
+
+    def __init__(self, *, has_function: bool) -> None:
+        super().__init__()
+        self.idle, self.encoder.idle, self.hidden = nn.Identity(), nn.Identity(), nn.Identity()
+        self.encoder = torch.compile(self.encoder, backend="eager")  # type: ignore[assignment]  # has the same interface
+        self.function = torch.compile(self._scale, backend="eager") if has_function else self._scale
+
+    def _scale(self, x: Tensor) -> Tensor:
+        result: Tensor = self.hidden(x * 2)
+        return result
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.function(x))
+
+
+@pytest.mark.parametrize("has_function", [False, True])
+def test_modules_that_are_never_called_are_not_reported_as_compiled(has_function: bool, tmp_path: Path) -> None:
+    """Only compiled functions can hide calls of modules beside compiled modules, and the reason names them."""
+    fit(Idle(has_function=has_function), tmp_path, [ActivationRecorder(strict=True, outputs=QUIET)], logger=False)
+    modules = receipt(tmp_path)["activations"]["modules"]
+    why = {name: modules[name].get("why", "") for name in ("idle", "encoder.idle", "hidden")}
+    never = "never called: no recorded step called it"
+    if has_function:
+        hidden = "compiled: no call of it outside of compiled code (Idle._scale), which stays compiled unless "
+        never = hidden = f"{hidden}compiled='eager'"
+    else:
+        hidden = ""
+    assert why == {"idle": never, "encoder.idle": never, "hidden": hidden}
 
 
 def test_on_a_device_without_tests_the_default_is_eager() -> None:
