@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.messages import say_compiled
+from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.internals.compiled import compiled_modules
@@ -58,8 +59,8 @@ class TensorsCallback(StatisticsCallback):
         )
 
     @property
-    @override
     def _runs_eagerly(self) -> bool:
+        """True if compiled modules run eagerly on recorded steps."""
         return self.compiled != "skip" and not self._traced
 
     def _why_eager(self, device: torch.device) -> str:
@@ -92,6 +93,12 @@ class TensorsCallback(StatisticsCallback):
         say = warn if self.compiled == "inside" else rank_zero_info
         say(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
         return f"eager: {why}"
+
+    @override
+    def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        super()._begin_results(trainer, pl_module, directory)
+        if trainer.is_global_zero and self._runs_eagerly:
+            warn_of_eager_memory(pl_module, str(self))
 
     @property
     @override
