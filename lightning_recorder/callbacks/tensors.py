@@ -126,5 +126,5 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
         super()._end_step(trainer, pl_module, run)
-        if self._traced:
+        if self._traced and run.is_active:
             say_compiled(trainer, self._compiled_s, compile_time_s())

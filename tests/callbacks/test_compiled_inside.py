@@ -439,6 +439,19 @@ def test_the_receipt_says_how_compiled_modules_were_recorded(choice: str, tmp_pa
         assert told == (way == "inside")
 
 
+def test_a_disabled_recorder_does_not_tell_of_a_compilation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the time of compilation only if a step is recorded."""
+    for is_disabled in (True, False):
+        _, given = compiled("submodule", "eager")
+        recorder = ActivationRecorder(strict=True, outputs=QUIET)
+        if is_disabled:
+            recorder.disable()
+        with caplog.at_level("INFO"):
+            fit(given, tmp_path, [recorder], logger=False)
+        told = [each for each in caplog.messages if each.startswith("compiling the recorded step")]
+        assert len(told) == (not is_disabled)
+
+
 class Idle(Bare):
     """Has modules that it never calls, inside and outside of compiled code, and one that a compiled function calls."""
 
