@@ -65,10 +65,10 @@ class GradientRecorder(TensorsCallback):
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"inside"`` records compiled modules inside their compiled code, which is compiled once more for
-            recorded steps; the training then has the bits of the compiled run. ``"eager"`` runs compiled modules and
-            functions eagerly on recorded steps and lists them in the log and in the receipt. ``"auto"`` is ``"inside"``
-            where that is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves compiled code
-            compiled and does not record the modules in it.
+            recorded steps; the other steps then have the bits of the compiled run. ``"eager"`` runs compiled modules
+            and functions eagerly on recorded steps and lists them in the log and in the receipt. ``"auto"`` is
+            ``"inside"`` where that is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves
+            compiled code compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.

@@ -25,7 +25,6 @@ from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
-    warn_of_eager_memory,
     warn_of_unmerged,
     why_no_files,
     why_no_step,
@@ -139,11 +138,6 @@ class StatisticsCallback(ResumingCallback):
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         """Return a recorder for the modules in a stage."""
 
-    @property
-    def _runs_eagerly(self) -> bool:
-        """True if compiled modules run eagerly on recorded steps."""
-        return False
-
     def _choose(self, pl_module: LightningModule) -> SelectedModules:
         """Return the modules to record.
 
@@ -162,8 +156,6 @@ class StatisticsCallback(ResumingCallback):
             directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
             self._open_sinks(trainer, directory)
             self._begin_results(trainer, pl_module, directory)
-            if is_first and self._runs_eagerly:
-                warn_of_eager_memory(pl_module, str(self))
             if modules is not None:
                 alike = [each for each in self.alike(trainer) if isinstance(each, StatisticsCallback)]
                 check_tags(self, alike, modules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.messages import say_compiled
+from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.internals.compiled import compiled_modules
@@ -58,8 +59,8 @@ class TensorsCallback(StatisticsCallback):
         )
 
     @property
-    @override
     def _runs_eagerly(self) -> bool:
+        """True if compiled modules run eagerly on recorded steps."""
         return self.compiled != "skip" and not self._traced
 
     def _why_eager(self, device: torch.device) -> str:
@@ -75,17 +76,29 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
-        compiled = compiled_modules(pl_module) if self.compiled in ("auto", "inside") else set()
-        if modules is not None and compiled:
-            why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
-            message = f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}"
-            if not why:
-                self._traced = frozenset(compiled)
-            elif self.compiled == "inside":
-                warn(message)
-            else:
-                rank_zero_info(message)
+        compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else set()
+        if modules is not None and compiled and self._results.coverage is not None:
+            way = self._way_to_record(pl_module, modules, compiled)
+            self._results.coverage = self._results.coverage.having(compiled=way)
         return modules
+
+    def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: set[nn.Module]) -> str:
+        """Choose how to record compiled modules, and return this as the receipt has it."""
+        if self.compiled == "eager":
+            return "eager"
+        why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
+        if not why:
+            self._traced = frozenset(compiled)
+            return "inside"
+        say = warn if self.compiled == "inside" else rank_zero_info
+        say(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")
+        return f"eager: {why}"
+
+    @override
+    def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        super()._begin_results(trainer, pl_module, directory)
+        if trainer.is_global_zero and self._runs_eagerly:
+            warn_of_eager_memory(pl_module, str(self))
 
     @property
     @override
@@ -113,5 +126,5 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
         super()._end_step(trainer, pl_module, run)
-        if self._traced:
+        if self._traced and run.is_active:
             say_compiled(trainer, self._compiled_s, compile_time_s())

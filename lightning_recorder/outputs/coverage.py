@@ -55,6 +55,8 @@ class Coverage:
         state_bytes: The size of the states on the devices, in bytes.
         ran_eagerly: The names of the compiled functions that ran eagerly because they were recorded.
         compiled_calls: The names of the compiled functions that ran while the hooks were registered.
+        compiled: How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may
+            follow. Empty if there are none, or if that is not chosen.
     """
 
     root: nn.Module
@@ -73,6 +75,7 @@ class Coverage:
     state_bytes: int = 0
     ran_eagerly: Collection[str] = ()
     compiled_calls: Collection[str] = ()
+    compiled: str = ""
 
     @property
     def types(self) -> dict[str, str]:
@@ -132,7 +135,12 @@ class Coverage:
             return f"bypassed: nn.{type(parent).__name__} took its fused path"
         if self.compiled_calls:
             names = ", ".join(sorted(self.compiled_calls)[:_FEW])
-            return f"compiled: no call of it outside of compiled code ({names}), which compiled='skip' keeps in use"
+            how = (
+                "stays compiled unless compiled='eager'"
+                if self.compiled == "inside"
+                else "compiled='skip' keeps in use"
+            )
+            return f"compiled: no call of it outside of compiled code ({names}), which {how}"
         if name in self.trained:
             sharing = self._shares_parameters_with(name)
             if sharing:

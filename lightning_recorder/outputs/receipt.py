@@ -60,6 +60,8 @@ class CoverageReport:
         changes: The changes since the first recorded step.
         ran_eagerly: The names of the compiled functions that ran eagerly in recorded steps.
         types: The class names of the modules.
+        compiled: How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder
+            chose the second, the reason follows after a colon. Empty without compiled modules.
     """
 
     step: int
@@ -78,6 +80,7 @@ class CoverageReport:
     changes: Sequence[Change] = ()
     ran_eagerly: Collection[str] = ()
     types: Mapping[str, str] = field(default_factory=dict)
+    compiled: str = ""
 
     @property
     def summary(self) -> str:
@@ -109,6 +112,11 @@ class CoverageReport:
         changes = [line for change in self.changes for line in ("", f"Step {change.step}: {change.text}.")]
         if len(self.without_gradient) > FEW_NAMES:
             changes += ["", f"Without a gradient: {', '.join(map(_cell, self.without_gradient))}."]
+        way, _, why = self.compiled.partition(": ")
+        if way == "inside":
+            changes += ["", "Compiled modules were recorded inside their compiled code."]
+        elif why:
+            changes += ["", f"Compiled modules were not recorded inside their compiled code: {why}."]
         if self.ran_eagerly:
             changes += ["", f"Ran eagerly instead of compiled: {', '.join(map(_cell, self.ran_eagerly))}."]
         text = "\n".join([f"{self.summary}.", *changes, "", "| module | recorded | steps |", "|---|---|---|", *rows])
@@ -333,4 +341,5 @@ def _make_receipt(
         without_gradient=tuple(coverage.without_gradients(found)),
         ran_eagerly=tuple(coverage.ran_eagerly),
         types=coverage.types,
+        compiled=coverage.compiled,
     )

@@ -229,6 +229,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
                 self.taps.append(kind(outside, self._receive, **options))
         for each in self.taps:
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
+            each.traced = traced
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.states.try_fast_path(site, tensor, self.factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,13 @@ from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
 from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed
-from lightning_recorder.internals.compiled import EagerStance, describe_compiled, observe_compiled_calls, stop_observing
+from lightning_recorder.internals.compiled import (
+    EagerStance,
+    compiled_owner,
+    describe_compiled,
+    observe_compiled_calls,
+    stop_observing,
+)
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
@@ -99,6 +105,8 @@ class Tap(ABC):
         self._thread = 0
         self.compiled_calls: set[str] = set()
         """The names of compiled functions that were called while the hooks were attached and ``eager`` was false."""
+        self.traced: Collection[nn.Module] = ()
+        """Modules that are recorded inside compiled code, whose calls ``compiled_calls`` leaves out."""
         self.eager = True
         """Run compiled code eagerly while the hooks are attached."""
         self.stopwatch: Stopwatch | None = None
@@ -170,7 +178,8 @@ class Tap(ABC):
         """Remove the hooks during a call of compiled code, because with a hook it would be compiled again."""
         if self._thread != threading.get_ident() or not self._hooks_on_modules:
             return None
-        self.compiled_calls.add(describe_compiled(function))
+        if compiled_owner(function) not in self.traced:
+            self.compiled_calls.add(describe_compiled(function))
         hooks, self._hooks_on_modules = self._hooks_on_modules, []
         others, self._handles = self._handles, []
         for hook in hooks:

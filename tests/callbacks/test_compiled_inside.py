@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -35,6 +36,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.internals import compiled_operators
 from tests.callbacks.models import LEAVES, digits, fit, hooks_left
 from tests.callbacks.test_compiled import QUIET, Bare, Losses, _fresh, compiled
+from tests.callbacks.test_compiled_functions import receipt
 from tests.callbacks.test_noninterference import assert_same
 
 # Torch reads .grad of tensors that are not leaves while it traces, and ignores the warning.
@@ -381,7 +383,7 @@ EAGER: dict[str, str] = {
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", list(EAGER))
 def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The recorders then run recorded steps eagerly and log why. What the message advises makes them record inside."""
+    """The recorders then run recorded steps eagerly and say why. What the message advises makes them record inside."""
     torch.manual_seed(2)
     model, wraps = Bare(), how.startswith("torch's own")
     if wraps:
@@ -398,6 +400,7 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplo
         fit(model, tmp_path, [recorder], logger=False)  # a warning is an error
     said = re.compile(f"GradientRecorder runs compiled code eagerly .*: {EAGER[how]}")
     assert len([each for each in caplog.messages if said.match(each)]) == 1
+    assert re.match(f"eager: .*{EAGER[how]}", receipt(tmp_path)["gradients"]["compiled"])
     # The first module has no input gradient.
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES) - (how == "inputs")
 
@@ -420,6 +423,66 @@ def test_inside_warns_if_it_is_not_possible(tmp_path: Path) -> None:
     with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER['per_call']}"):
         fit(model, tmp_path, [recorder], logger=False)
     assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+
+
+@pytest.mark.parametrize("choice", ["auto", "eager", "skip"])
+def test_the_receipt_says_how_compiled_modules_were_recorded(choice: str, tmp_path: Path) -> None:
+    """The file and the text have the way that was taken; they say nothing of parameters and uncompiled models."""
+    for model in (compiled("submodule", "eager")[1], Bare()):
+        is_compiled = hasattr(model.encoder, "_orig_mod")
+        sink = MemorySink()
+        fit(model, tmp_path, recorders(sink, compiled=choice), logger=False)
+        way = {"auto": "inside", "eager": "eager", "skip": ""}[choice] if is_compiled else ""
+        ways = {label: about["compiled"] for label, about in receipt(tmp_path).items()}
+        assert ways == {"activations": way, "gradients": way, "parameters": ""}
+        told = "Compiled modules were recorded inside their compiled code." in str(sink.texts)
+        assert told == (way == "inside")
+
+
+def test_a_disabled_recorder_does_not_tell_of_a_compilation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the time of compilation only if a step is recorded."""
+    for is_disabled in (True, False):
+        _, given = compiled("submodule", "eager")
+        recorder = ActivationRecorder(strict=True, outputs=QUIET)
+        if is_disabled:
+            recorder.disable()
+        with caplog.at_level("INFO"):
+            fit(given, tmp_path, [recorder], logger=False)
+        told = [each for each in caplog.messages if each.startswith("compiling the recorded step")]
+        assert len(told) == (not is_disabled)
+
+
+class Idle(Bare):
+    """Has modules that it never calls, inside and outside of compiled code, and one that a compiled function calls."""
+
+    def __init__(self, *, has_function: bool) -> None:
+        super().__init__()
+        self.idle, self.encoder.idle, self.hidden = nn.Identity(), nn.Identity(), nn.Identity()
+        self.encoder = torch.compile(self.encoder, backend="eager")  # type: ignore[assignment]  # has the same interface
+        self.function = torch.compile(self._scale, backend="eager") if has_function else self._scale
+
+    def _scale(self, x: Tensor) -> Tensor:
+        result: Tensor = self.hidden(x * 2)
+        return result
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.function(x))
+
+
+@pytest.mark.parametrize("has_function", [False, True])
+def test_modules_that_are_never_called_are_not_reported_as_compiled(has_function: bool, tmp_path: Path) -> None:
+    """Only compiled functions can hide calls of modules beside compiled modules, and the reason names them."""
+    fit(Idle(has_function=has_function), tmp_path, [ActivationRecorder(strict=True, outputs=QUIET)], logger=False)
+    modules = receipt(tmp_path)["activations"]["modules"]
+    why = {name: modules[name].get("why", "") for name in ("idle", "encoder.idle", "hidden")}
+    never = "never called: no recorded step called it"
+    if has_function:
+        hidden = "compiled: no call of it outside of compiled code (Idle._scale), which stays compiled unless "
+        never = hidden = f"{hidden}compiled='eager'"
+    else:
+        hidden = ""
+    assert why == {"idle": never, "encoder.idle": never, "hidden": hidden}
 
 
 def test_on_a_device_without_tests_the_default_is_eager() -> None:
