@@ -253,7 +253,7 @@ class ReceiptWriter:
         self._history = self._history or CoverageHistory()
         changes = self._history.add(record.step, found.sites, facts[0])
         if is_first:
-            self._writefirst_few(record, found, written, facts)
+            self._write_first_few(record, found, written, facts)
             return
         self._log_changes(changes)
         if self._receipt is not None and (changes or _is_round(self._history.records)):
@@ -267,7 +267,7 @@ class ReceiptWriter:
     def _change(self, receipt: CoverageReport) -> None:
         self._receipt, self._is_stale = receipt, True
 
-    def _writefirst_few(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
+    def _write_first_few(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
         receipt = _make_receipt(record.step, found, *facts)
         receipt = replace(
             receipt,
