@@ -267,7 +267,9 @@ class ReceiptWriter:
     def _change(self, receipt: CoverageReport) -> None:
         self._receipt, self._is_stale = receipt, True
 
-    def _write_first_few(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
+    def _write_first_few(
+        self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts
+    ) -> None:
         receipt = _make_receipt(record.step, found, *facts)
         receipt = replace(
             receipt,
