@@ -1,7 +1,8 @@
 """Settings of all tests."""
 
 import gc
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Hashable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -46,17 +47,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases of tests with ``quick_cases`` as slow, except for the given number."""
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("quick_cases") is not None:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick_cases") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         marker = found[0].get_closest_marker("quick_cases")
         assert marker is not None
-        quick = {round(number * len(found) / marker.args[0]) for number in range(marker.args[0])}
+        # Equal objects have equal texts, and texts can always be hashed.
+        values = [[(name, repr(value)) for name, value in item.callspec.params.items()] for item in found]
+        quick = spread_cases(values, marker.args[0])
         for place, item in enumerate(found):
             if place not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def spread_cases(cases: Sequence[Sequence[Hashable]], number: int) -> set[int]:
+    """Return the places of so many cases, evenly spread, in which as many values as possible occur.
+
+    Each case is given by its values. Places at equal distances alone are not enough: in a product of parameters they
+    can all have the same value of one of them.
+    """
+    uses: Counter[Hashable] = Counter()
+    chosen: set[int] = set()
+    while len(chosen) < min(number, len(cases)):
+        even = len(chosen) * len(cases) / number
+
+        def preference(place: int, even: float = even) -> tuple[int, int, float]:
+            counts = [uses[value] for value in cases[place]]
+            return (-counts.count(0), sum(counts), abs(place - even))
+
+        place = min((place for place in range(len(cases)) if place not in chosen), key=preference)
+        chosen.add(place)
+        uses.update(cases[place])
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)

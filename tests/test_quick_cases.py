@@ -1,0 +1,31 @@
+"""The choice of the cases that are quick."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.conftest import spread_cases
+
+
+@pytest.mark.parametrize(("first", "second", "number"), [(5, 3, 5), (34, 2, 34), (12, 24, 60), (2, 31, 31), (3, 3, 3)])
+def test_each_value_of_a_product_has_a_quick_case(first: int, second: int, number: int) -> None:
+    """If there are enough quick cases for the longest parameter, each value of each parameter has one."""
+    cases = [[("first", one), ("second", two)] for one, two in itertools.product(range(first), range(second))]
+    chosen = spread_cases(cases, number)
+    assert len(chosen) == number
+    assert {value for place in chosen for value in cases[place]} == {value for case in cases for value in case}
+
+
+def test_a_new_value_comes_before_an_even_use() -> None:
+    """A value that occurs in few cases has a quick one, even if the other value of these cases occurs often."""
+    cases = [["plain", step] for step in range(8)] + [["mixed", 0], ["scaled", 0]] * 2
+    chosen = spread_cases(cases, 10)
+    assert {value for place in chosen for value in cases[place]} == {value for case in cases for value in case}
+
+
+def test_cases_without_common_values_are_evenly_spread() -> None:
+    """The cases of a single parameter lie at equal distances, and all are chosen if there are too few."""
+    assert spread_cases([[place] for place in range(12)], 4) == {0, 3, 6, 9}
+    assert spread_cases([[place] for place in range(2)], 4) == {0, 1}
