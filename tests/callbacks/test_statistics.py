@@ -516,7 +516,7 @@ def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["submodule", "whole"])
 def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how: str) -> None:
-    """Recorded steps run eagerly; the compiled code of the other steps is compiled once."""
+    """With ``compiled="eager"``, recorded steps run eagerly and the compiled code is compiled once."""
     gc.collect()  # recorders left attached by other tests keep the process eager until they are freed
     torch._dynamo.reset()
     graphs: list[int] = []
@@ -534,7 +534,10 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
     if how == "submodule":
         model.encoder.compile(backend=backend)
     sink = MemorySink()
-    callbacks = [ActivationRecorder(every_n_train_steps=4, sinks=[sink]), GradientRecorder(every_n_train_steps=4)]
+    callbacks = [
+        ActivationRecorder(every_n_train_steps=4, compiled="eager", sinks=[sink]),
+        GradientRecorder(every_n_train_steps=4, compiled="eager"),
+    ]
     target: Any = torch.compile(model, backend=backend) if how == "whole" else model
     fit(target, tmp_path, callbacks, logger=False, max_epochs=2)
     assert steps_of(sink, "activations/encoder.conv1/mean") == [0, 3, 7, 11]
