@@ -14,8 +14,9 @@ nox.options.reuse_venv = "yes"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # All sessions use the same torch, so that timings are comparable and a new release cannot break CI.
 TORCH = "torch==2.13.0"
-# Two processes with one thread each. The tests of a file run in the same process, because they share runs.
-PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Processes with one thread each. The third one uses the two cores of CI while another one waits, for example for a
+# browser. The tests of a file run in the same process, because they share runs.
+PARALLEL = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 # The first use of an installed wheel.
 FIRST_FIT = """

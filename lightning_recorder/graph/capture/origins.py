@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
+from lightning_recorder.graph.capture.known_tensors import KnownTensors
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
-from lightning_recorder.graph.capture.provenance import Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.internals.autograd import function_behind, in_transform, is_view, sequence_number, unwrapped
 from lightning_recorder.internals.storage import is_uninitialized
@@ -58,7 +58,7 @@ class TensorOrigins:
     def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
         self._builder = builder
         self._calls = calls
-        self._provenance = Provenance()
+        self._known_tensors = KnownTensors()
         self._owners = AutogradOwners()
         self.custom: CustomNode | None = None
         """The last custom call, until something outside of it happens."""
@@ -66,13 +66,13 @@ class TensorOrigins:
         self._buffers: dict[int, int] = {}
         """The nodes of the model's buffers, by the id of the tensor."""
         self.names: ModelNames | None = None
-        self.bind = self._provenance.bind
-        self.is_bound = self._provenance.is_bound
+        self.bind = self._known_tensors.bind
+        self.is_bound = self._known_tensors.is_bound
 
     def forget(self) -> None:
         """Forget all tensors and modules."""
         self.custom = None
-        self._provenance.clear()
+        self._known_tensors.clear()
         if self.names is not None:
             self.names.clear()
 
@@ -96,7 +96,7 @@ class TensorOrigins:
         metas: list[TensorMeta] = []
         new: set[int] | None = None
         differentiable = False
-        find = self._provenance.fast_path
+        find = self._known_tensors.fast_path
         for tensor in tensors:
             known = find(tensor) if complete else None
             if known is not None and known.meta is not None:
@@ -211,7 +211,7 @@ class TensorOrigins:
             # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
             return IGNORED
         own = self.model_tensor(tensor)
-        node = self._provenance.of(tensor, own=own is not None)
+        node = self._known_tensors.of(tensor, own=own is not None)
         if own is not None and node is not None and (buffer := self._buffers.get(id(tensor), node)) != node:
             # State that an earlier call of the module has updated, such as running statistics, is no data flow.
             return node if self._is_inside(node, own[2]) else buffer
@@ -239,7 +239,7 @@ class TensorOrigins:
         for source, meta in sources:
             self.connect(source, node, meta)
         self.claim([tensor], node)
-        self._provenance.bind(tensor, node)
+        self._known_tensors.bind(tensor, node)
         return node
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
@@ -248,7 +248,7 @@ class TensorOrigins:
             self.custom.results.append(weakref.ref(tensor))
         elif node != IGNORED:
             self._builder.nodes[node].outputs += (meta_of(tensor),)
-        self._provenance.bind(tensor, node)
+        self._known_tensors.bind(tensor, node)
 
     def _first_use(self, parameter: Parameter) -> int | None:
         """Add the node of a parameter of the model at its first use; return ``None`` for any other."""
@@ -264,7 +264,7 @@ class TensorOrigins:
             self._buffers[id(tensor)] = node
         if owner is not None and self.names is not None:
             self._builder.nodes[node].tied = self.names.aliases(tensor)
-        self._provenance.bind(tensor, node, meta=metas[0])
+        self._known_tensors.bind(tensor, node, meta=metas[0])
         return node
 
     def _owning_call(self, name: str, owner: int) -> int:

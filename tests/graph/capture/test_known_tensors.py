@@ -8,60 +8,60 @@ import weakref
 import pytest
 import torch
 
-from lightning_recorder.graph.capture.provenance import Provenance
+from lightning_recorder.graph.capture.known_tensors import KnownTensors
 
 
 def test_what_was_not_seen() -> None:
     """A tensor that was not bound, and shares no memory with a bound one, has no node."""
-    provenance = Provenance()
-    provenance.bind(torch.ones(2), 7)
-    assert provenance.of(torch.ones(2)) is None
+    known = KnownTensors()
+    known.bind(torch.ones(2), 7)
+    assert known.of(torch.ones(2)) is None
 
 
 def test_the_last_node_counts() -> None:
     """The node of a tensor that was bound twice is the second."""
-    provenance, tensor = Provenance(), torch.ones(2)
-    provenance.bind(tensor, 1)
-    provenance.bind(tensor, 2)
-    assert provenance.of(tensor) == 2
+    known, tensor = KnownTensors(), torch.ones(2)
+    known.bind(tensor, 1)
+    known.bind(tensor, 2)
+    assert known.of(tensor) == 2
 
 
 def test_shared_memory() -> None:
     """An unbound view has the node of its base; a bound view has its own, which does not affect the base."""
-    provenance, base = Provenance(), torch.ones(4)
-    provenance.bind(base, 1)
+    known, base = KnownTensors(), torch.ones(4)
+    known.bind(base, 1)
     view, unseen = base.view(2, 2), base[1:]
-    provenance.bind(view, 2)
-    assert [provenance.of(tensor) for tensor in (base, view, unseen)] == [1, 2, 1]
+    known.bind(view, 2)
+    assert [known.of(tensor) for tensor in (base, view, unseen)] == [1, 2, 1]
 
 
 def test_a_write_is_seen_by_all_who_share_the_memory() -> None:
     """After a write through one tensor, all tensors that share the memory have its node until they are bound again."""
-    provenance, base = Provenance(), torch.ones(4)
+    known, base = KnownTensors(), torch.ones(4)
     view, other = base.view(2, 2), base[1:]
     for node, tensor in enumerate((base, view, other), 1):
-        provenance.bind(tensor, node)
-    provenance.bind(view, 9, wrote=True)
-    assert [provenance.of(tensor) for tensor in (base, view, other)] == [9, 9, 9]
-    provenance.bind(other, 10)
-    assert [provenance.of(tensor) for tensor in (base, view, other)] == [9, 9, 10]
+        known.bind(tensor, node)
+    known.bind(view, 9, wrote=True)
+    assert [known.of(tensor) for tensor in (base, view, other)] == [9, 9, 9]
+    known.bind(other, 10)
+    assert [known.of(tensor) for tensor in (base, view, other)] == [9, 9, 10]
 
 
 def test_a_tensor_of_ones_own() -> None:
     """With ``own``, the memory of a tensor is ignored until the tensor itself is bound."""
-    provenance, base = Provenance(), torch.ones(4)
-    provenance.bind(base, 1)
+    known, base = KnownTensors(), torch.ones(4)
+    known.bind(base, 1)
     parameter = torch.nn.Parameter(base)
-    assert (provenance.of(parameter), provenance.of(parameter, own=True)) == (1, None)
-    provenance.bind(parameter, 2)
-    assert provenance.of(parameter, own=True) == 2
+    assert (known.of(parameter), known.of(parameter, own=True)) == (1, None)
+    known.bind(parameter, 2)
+    assert known.of(parameter, own=True) == 2
 
 
 def test_nothing_is_kept() -> None:
     """Neither a tensor nor its memory is kept alive."""
-    provenance, array = Provenance(), torch.ones(3).numpy()
+    known, array = KnownTensors(), torch.ones(3).numpy()
     tensor = torch.from_numpy(array)
-    provenance.bind(tensor, 1, wrote=True)
+    known.bind(tensor, 1, wrote=True)
     dead = weakref.ref(tensor), weakref.ref(array)
     del tensor, array
     gc.collect()
@@ -72,29 +72,29 @@ def test_nothing_is_kept() -> None:
 def test_memory_that_cannot_be_known(make: object) -> None:
     """A tensor without a storage is identified by its object."""
     assert callable(make)
-    provenance, tensor = Provenance(), make(torch.ones(2, 2))
-    assert provenance.of(tensor) is None
-    provenance.bind(tensor, 3)
-    assert provenance.of(tensor) == 3
+    known, tensor = KnownTensors(), make(torch.ones(2, 2))
+    assert known.of(tensor) is None
+    known.bind(tensor, 3)
+    assert known.of(tensor) == 3
 
 
 def test_clear() -> None:
     """After ``clear`` no tensor is known, by itself or by its memory."""
-    provenance, tensor = Provenance(), torch.ones(2)
-    provenance.bind(tensor, 1, wrote=True)
-    provenance.clear()
-    assert provenance.of(tensor) is None
+    known, tensor = KnownTensors(), torch.ones(2)
+    known.bind(tensor, 1, wrote=True)
+    known.clear()
+    assert known.of(tensor) is None
 
 
 def test_what_is_gone_is_let_go() -> None:
     """Out of a thousand tensors, three of them alive, only a few are kept."""
-    provenance = Provenance()
+    known = KnownTensors()
     kept = []
     for number in range(1000):
         tensor = torch.ones(4)
-        provenance.bind(tensor, number)
+        known.bind(tensor, number)
         if number % 400 == 0:
             kept.append(tensor)
     del tensor
-    assert [provenance.of(each) for each in kept] == [0, 400, 800]
-    assert 3 <= len(provenance) <= 20
+    assert [known.of(each) for each in kept] == [0, 400, 800]
+    assert 3 <= len(known) <= 20

@@ -1,4 +1,4 @@
-"""The node that gave each tensor its present values."""
+"""The tensors of a recording, each with the node that gave it its present values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_recorder.graph.model import TensorMeta
 from lightning_recorder.internals.autograd import in_transform, unwrapped
 from lightning_recorder.internals.storage import address_of, hold_address, is_expired, release_address, storage_of
 
-__all__ = ["Known", "Provenance"]
+__all__ = ["KnownTensor", "KnownTensors"]
 
 
 _SWEEP_AFTER = 16  # storages
@@ -20,7 +20,7 @@ _LEAST_NODE = -1  # for a tensor that is not tracked
 _WITH_SHAPES = (Tensor, Parameter)
 
 
-class Known(weakref.ref[Tensor]):
+class KnownTensor(weakref.ref[Tensor]):
     """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype."""
 
     __slots__ = ("dtype", "meta", "node", "time")
@@ -31,7 +31,7 @@ class Known(weakref.ref[Tensor]):
     dtype: torch.dtype
 
 
-class Provenance:
+class KnownTensors:
     """Remembers the node that returned each tensor, without keeping any tensor alive.
 
     A tensor is identified by a weak reference, because ids of tensors are reused at once, and by its storage, because
@@ -41,7 +41,7 @@ class Provenance:
     def __init__(self) -> None:
         self._time = 0
         self._last_write = 0
-        self._tensors: dict[int, Known] = {}
+        self._tensors: dict[int, KnownTensor] = {}
         # Keyed by address, which is held. A value is time × 2³² + node, since Python's garbage collector need not
         # traverse numbers.
         self._storages: dict[int, int] = {}
@@ -62,7 +62,7 @@ class Provenance:
             meta: The shape and dtype of the tensor; see :meth:`fast_path`.
         """
         self._time = time = self._time + 1
-        known = self._tensors[id(tensor)] = Known(tensor)
+        known = self._tensors[id(tensor)] = KnownTensor(tensor)
         known.node, known.time, known.meta = node, time, None
         # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
@@ -100,7 +100,7 @@ class Provenance:
             del self._storages[address]
             release_address(address)
 
-    def fast_path(self, tensor: Tensor) -> Known | None:
+    def fast_path(self, tensor: Tensor) -> KnownTensor | None:
         """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
         known = self._tensors.get(id(tensor))
         if known is None or (meta := known.meta) is None or known.time < self._last_write or known() is not tensor:
