@@ -64,8 +64,8 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
         return degrees
     groups = _groups(tuple(map(_parts, sites)))
     with np.errstate(all="ignore"):
-        for table in _sizes(tables):
-            degrees = np.maximum(degrees, _degrees(*_log10(table), groups))
+        if sizes := _sizes(tables):
+            degrees = _degrees(*_log10(np.stack(sizes, axis=1)), groups)
         if "zero_fraction" in tables:
             degrees = np.maximum(degrees, _empty(tables["zero_fraction"][:, -1], groups))
         degrees = np.maximum(degrees, _missing(list(tables.values()), groups))
@@ -156,71 +156,91 @@ def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
     return found
 
 
-def _log10(sizes: Floats) -> tuple[Floats, float]:
-    """Return the common logarithms, in which zero is below all others, and that of zero; -inf if there is none."""
+def _log10(sizes: Floats) -> tuple[Floats, Floats]:
+    """Return the common logarithms, in which zero is below all others, and that of zero; -inf if there is none.
+
+    Args:
+        sizes: The sizes, ``[sites, statistics, steps]``.
+    """
     zero = sizes == 0
-    positive = sizes[(sizes > 0) & np.isfinite(sizes)]
-    floor = float(np.log10(positive.min())) - _BELOW if positive.size else 0.0
-    logs = np.where(zero, floor, np.log10(np.where(np.isfinite(sizes), sizes, np.nan)))
-    return logs, floor if zero.any() else -np.inf
+    logs = np.log10(np.where(zero | np.isinf(sizes), np.nan, sizes))
+    lowest = np.fmin.reduce(logs, axis=(0, 2))
+    floor = np.where(np.isnan(lowest), 0.0, lowest - _BELOW)
+    return np.where(zero, floor[:, None], logs), np.where(zero.any(axis=(0, 2)), floor, -np.inf)[:, None]
 
 
-def _degrees(logs: Floats, floor: float, groups: _Groups) -> Floats:
-    """Return the largest degree of each site in one statistic, ``[sites]``."""
+def _degrees(logs: Floats, floor: Floats, groups: _Groups) -> Floats:
+    """Return the largest degree of each site, ``[sites]``.
+
+    Args:
+        logs: The logarithms, ``[sites, statistics, steps]``.
+        floor: The logarithm of zero, ``[statistics, 1]``.
+        groups: The sites to compare a site with.
+    """
     found = np.zeros(len(logs))
     for group in groups.equal:
         some = logs[group]
         apart = _unless_common_zero(some, _around(some), floor)
-        each = _in_units(apart, _median(np.abs(apart), 0), _AMONG_EQUALS)
+        each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
         each[[0, -1]] /= _AT_THE_END
         found[group] = np.maximum(found[group], _over_steps(each))
     for group in groups.paths:
-        some = logs[group][:, -1:]
-        if np.isfinite(some).sum() >= _FEWEST:
-            apart = _unless_common_zero(some, _median(some, 0), floor)
-            each = _in_units(apart, _median(np.abs(apart), 0), _AMONG_ALL)
-            found[group] = np.maximum(found[group], _over_steps(each))
-        found[group] = np.maximum(found[group], _against_the_past(logs[group]))
+        some = logs[group]
+        last = some[..., -1:]
+        apart = _unless_common_zero(last, _median(last), floor)
+        each = _in_units(apart, _median(np.abs(apart)), _AMONG_ALL)
+        each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
+        found[group] = np.maximum(found[group], _over_steps(each))
+        found[group] = np.maximum(found[group], _against_the_past(some))
     return found
 
 
 def _in_units(apart: Floats, usual: Floats, least_and_times: tuple[float, float]) -> Floats:
     least, times = least_and_times
-    return np.abs(apart) / np.maximum(least, times * np.nan_to_num(usual))
+    return np.abs(apart) / np.fmax(least, times * usual)
 
 
-def _unless_common_zero(values: Floats, middle: Floats, floor: float) -> Floats:
+def _unless_common_zero(values: Floats, middle: Floats, floor: Floats) -> Floats:
     """Return the distances from the median; 0 where the median is zero itself."""
     return np.where(middle <= floor + _BELOW / 2, 0.0, values - middle)
 
 
 def _around(values: Floats) -> Floats:
-    """Return the median of the nearest blocks of each block, ``[blocks, steps]``."""
-    count = len(values)
+    """Return the median of the nearest blocks of each block, in the shape of the values: blocks come first."""
+    return _median(np.swapaxes(values[_nearest(len(values))], 0, 1))
+
+
+@lru_cache(maxsize=64)
+def _nearest(count: int) -> NDArray[np.int64]:
+    """Return the places of the nearest blocks of each block, ``[blocks, neighbors]``."""
     near = min(_AROUND, count - 1)
     rows = np.arange(count)
     start = np.clip(rows - near // 2, 0, count - 1 - near)
     window = start[:, None] + np.arange(near + 1)
-    others = window[window != rows[:, None]].reshape(count, near)
-    return _median(values[others], 1)
+    return window[window != rows[:, None]].reshape(count, near)
 
 
 def _over_steps(degrees: Floats) -> Floats:
-    """Return the degree at the last step, or half of the largest one before it."""
-    known = np.nan_to_num(degrees)
-    found: Floats = np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+    """Return the degree at the last step, or half of the largest one before it, of the statistic where it is largest.
+
+    Args:
+        degrees: The degrees, ``[sites, statistics, steps]``.
+    """
+    known = np.where(np.isnan(degrees), 0.0, degrees)
+    found: Floats = np.maximum(known[..., -1].max(axis=1), _EARLIER * known.max(axis=(1, 2)))
     return found
 
 
 def _against_the_past(logs: Floats) -> Floats:
     """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
-    if logs.shape[1] <= _FEWEST:
+    if logs.shape[-1] <= _FEWEST:
         return np.zeros(len(logs))
-    moved = logs - _median(logs[:, :-1], 1)[:, None]
-    relative = moved - _median(moved, 0) if len(logs) >= _FEWEST else moved
+    moved = logs - _median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
+    relative = moved - _median(moved) if len(logs) >= _FEWEST else moved
     # A site that stays where it was while the others move is not unusual.
-    last = np.minimum(np.abs(moved[:, -1]), np.abs(relative[:, -1]))
-    return np.nan_to_num(_in_units(last, _median(np.abs(relative[:, :-1]), 1), _OVER_TIME))
+    last = np.minimum(np.abs(moved[..., -1]), np.abs(relative[..., -1]))
+    degrees = _in_units(last, _median(np.abs(np.moveaxis(relative[..., :-1], -1, 0))), _OVER_TIME)
+    return _over_steps(degrees[..., None])
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
@@ -243,11 +263,13 @@ def _missing(tables: list[Floats], groups: _Groups) -> Floats:
     return found
 
 
-def _median(values: Floats, axis: int) -> Floats:
-    """Return the median of the known values along an axis; NaN if there are none. Faster than ``nanmedian``."""
-    ordered = np.sort(values, axis=axis)  # NaN last
-    known = (~np.isnan(values)).sum(axis=axis, keepdims=True)
+def _median(values: Floats) -> Floats:
+    """Return the median of the known values along the first axis; NaN if there are none. Faster than ``nanmedian``."""
+    ordered = np.sort(values, axis=0)  # NaN last
+    count = len(values)
+    if not np.isnan(ordered[-1]).any():
+        return np.asarray((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
+    known = count - np.isnan(values).sum(axis=0, keepdims=True)
     low, high = (np.maximum(part, 0) for part in ((known - 1) // 2, np.minimum(known // 2, known - 1)))
-    ends: list[NDArray[np.float64]] = [np.take_along_axis(ordered, part, axis) for part in (low, high)]
-    middle: Floats = np.squeeze((ends[0] + ends[1]) / 2, axis=axis)
-    return middle
+    ends: list[NDArray[np.float64]] = [np.take_along_axis(ordered, part, 0) for part in (low, high)]
+    return np.asarray(np.squeeze((ends[0] + ends[1]) / 2, axis=0))
