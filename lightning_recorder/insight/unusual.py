@@ -60,6 +60,7 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
     """
     degrees = np.zeros(len(sites))
     tables = {name: _thinned(np.asarray(table, dtype=np.float64)) for name, table in values.items()}
+    tables = {name: table for name, table in tables.items() if not np.isnan(table).all()}
     if not sites or not tables:
         return degrees
     groups = _groups(tuple(map(_parts, sites)))
@@ -118,12 +119,12 @@ class _Groups:
             by_path[path].setdefault(name, place)
         self.paths = [np.array(list(places.values())) for places in by_path.values()]
         """The sites of each path."""
-        self.equal = [
-            np.array([places[name] for name in group])
-            for places in by_path.values()
-            for group in families(dict.fromkeys(places), _FEWEST)
-        ]
-        """The sites at the same place of repeated blocks, in the order of depth."""
+        by_length: dict[int, list[list[int]]] = defaultdict(list)
+        for places in by_path.values():
+            for family in families(dict.fromkeys(places), _FEWEST):
+                by_length[len(family)].append([places[name] for name in family])
+        self.equal = [np.array(group).T for group in by_length.values()]
+        """The sites at the same place of repeated blocks, ``[blocks, families]`` for each number of blocks."""
 
 
 @lru_cache(maxsize=64)  # the same sites recur in every record
@@ -183,7 +184,7 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups) -> Floats:
         apart = _unless_common_zero(some, _around(some), floor)
         each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
         each[[0, -1]] /= _AT_THE_END
-        found[group] = np.maximum(found[group], _over_steps(each))
+        np.maximum.at(found, group, _over_steps(each))  # a site may be in several families
     for group in groups.paths:
         some = logs[group]
         last = some[..., -1:]
@@ -224,10 +225,10 @@ def _over_steps(degrees: Floats) -> Floats:
     """Return the degree at the last step, or half of the largest one before it, of the statistic where it is largest.
 
     Args:
-        degrees: The degrees, ``[sites, statistics, steps]``.
+        degrees: The degrees, ``[…, statistics, steps]``.
     """
     known = np.where(np.isnan(degrees), 0.0, degrees)
-    found: Floats = np.maximum(known[..., -1].max(axis=1), _EARLIER * known.max(axis=(1, 2)))
+    found: Floats = np.maximum(known[..., -1].max(axis=-1), _EARLIER * known.max(axis=(-2, -1)))
     return found
 
 
