@@ -225,7 +225,7 @@ def check_names(recorder: RecorderCallback, recorders: Sequence[RecorderCallback
 def _check_pair(one: RecorderCallback, other: RecorderCallback) -> None:
     kind = type(one).__name__
     if not one.name and not other.name:
-        if type(one) is type(other) and one.keeps_state and one.state_key == other.state_key:
+        if type(one) is type(other) and one._keeps_state and one.state_key == other.state_key:
             raise ArgumentError(
                 f"callbacks contains two equal {kind}: give one of them a name, as {kind}(name='second')"
             )
@@ -260,7 +260,7 @@ def check_tags(recorder: StatisticsCallback, alike: Sequence[StatisticsCallback]
         if other is recorder:
             return
         shared = [name for name in modules if name in other.recorded_modules]
-        if shared and other.name == recorder.name and recorder.tags & other.tags:
+        if shared and other.name == recorder.name and recorder._tag_kinds & other._tag_kinds:
             kind = type(recorder).__name__
             more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
             raise ArgumentError(

@@ -85,7 +85,7 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
     present = [each for each in callbacks if isinstance(each, RecorderCallback)]
-    if any(each.from_environment for each in present) or not setting() or is_switched_off():
+    if any(each._is_from_environment for each in present) or not setting() or is_switched_off():
         return
     for flag in ("fast_dev_run", "barebones"):
         if getattr(trainer, flag):
@@ -138,7 +138,7 @@ def _new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
         try:
             made = default_recorders(outputs=Outputs(dumps=False)) if make is None else [make()]
             for each in made:
-                each.from_environment = True
+                each._is_from_environment = True
                 if any(each.group == other.group and (is_default or each.name == other.name) for other in present):
                     continue
                 check_names(each, [*present, *found, each])

@@ -64,8 +64,8 @@ class fixed_in_run(Generic[Owner]):  # noqa: N801 - named like the built-in prop
 class RecorderCallback(GuardedCallback):
     """Base class of the callbacks.
 
-    A subclass acquires its resources (hooks, files, sinks) in :meth:`begin` and frees them in :meth:`release`.
-    :meth:`release` must be idempotent: it is called when the run ends, at teardown and on an exception, in any state.
+    A subclass acquires its resources (hooks, files, sinks) in :meth:`_begin_run` and frees them in :meth:`_release`.
+    :meth:`_release` must be idempotent: it is called when the run ends, at teardown and on an exception, in any state.
 
     A copy or a pickle of a callback keeps the arguments and drops the state of a run. All attributes that belong to a
     run are therefore listed in :meth:`_idle`.
@@ -84,9 +84,9 @@ class RecorderCallback(GuardedCallback):
 
     group: ClassVar[str]
     """The kind of recording. Callbacks of the same group in one trainer must have different names."""
-    compiled_choices: ClassVar[tuple[str, ...]] = ("eager", "skip")
+    _compiled_choices: ClassVar[tuple[str, ...]] = ("eager", "skip")
     """The supported values of ``compiled``."""
-    keeps_state: ClassVar[bool] = False
+    _keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
     _ignored: ClassVar[Mapping[str, str]] = {}
     """The options of ``schedule`` and ``outputs`` that the callback does not use, and the code to write instead."""
@@ -104,7 +104,7 @@ class RecorderCallback(GuardedCallback):
     ) -> None:
         super().__init__()
         check_bool("strict", strict)
-        check_compiled(compiled, self.compiled_choices)
+        check_compiled(compiled, self._compiled_choices)
         check_name(name)
         self.name = name
         self.compiled = compiled
@@ -132,7 +132,7 @@ class RecorderCallback(GuardedCallback):
         }
 
     @abstractmethod
-    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+    def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         """Prepare for a run. The model is complete and on its device.
 
         Args:
@@ -178,8 +178,8 @@ class RecorderCallback(GuardedCallback):
         """Resume recording from the next batch on."""
         self._enabled = True
 
-    def alike(self, trainer: Trainer) -> list[RecorderCallback]:
-        """Return the trainer's callbacks of this group, including this one."""
+    def _callbacks_of_group(self, trainer: Trainer) -> list[RecorderCallback]:
+        """Return the callbacks of the trainer that share this one's group, and with it the labels."""
         return [each for each in _recorders(trainer) if each.group == self.group]
 
     def label(self, trainer: Trainer) -> str:
@@ -188,12 +188,12 @@ class RecorderCallback(GuardedCallback):
         The label is the group followed by the callback's name. Callbacks without a name use the group alone for the
         first one and the group and a number for the others. Labels are unique within a trainer.
         """
-        alike = self.alike(trainer)
-        resumed = [each.resumed_label(trainer) for each in alike]
+        alike = self._callbacks_of_group(trainer)
+        resumed = [each._resumed_label(trainer) for each in alike]
         found = labels(self.group, [each.name for each in alike], resumed)
         return next((label for each, label in zip(alike, found, strict=True) if each is self), self.group)
 
-    def resumed_label(self, trainer: Trainer) -> str:
+    def _resumed_label(self, trainer: Trainer) -> str:
         """Return the label that the callback had in the resumed run, or an empty string if there is none."""
         if self.name or self._resumed is None or self._resumed[0]() is not trainer:
             return ""
@@ -254,19 +254,19 @@ class RecorderCallback(GuardedCallback):
         if running_function(trainer) != function or not self._begins_with(function):
             return
         self.__dict__.pop("state_key", None)  # from a run that has not ended
-        self.release(trainer)
+        self._release(trainer)
         self._function, self._began = "", None
         self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
         if self._lost and trainer.is_global_zero:
             warn(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
-        find = exclusive_directory if self.from_environment else recorder_directory
+        find = exclusive_directory if self._is_from_environment else recorder_directory
         directory = find(trainer) if trainer.world_size > 1 or not is_switched_off() else None
         if is_switched_off():
             self._say_switched_off(trainer)
             self._stay_away(trainer)
         else:
             self._directory = directory
-            self.begin(trainer, pl_module, directory)
+            self._begin_run(trainer, pl_module, directory)
             self._function = function
             self.__dict__["state_key"] = self.state_key
 
@@ -292,7 +292,7 @@ class RecorderCallback(GuardedCallback):
         try:
             self._end(trainer)
         except Exception as error:  # noqa: BLE001 - even with strict, the user's exception must not be replaced
-            self.release(None)
+            self._release(None)
             warn(f"{self} could not write all of its records: {describe_error(error)}")
 
     @guarded
@@ -314,7 +314,7 @@ class RecorderCallback(GuardedCallback):
     def _end(self, trainer: Trainer) -> None:
         try:
             self._report_silences(trainer)
-            self.release(trainer)
+            self._release(trainer)
         finally:
             self._trainer = None
             for name in (*SET_BY_LIGHTNING, "state_key"):

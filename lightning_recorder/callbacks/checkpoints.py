@@ -82,12 +82,12 @@ class CheckpointWatch:
                 del self._found[path]
                 self._call(self._removed, path)
 
-    def checkpoint_saved(self, path: Path) -> None:
+    def note_saved_checkpoint(self, path: Path) -> None:
         """Handle a save that the checkpoint IO reports."""
         self._reported.add(path)
         self._call(self._saved, path)
 
-    def checkpoint_removed(self, path: Path) -> None:
+    def note_removed_checkpoint(self, path: Path) -> None:
         """Handle a removal that the checkpoint IO reports."""
         self._found.pop(path, None)
         self._call(self._removed, path)
@@ -150,14 +150,14 @@ class _ObservedCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
-        self._notify(lambda listener: listener.checkpoint_saved(Path(path)), path)
+        self._notify(lambda listener: listener.note_saved_checkpoint(Path(path)), path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.inner.remove_checkpoint(path)
-        self._notify(lambda listener: listener.checkpoint_removed(Path(path)), path)
+        self._notify(lambda listener: listener.note_removed_checkpoint(Path(path)), path)
 
     def teardown(self) -> None:
         self.inner.teardown()

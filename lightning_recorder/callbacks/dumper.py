@@ -194,7 +194,7 @@ class TensorDumper(RecorderCallback):
             yield Silence(why_no_checkpoint(trainer), fix, what)
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+    def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         modules = self.selection.resolve(pl_module)
         self._skip_compiled(pl_module, modules)
         if not modules and trainer.is_global_zero:
@@ -235,7 +235,7 @@ class TensorDumper(RecorderCallback):
             self._checkpoints.begin(trainer)
 
     @override
-    def release(self, trainer: Trainer | None) -> None:
+    def _release(self, trainer: Trainer | None) -> None:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.remove()

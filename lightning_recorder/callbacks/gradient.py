@@ -135,7 +135,7 @@ class GradientRecorder(TensorsCallback):
         return self._tapping(modules, stage, {"inputs": InputGradientTap, "outputs": OutputGradientTap})
 
     @override
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
+    def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
             factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
             recorder.factor = factor / averaged_ranks(trainer)

@@ -193,7 +193,7 @@ class GraphRecorder(RecorderCallback):
         return function in ("fit", self.stage)
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+    def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self.graph = None
         self._recorded = self._waiting = self._has_seen_step = False
         self._open_sinks(trainer)
@@ -207,7 +207,7 @@ class GraphRecorder(RecorderCallback):
             self._waiting = True
 
     @override
-    def release(self, trainer: Trainer | None) -> None:
+    def _release(self, trainer: Trainer | None) -> None:
         self._waiting = False
         self._leave_capture()
         self._show(_LAST_WAIT_S)

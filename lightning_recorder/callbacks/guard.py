@@ -45,10 +45,10 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
         try:
             hook(self, *args, **kwargs)
         except (ArgumentError, SelectionError) as error:
-            self.release(None)
+            self._release(None)
             if not str(error).startswith(str(self)):
                 error.args = (f"{self}: {error}",)
-            if self.strict or not self.from_environment:
+            if self.strict or not self._is_from_environment:
                 raise
             warn(str(error))
         except Exception as error:
@@ -84,13 +84,13 @@ class GuardedCallback(Callback):
 
     strict: bool
     """Raise errors of the recorder instead of warning about them."""
-    from_environment: bool = False
+    _is_from_environment: bool = False
     """True if ``LIGHTNING_RECORDER`` added the callback to a program. Then wrong arguments do not end a run either."""
     _trainer: weakref.ref[Trainer] | None
     _has_warned_of_nested_run: bool
 
     @abstractmethod
-    def release(self, trainer: Trainer | None) -> None:
+    def _release(self, trainer: Trainer | None) -> None:
         """Remove all hooks and wrappers from the model and the trainer. Must be idempotent.
 
         Args:
@@ -99,7 +99,7 @@ class GuardedCallback(Callback):
 
     def _give_up(self) -> bool:
         """Stop recording after an error; return True if this is the first error."""
-        self.release(None)
+        self._release(None)
         return True
 
     def _begins_with(self, function: str) -> bool:

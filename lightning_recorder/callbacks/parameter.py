@@ -163,7 +163,7 @@ class ParameterRecorder(StatisticsCallback):
 
     @property
     @override
-    def tags(self) -> set[str]:
+    def _tag_kinds(self) -> set[str]:
         return set(self.parts)
 
     @override
@@ -185,7 +185,7 @@ class ParameterRecorder(StatisticsCallback):
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
+    def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)

@@ -114,14 +114,14 @@ class ResumeState:
 class ResumingCallback(EvaluationCallback):
     """Base class that has the recorders of a run, saves unwritten statistics in checkpoints, and dumps beside them."""
 
-    keeps_state = True
+    _keeps_state = True
 
     selection: Selection
     reduce: Reduce
     outputs: Outputs
     _settings: str
     _kept: ResumeState
-    _results: RecordPipeline
+    _pipeline: RecordPipeline
     _dumps: StatisticsDumps
     _checkpoints: CheckpointWatch
     _run: RunRecorder | None
@@ -130,7 +130,7 @@ class ResumingCallback(EvaluationCallback):
     def _idle(self) -> dict[str, Any]:
         condition = self.outputs.dump_when
         event = None if condition is None else Event(condition, "dump_when", name=str(self), strict=self.strict)
-        saved, removed = self.checkpoint_saved, self.checkpoint_removed
+        saved, removed = self._note_saved_checkpoint, self._note_removed_checkpoint
         return {
             **super()._idle(),
             "_kept": ResumeState(self._settings),
@@ -156,7 +156,7 @@ class ResumingCallback(EvaluationCallback):
             for worker in self._workers:
                 worker.fail()
         else:
-            self.release(None)
+            self._release(None)
         return is_news
 
     @override
@@ -181,11 +181,11 @@ class ResumingCallback(EvaluationCallback):
             is_trained: False if the training recorded nothing either, which is reported separately.
         """
         stage = "validate" if function == "fit" else function
-        if stage not in self.evaluations or self._results.recorded[stage]:
+        if stage not in self.evaluations or self._pipeline.recorded[stage]:
             return
         noun = _EVALUATIONS[stage]
-        what = "recorded nothing" + (f" in the {noun}" if self._results.recorded["train"] else "")
-        if self._results.empty[stage]:
+        what = "recorded nothing" + (f" in the {noun}" if self._pipeline.recorded["train"] else "")
+        if self._pipeline.empty[stage]:
             yield Silence(f"the selected modules produced no tensor in the {noun}", "Select others.", what)
         elif not self.enabled:
             yield Silence("it is disabled", "", what)
@@ -194,24 +194,24 @@ class ResumingCallback(EvaluationCallback):
 
     def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
         """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
-        if self._results.recorded["train"] and self._waits_for_checkpoints:
+        if self._pipeline.recorded["train"] and self._waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
             yield Silence(no_files or why_no_checkpoint(trainer), fix, "dumped nothing")
 
-    def checkpoint_saved(self, path: Path) -> None:
+    def _note_saved_checkpoint(self, path: Path) -> None:
         """Dump the latest record beside a checkpoint."""
         job = partial(self._dumps.write_beside, path)
         if self._run is None:  # a checkpoint for an exception is saved after the run has ended
             job()
             return
         with self._run.contained():
-            self._results.submit(self._dumps, job)
+            self._pipeline.submit(self._dumps, job)
 
-    def checkpoint_removed(self, path: Path) -> None:
+    def _note_removed_checkpoint(self, path: Path) -> None:
         """Remove the dump beside a removed checkpoint."""
         job = partial(self._dumps.remove_beside, path)
-        job() if self._run is None else self._results.remove(job)
+        job() if self._run is None else self._pipeline.remove(job)
 
     def _saving_ended(self) -> None:
         if self._run is None:  # the run failed, and the checkpoint for its exception is saved
@@ -220,12 +220,12 @@ class ResumingCallback(EvaluationCallback):
     def _keep_state(self, run: RunRecorder, trainer: Trainer) -> None:
         """Keep the state of a run that ends, for the next fit."""
         if not self._kept.waits:
-            self._results.wait()  # the last records may add modules to the shown tags
-            self._kept.keep({**run.state_dict(), "tags": self._results.formatter.state_dict()}, trainer.global_step)
+            self._pipeline.wait()  # the last records may add modules to the shown tags
+            self._kept.keep({**run.state_dict(), "tags": self._pipeline.formatter.state_dict()}, trainer.global_step)
 
     def _resume(self, run: RunRecorder, trainer: Trainer, step: int) -> None:
         """Restore the kept state into a run that resumes with this step."""
-        formatter, at = self._results.formatter, trainer.global_step
+        formatter, at = self._pipeline.formatter, trainer.global_step
         why_not = self._kept.hand_over(run, formatter, global_step=at, step=step, epoch=trainer.current_epoch)
         if why_not and trainer.is_global_zero:
             warn(f"{self} starts without saved statistics: {why_not}")
@@ -251,11 +251,11 @@ class ResumingCallback(EvaluationCallback):
         self._checkpoints.expect()
         state: dict[str, Any] = {}
         if self._run is not None:
-            self._results.wait()
+            self._pipeline.wait()
             with self._run.contained():
-                state = self._run.state_dict()  # in case the next line fails
+                state = self._run.state_dict()  # kept if the next line, which asks the other ranks, fails
                 state = self._state_of(self._run, trainer)
-        packed = {**self._kept.packed(state, self._results.formatter), "label": self.label(trainer)}
+        packed = {**self._kept.packed(state, self._pipeline.formatter), "label": self.label(trainer)}
         states = checkpoint.setdefault("callbacks", {})
         states[self.state_key] = {**states.get(self.state_key, {}), **packed}
 

@@ -68,7 +68,7 @@ class StatisticsCallback(ResumingCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    compiled_choices = ("auto", "eager", "inside", "skip")
+    _compiled_choices = ("auto", "eager", "inside", "skip")
     _ignored: ClassVar = {"max_bytes": "", "stages": ""}
 
     tensors: tuple[str, ...] = ("outputs",)
@@ -125,7 +125,7 @@ class StatisticsCallback(ResumingCallback):
             "_findings": None,
             "_fingerprints": BatchFingerprints(),
             "_exchange": None,
-            "_results": RecordPipeline(
+            "_pipeline": RecordPipeline(
                 formatter,
                 name=str(self),
                 log=rank_zero_info,
@@ -149,7 +149,7 @@ class StatisticsCallback(ResumingCallback):
     # Start and end of a run.
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+    def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         modules, error, is_first = None, None, trainer.is_global_zero
         try:
             modules = self._chosen(pl_module)
@@ -157,7 +157,7 @@ class StatisticsCallback(ResumingCallback):
             self._open_sinks(trainer, directory)
             self._begin_results(trainer, pl_module, directory)
             if modules is not None:
-                alike = [each for each in self.alike(trainer) if isinstance(each, StatisticsCallback)]
+                alike = [each for each in self._callbacks_of_group(trainer) if isinstance(each, StatisticsCallback)]
                 check_tags(self, alike, modules)
                 self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
@@ -184,14 +184,14 @@ class StatisticsCallback(ResumingCallback):
 
     def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
-        self._results.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
+        self._pipeline.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
         why = why_no_files(trainer, directory)
-        self._results.receipt.note = f"; {why}" if why else ""
+        self._pipeline.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
-            self._results.consumers = consumers(
+            self._pipeline.consumers = consumers(
                 self.outputs,
                 self._dumps,
-                self._results,
+                self._pipeline,
                 directory,
                 group=self.group,
                 label=label,
@@ -211,7 +211,7 @@ class StatisticsCallback(ResumingCallback):
             has_file = directory is not None and self.outputs.records
             report, ignored = self.outputs.report, self.outputs.ignored_rules
             examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
-            self._results.consumers.append(examined)
+            self._pipeline.consumers.append(examined)
         elif self.outputs.report:
             rank_zero_info(f"{self} does not write report.html, because it has findings=False.")
 
@@ -248,18 +248,18 @@ class StatisticsCallback(ResumingCallback):
 
     @property
     def _further_settings(self) -> list[object]:
-        """The settings of a subclass that ranks and resumed runs must share, as far as they are not the defaults."""
+        """The settings of a subclass that ranks and resumed runs must share: those that differ from the defaults."""
         return []
 
     @property
-    def tags(self) -> set[str]:
+    def _tag_kinds(self) -> set[str]:
         """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
         return set(self.stages)
 
     @property
     def recorded_modules(self) -> Collection[str]:
         """The names of the modules that are recorded in the current run."""
-        coverage = self._results.coverage
+        coverage = self._pipeline.coverage
         return () if coverage is None else coverage.modules
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
@@ -267,7 +267,7 @@ class StatisticsCallback(ResumingCallback):
         modules = self._choose(pl_module)
         skipped = self._skip_compiled(pl_module, modules)
         is_default = self.selection.is_default
-        self._results.coverage = Coverage(
+        self._pipeline.coverage = Coverage(
             pl_module, modules, (), skipped=skipped, of=self.group, tensors=self.tensors, is_default=is_default
         )
         return modules or None
@@ -277,7 +277,7 @@ class StatisticsCallback(ResumingCallback):
         decline(trainer)
 
     @override
-    def release(self, trainer: Trainer | None) -> None:
+    def _release(self, trainer: Trainer | None) -> None:
         if trainer is not None and self._run is not None:
             self._checkpoints.end(trainer)
         run, self._run = self._run, None
@@ -301,7 +301,7 @@ class StatisticsCallback(ResumingCallback):
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
             try:
-                self._results.end()
+                self._pipeline.end()
             finally:
                 self._end_findings()
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
@@ -309,7 +309,7 @@ class StatisticsCallback(ResumingCallback):
 
     def _end_findings(self) -> None:
         findings, self._findings = self._findings, None
-        if findings is not None and findings.end(self._results.label, self._sink):
+        if findings is not None and findings.end(self._pipeline.label, self._sink):
             end_findings(findings)
 
     @guarded
@@ -325,7 +325,7 @@ class StatisticsCallback(ResumingCallback):
         super().on_train_start(trainer, pl_module)
         self._fingerprints.begin(trainer)
         if trainer.is_global_zero:
-            self._results.settings.update(run_settings(trainer, pl_module))
+            self._pipeline.settings.update(run_settings(trainer, pl_module))
 
     # Batches.
 
@@ -334,7 +334,7 @@ class StatisticsCallback(ResumingCallback):
         if self._run is not None and self._enabled and self.reduce == "step":
             self._run.requested_step = step
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
+    def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""
 
     @guarded
@@ -342,7 +342,7 @@ class StatisticsCallback(ResumingCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._checkpoints.is_pending:
             self._checkpoints.look(trainer)
-        self._results.replay()
+        self._pipeline.replay()
         if self._run is None:
             return
         step, epoch = logged_step(trainer), trainer.current_epoch
@@ -358,12 +358,12 @@ class StatisticsCallback(ResumingCallback):
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         self.loss_scale.begin_batch(trainer)
-        self.prepare(trainer, pl_module, recorder)
+        self._set_up_recorder(trainer, pl_module, recorder)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
         """Check whether the optimizer skipped the previous step."""
         if self._counts_overflow and self.loss_scale.end_step(trainer):
-            self.prepare(trainer, pl_module, run.recorder)
+            self._set_up_recorder(trainer, pl_module, run.recorder)
 
     @guarded
     @override
@@ -372,7 +372,7 @@ class StatisticsCallback(ResumingCallback):
             return
         if not pl_module.automatic_optimization:  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
-        self._results.find_gradients()
+        self._pipeline.find_gradients()
 
     @guarded
     @override
@@ -385,7 +385,7 @@ class StatisticsCallback(ResumingCallback):
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
             with self._run.contained():
-                self._results.report_interval(self._run)
+                self._pipeline.report_interval(self._run)
 
     @property
     def _counts_overflow(self) -> bool:
@@ -398,7 +398,7 @@ class StatisticsCallback(ResumingCallback):
         self._checkpoints.look(trainer)
         if self._run is not None:
             self._run.end_epoch(max(0, logged_step(trainer) - 1))
-            self._results.end_epoch()
+            self._pipeline.end_epoch()
 
     @guarded
     @override
@@ -410,7 +410,7 @@ class StatisticsCallback(ResumingCallback):
     def _silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
         if any(worker.failed for worker in self._workers):
             return  # already warned
-        self._results.wait()
+        self._pipeline.wait()
         is_trained = self._run is None or self._run.has_recorded
         if not is_trained:
             yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
@@ -422,25 +422,25 @@ class StatisticsCallback(ResumingCallback):
     @property
     def latest(self) -> Mapping[Site, SiteStatistics]:
         """The statistics of the latest training record, by site. Waits for pending writes."""
-        return self._results.latest_of("train")
+        return self._pipeline.latest_of("train")
 
     def latest_of(self, stage: str) -> Mapping[Site, SiteStatistics]:
         """Return the statistics of the latest record of a stage, by site. Waits for pending writes.
 
         With several data loaders, the stage includes the index of the loader, such as ``"validate/0"``.
         """
-        return self._results.latest_of(stage)
+        return self._pipeline.latest_of(stage)
 
     @property
     def latest_step(self) -> int | None:
         """The step of :attr:`latest`, as counted by ``self.log``, or ``None`` before the first record."""
-        return self._results.latest_step
+        return self._pipeline.latest_step
 
     def _on_record(self, record: Record) -> None:
         if record.stage == "train":
             record.batch = self._fingerprints.take()
-        self._results.add(record, self._run)
+        self._pipeline.add(record, self._run)
 
     def _announce(self, step: int, recording_ms: float) -> None:
         if self._run is not None:
-            self._results.announce(step, recording_ms, self._run)
+            self._pipeline.announce(step, recording_ms, self._run)

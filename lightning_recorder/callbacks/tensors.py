@@ -77,9 +77,9 @@ class TensorsCallback(StatisticsCallback):
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
         compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else set()
-        if modules is not None and compiled and self._results.coverage is not None:
+        if modules is not None and compiled and self._pipeline.coverage is not None:
             way = self._way_to_record(pl_module, modules, compiled)
-            self._results.coverage = self._results.coverage.having(compiled=way)
+            self._pipeline.coverage = self._pipeline.coverage.having(compiled=way)
         return modules
 
     def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: set[nn.Module]) -> str:
@@ -114,7 +114,7 @@ class TensorsCallback(StatisticsCallback):
 
     @property
     @override
-    def tags(self) -> set[str]:
+    def _tag_kinds(self) -> set[str]:
         return {f"{stage} {tensors}" for stage in self.stages for tensors in self.tensors}
 
     @override

@@ -92,7 +92,7 @@ def exclusive_directory(trainer: Trainer) -> Path | None:
 def _reserved(trainer: Trainer, directory: Path) -> Path:
     """Create a folder that did not exist, and return it. Return the default folder if that is impossible."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
-    if any(getattr(each, "from_environment", None) is False for each in callbacks):
+    if any(getattr(each, "_is_from_environment", None) is False for each in callbacks):
         return directory
     run = directory.parent
     if not trainer.loggers:

@@ -30,8 +30,6 @@ from lightning_recorder.watch.incident import write_finding
 
 __all__ = ["StepWatch", "add_watch"]
 
-OnFinding = Literal["warn", "stop"] | Callable[[Finding], object]
-
 
 class StepWatch(RecorderCallback):
     """Watches the loss and the gradient norm of every step, and names the origin of the first bad value.
@@ -143,7 +141,7 @@ class StepWatch(RecorderCallback):
         return list(self._found)
 
     @override
-    def alike(self, trainer: Trainer) -> list[RecorderCallback]:
+    def _callbacks_of_group(self, trainer: Trainer) -> list[RecorderCallback]:
         # A replaced watch must not change the label of the other one.
         return [_active_watch(trainer) or self]
 
@@ -155,7 +153,7 @@ class StepWatch(RecorderCallback):
             raise ArgumentError("callbacks contains two StepWatch: pass one with the arguments of both")
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+    def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self._found = []
         self._exchange = None
         if self is not _active_watch(trainer):
@@ -250,7 +248,7 @@ class StepWatch(RecorderCallback):
             decline(trainer)
 
     @override
-    def release(self, trainer: Trainer | None) -> None:
+    def _release(self, trainer: Trainer | None) -> None:
         run, self._run = self._run, None
         exchange, self._exchange = self._exchange, None
         if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
@@ -357,7 +355,7 @@ def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
     if not _watches(trainer):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
         watch = StepWatch(strict=after.strict)
-        watch.is_default, watch.from_environment = True, after.from_environment
+        watch.is_default, watch._is_from_environment = True, after._is_from_environment
         callbacks.insert(next(index for index, each in enumerate(callbacks) if each is after) + 1, watch)
 
 

@@ -15,7 +15,7 @@ from lightning_recorder.names import site_title
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
 from lightning_recorder.recordings.explanation import explain, place, site_name, written_apart
 from lightning_recorder.recordings.rank_spread import RankComparison, compare_ranks
-from lightning_recorder.recordings.settings import Change
+from lightning_recorder.recordings.run_changes import Change
 
 __all__ = ["run"]
 

@@ -62,7 +62,7 @@ def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _settings(evidence: Evidence, parameter: Parameter) -> list[str]:
-    """Describe the settings that may keep a parameter from moving, as far as they are known."""
+    """Describe the settings that may keep a parameter from moving, where known."""
     rates, limit = evidence.setting(parameter, "learning_rate"), evidence.parameters.about.get("gradient_clip_val")
     found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
     is_clipped = isinstance(limit, (int, float)) and limit > 0

@@ -195,7 +195,7 @@ class Evidence:
         return np.zeros(0) if site is None else self.parameters.column(site, statistic)[0]
 
     def setting(self, parameter: Parameter, name: str) -> Floats:
-        """Return ``"learning_rate"`` or ``"weight_decay"`` of a parameter in each record, as far as they are known."""
+        """Return ``"learning_rate"`` or ``"weight_decay"`` of a parameter in each record, where known."""
         return self.parameters.column(parameter.site, name)[0]
 
     def medians(self, table: Table, statistic: str) -> dict[Site, float]:

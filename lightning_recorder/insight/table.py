@@ -285,7 +285,7 @@ class Table:
         return self.dtypes[self.places[site]] or ""
 
     def histograms(self, site: Site) -> list[Histogram]:
-        """Return the histograms of a site in the last two records of its recorder, as far as they exist."""
+        """Return the histograms of a site in the last two records of its recorder, where they exist."""
         label = self.recorders[self.places[site]]
         records = [each for each in self._records if each.recorder == label and site in each.sites]
         found = [each.histogram(site) for each in records]

@@ -32,7 +32,7 @@ class Wiring:
     ) -> None:
         self.names = list(dict.fromkeys(names))
         self.types: dict[str, str] = dict(types or {})
-        """The class names of the modules, as far as they are known."""
+        """The class names of the modules, where known."""
         self.calls: list[str] = []
         """The module of each call, in the order of time."""
         self.producers: list[frozenset[int]] = []

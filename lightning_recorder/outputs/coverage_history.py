@@ -21,7 +21,7 @@ __all__ = ["FEW_NAMES", "Change", "CoverageHistory", "PresenceHistory", "first_f
 Unit = TypeVar("Unit", bound=Hashable)
 
 _FEWEST = 3  # the minimum number of records without a unit before a change is reported
-_LONG_RUN = 20  # records; a longer unbroken run does not extend the waiting time
+_LONG_RUN = 20  # records; after a longer unbroken run, the wait before a report stays the same
 _UNLIKELY, _UNLIKELY_AT_END = 1e-4, 1e-3
 
 _GRAD = ".grad"

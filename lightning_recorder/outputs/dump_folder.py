@@ -1,4 +1,4 @@
-"""The dumps of a recorder: their files, size limits and uploads."""
+"""The folder to which a recorder writes its dumps: files, size limits and uploads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABOUT_BYTES = 400  # an estimate for the names of a tensor in a dump and in the
 
 @dataclass(frozen=True)
 class DumpContent:
-    """The content of a dump.
+    """The tensors of one dump, with what its manifest says about them.
 
     Args:
         step: The step.

@@ -1,4 +1,4 @@
-"""Dumps of statistics and of captured tensors, next to checkpoints or in a folder of the run."""
+"""The choice of what is dumped and when: statistics and captured tensors, next to checkpoints or in a folder."""
 
 from __future__ import annotations
 

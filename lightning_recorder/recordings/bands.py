@@ -82,7 +82,7 @@ def _student(freedom: int) -> float:
 
 
 def _families(pair: SeriesPair) -> list[list[int]]:
-    """Return the places of sites of the same path and of about the same size."""
+    """Group the sites that have the same path and a similar size; return their places."""
     found: dict[tuple[str, int], list[int]] = {}
     for place, site in enumerate(pair.sites):
         size = math.prod(pair.one[site].shape or (1,))

@@ -14,8 +14,8 @@ from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.divergence import SETTINGS, Divergence, SeriesPair, SiteDivergence, Tolerance
 from lightning_recorder.recordings.name_map import NameMap, suggest_rules
 from lightning_recorder.recordings.recording import Run
+from lightning_recorder.recordings.run_changes import Change, distinct, graph_changes, series_changes, setting_changes
 from lightning_recorder.recordings.series import Series
-from lightning_recorder.recordings.settings import Change, distinct, graph_changes, series_changes, setting_changes
 from lightning_recorder.taps import Site
 
 __all__ = ["Comparison", "Difference", "compare"]

@@ -1,4 +1,4 @@
-"""Dumps of a run, with tensors that are loaded on demand."""
+"""The dumps of a finished or running run, read back: tensors are loaded on demand."""
 
 from __future__ import annotations
 

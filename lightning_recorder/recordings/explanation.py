@@ -12,7 +12,7 @@ import torch
 from lightning_recorder.recordings.call_order import RANDOM_CLASSES
 from lightning_recorder.recordings.comparison import Comparison
 from lightning_recorder.recordings.divergence import Divergence, SeriesPair
-from lightning_recorder.recordings.settings import Change, Phase
+from lightning_recorder.recordings.run_changes import Change, Phase
 from lightning_recorder.taps import Site
 
 __all__ = ["explain", "place", "site_name", "written_apart"]

@@ -243,7 +243,7 @@ class Encoder:
         self._pickled: dict[str, bytes | None] = {}
 
     def encode(self, scope: str, contribution: Contribution) -> bytearray:
-        """Return a message.
+        """Return the message that carries states to rank 0.
 
         Args:
             scope: A name for the origin of the states.

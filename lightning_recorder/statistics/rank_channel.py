@@ -87,7 +87,7 @@ class RankChannel:
             RuntimeError: If the ranks cannot be connected; then on all ranks.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        dist.barrier(group)  # a group that one rank closes at once could not be connected by the others
+        dist.barrier(group)  # if one rank closed the group at once, the others could not connect
         channel = cls(group)
         RankChannel.current = channel
         return channel

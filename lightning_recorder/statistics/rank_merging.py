@@ -263,7 +263,7 @@ class RankMergingRecorder:
         self._is_first = rank == 0
         self._contained = _Contained(self)
         self._clock = clock
-        self._absent_ranks: set[int] = set()  # those that have caused a warning
+        self._absent_ranks: set[int] = set()  # the ranks about which a warning was given
         self._pending: list[PendingMerge] = []  # those whose errors have not been reported
 
     @property

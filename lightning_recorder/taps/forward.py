@@ -60,7 +60,7 @@ class InputTap(Tap):
 
 
 class _InputHook(TapHook):
-    """A hook that also passes the only argument to its tap, for the fast path; ``None`` if there are several."""
+    """A hook that also passes its tap the argument of the call, if it is the only one, for the fast path."""
 
     @override
     def __call__(

@@ -106,7 +106,7 @@ class Summary:
 
     @property
     def forward_backward_bytes(self) -> int:
-        """2 × the bytes of the outputs of the leaf calls."""
+        """2 × the bytes of the outputs of the leaf calls: each output and a gradient of its size."""
         return 2 * sum(row.output_bytes for row in self.rows if row.is_leaf)
 
     @property

@@ -107,7 +107,7 @@ _OPEN = """async (selector) => {
 
 
 def first_screen_ms(page: Page, path: Path, place: str, selector: str) -> float:
-    """Return the time from the begin of the navigation until an element is there."""
+    """Return the time from the start of the navigation until an element is there."""
     page.add_init_script(_FIRST_SCREEN.replace("SELECTOR", json.dumps(selector)))
     page.goto(path.as_uri() + place)
     page.locator(selector).first.wait_for(state="attached", timeout=120_000)

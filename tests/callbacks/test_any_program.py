@@ -106,7 +106,7 @@ def train(model: Any = None, **options: Any) -> Any:
 
 def added(trainer: Any) -> list[type[Any]]:
     """Return the classes of the recorders of a trainer that the program has not passed to it."""
-    return [type(each) for each in trainer.callbacks if getattr(each, "from_environment", False)]
+    return [type(each) for each in trainer.callbacks if getattr(each, "_is_from_environment", False)]
 
 
 def folders(root: Path) -> list[str]:

@@ -250,7 +250,7 @@ def test_strict_raises_what_a_dump_beside_a_checkpoint_raises(make: Make, label:
 
 def wait_for(callback: Any) -> None:
     """Wait until all queued writes have finished, without raising."""
-    queue = callback._results._queue if isinstance(callback, ActivationRecorder) else callback._dumps._queue
+    queue = callback._pipeline._queue if isinstance(callback, ActivationRecorder) else callback._dumps._queue
     queue.wait()
 
 

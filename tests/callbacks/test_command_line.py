@@ -134,7 +134,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"histograms": False}, histograms, (False, None)),
     ("outputs", {"histograms": True}, histograms, (True, None)),
     ("outputs", {"histograms": 100}, histograms, (True, 100)),
-    ("outputs", {"max_tags": 40}, lambda callback: callback._results.formatter._budget.max_tags, 40),
+    ("outputs", {"max_tags": 40}, lambda callback: callback._pipeline.formatter._budget.max_tags, 40),
     ("outputs", {"dumps": False}, output("dumps"), False),
     ("outputs", {"dumps": "epochs"}, output("dumps"), "epochs"),
     ("outputs", {"dumps": ["records", "checkpoints"]}, output("dumps"), ("records", "checkpoints")),

@@ -223,7 +223,7 @@ def test_a_fault_inside_is_one_warning(
         assert shown(sink) == well(other), other
 
 
-OVERRIDDEN = ["prepare", "_on_record", "_announce", "_make_recorder", "_choose"]
+OVERRIDDEN = ["_set_up_recorder", "_on_record", "_announce", "_make_recorder", "_choose"]
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -255,7 +255,7 @@ PATCHED: list[tuple[Any, str, Callable[[Any], bool]]] = [
     (RunRecorder, "finish", lambda self: self.name == "GradientRecorder"),
     (RunRecorder, "state_dict", lambda self: self.name == "GradientRecorder"),
     (RunRecorder, "merged_state_dict", lambda self: self.name == "GradientRecorder"),
-    (StatisticsCallback, "checkpoint_saved", lambda self: self.group == "gradients"),
+    (StatisticsCallback, "_note_saved_checkpoint", lambda self: self.group == "gradients"),
 ]
 
 

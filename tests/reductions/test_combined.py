@@ -66,7 +66,7 @@ def combined(*makes: Make) -> Callable[[], Combined]:
 
 
 def rows_of(both: Reduction) -> list[tuple[Reduction, Tensor]]:
-    """Return the parts of a combination with their words."""
+    """Return the parts of a combination, each with its part of the state."""
     assert isinstance(both, Combined)
     return list(zip(both.parts, both.state.split([part.width for part in both.parts]), strict=True))
 

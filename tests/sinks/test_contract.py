@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_recorder import ArgumentError, MemorySink, Sink
+from lightning_recorder import ArgumentError, MemorySink, Sink, sinks
 from lightning_recorder.sinks import (
     CometSink,
     CsvSink,
+    DeferredSink,
     FilesSink,
     LitLoggerSink,
     MetricsSink,
@@ -77,6 +78,16 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "multi, strict": (lambda folder, _: plain(MultiSink([MemorySink(), FilesSink(folder)], strict=True)), ALL),
 }
 every_sink = pytest.mark.parametrize(("make", "shown"), SINKS.values(), ids=SINKS)
+
+
+def test_every_sink_is_tested(tmp_path: Path, database: str) -> None:
+    """Each public sink is among the sinks of the contract; a deferred sink wraps one of them."""
+    public = {each for each in vars(sinks).values() if isinstance(each, type) and issubclass(each, Sink)}
+    made = set()
+    for name, (make, _) in SINKS.items():
+        with make(tmp_path / name, database) as sink:
+            made.add(type(sink))
+    assert public - made == {DeferredSink}
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -42,7 +42,7 @@ def recorded(evaluations: list[float], batches: int | None = None) -> list[list[
     ],
 )
 def test_one_of_a_hundred_batches_is_recorded(evaluations: list[float], chosen: list[list[int]]) -> None:
-    """The first batch of all is recorded, then the first batches as far as they are one of a hundred."""
+    """The very first batch is recorded, and then at most one batch in a hundred."""
     assert recorded(evaluations) == chosen
 
 

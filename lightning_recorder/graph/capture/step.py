@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
 from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
 from lightning_recorder.graph.capture.costs import Costs
+from lightning_recorder.graph.capture.find_unused import find_unused
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.parameters import ParameterCounts, count, note_used, own_parameters
 from lightning_recorder.graph.capture.scopes import Scopes
-from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.storage import is_uninitialized

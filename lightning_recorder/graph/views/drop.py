@@ -114,7 +114,7 @@ def drop_dead_ends(graph: Graph) -> Graph:
 
 
 def drop_empty_calls(graph: Graph) -> Graph:
-    """Remove calls that were open and have lost all of their contents."""
+    """Remove expanded calls whose contents have all been dropped."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
     while True:
         parents = {node.parent for node in graph.nodes}

@@ -172,7 +172,7 @@ class Loop:
         return self.siblings.parts[self.start]
 
     def nodes(self, *steps: int) -> Iterator[tuple[int, int, Key]]:
-        """Yield each node of some steps, or of all, with the number of its step and its place in it."""
+        """Yield each node of the given steps, or of all steps, with its step and its place in it."""
         for step in steps or range(self.times):
             for relative in range(self.length):
                 tree = self.siblings.subtrees[self.start + step * self.length + relative]

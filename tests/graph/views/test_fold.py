@@ -317,7 +317,7 @@ def test_the_order_of_arguments_matters() -> None:
 
 
 def test_closed_calls_with_other_wirings_stay_apart() -> None:
-    """Closed blocks are compared by the wiring inside them."""
+    """Closed blocks that are wired differently inside are not folded together."""
     graph = _wired("sdsd")
     view = fold_repeats(collapse(graph, 1), contents=graph)
     assert [(node.name, node.repeats) for node in view.module_calls()] == [(name, 1) for name in "0123"]
