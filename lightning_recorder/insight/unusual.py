@@ -218,7 +218,8 @@ def _nearest(count: int) -> NDArray[np.int64]:
     rows = np.arange(count)
     start = np.clip(rows - near // 2, 0, count - 1 - near)
     window = start[:, None] + np.arange(near + 1)
-    return window[window != rows[:, None]].reshape(count, near)
+    others: NDArray[np.int64] = window[window != rows[:, None]].reshape(count, near)
+    return others
 
 
 def _over_steps(degrees: Floats) -> Floats:

@@ -43,8 +43,9 @@ class _Plan(NamedTuple):
         """Return True if a table has the same sites and statistics and the budget shows the same sites."""
         if self.schema is not found.schema or (budget is not None and budget.size != self.size):
             return False
-        both = self.lacking is not None and found.lacking is not None
-        return np.array_equal(self.lacking, found.lacking) if both else self.lacking is found.lacking
+        if self.lacking is None or found.lacking is None:
+            return self.lacking is found.lacking
+        return np.array_equal(self.lacking, found.lacking)
 
 
 def _is_main(site: Site, sites: Collection[Site]) -> bool:
