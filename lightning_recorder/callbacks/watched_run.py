@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,23 @@ class Discovery:
     is_new: bool
 
 
+@dataclass
+class _Step:
+    """The optimizer step in progress."""
+
+    batches: list[KeptBatch] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    norms: list[tuple[list[nn.Parameter], list[Tensor]]] = field(default_factory=list)
+    totals: list[Tensor | float] = field(default_factory=list)
+    optimizer_steps: int = 0
+    """The optimizers that have stepped since the last batch began."""
+    reading: Reading | None = None
+    """The reading of the values so far, if it was read before the optimizer stepped."""
+    has_bad_gradient: bool = False
+    """True if the gradients were found not to be finite before the optimizer steps."""
+    has_ended: bool = False
+
+
 class WatchedRun:
     """Watches the steps of one fit.
 
@@ -112,15 +129,17 @@ class WatchedRun:
         self._replays = 0
         self.unnamed: Finding | None = None
         """The finding about a bad gradient that came from another rank, if no rank names its origin."""
-        self.has_bad_gradient = False
-        """True if the gradients of the current step were found not to be finite before the optimizer steps."""
         self._flags: ModuleFlags | None = None
         if every_module:
             compiled = compiled_modules(pl_module)
             modules = named_submodules(pl_module).items()
             self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
-        self._begin_step()
-        self._has_ended = True
+        self._step = _Step(has_ended=True)
+
+    @property
+    def has_bad_gradient(self) -> bool:
+        """True if the gradients of the current step were found not to be finite before the optimizer steps."""
+        return self._step.has_bad_gradient
 
     @staticmethod
     def _is_host(device: torch.device) -> bool:
@@ -128,13 +147,7 @@ class WatchedRun:
         return device.type == "cpu"
 
     def _begin_step(self) -> None:
-        self._batches: list[KeptBatch] = []
-        self._indices: list[int] = []
-        self._norms: list[tuple[list[nn.Parameter], list[Tensor]]] = []
-        self._totals: list[Tensor | float] = []
-        self._optimizer_steps = 0
-        self._latest: Reading | None = None  # that of the values so far, if it was read before the optimizer stepped
-        self.has_bad_gradient = False
+        self._step = _Step()
         if self._flags is not None:
             self._flags.begin_step()
 
@@ -146,27 +159,26 @@ class WatchedRun:
             self._arrive(self._queue.take())
         self._series.replay()
         step = logged_step(self._trainer)
-        if self._has_ended or (self._batches and self._batches[-1].step != step):
+        if self._step.has_ended or (self._step.batches and self._step.batches[-1].step != step):
             self._begin_step()
-        self._has_ended = False
-        self._optimizer_steps = 0
+        self._step.optimizer_steps = 0
         with pause_recording():
             kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
-        self._batches.append(kept)
-        self._indices.append(batch_idx)
+        self._step.batches.append(kept)
+        self._step.indices.append(batch_idx)
         if self._flags is not None:
             self._flags.begin_batch()
 
     def add_loss(self, loss: Tensor) -> None:
         """Note a loss before its backward pass."""
-        if self._batches:
-            self._latest = None
+        if self._step.batches:
+            self._step.reading = None
             with pause_recording():
-                self._batches[-1].losses.append(loss.detach())
+                self._step.batches[-1].losses.append(loss.detach())
 
     def before_step(self, optimizer: Any) -> None:
         """Measure the gradients that an optimizer is about to use."""
-        if not self._batches:
+        if not self._step.batches:
             return
         parameters, gradients = [], []
         for group in getattr(optimizer, "param_groups", ()):
@@ -180,17 +192,17 @@ class WatchedRun:
                 total, norms = self._norm(gradients)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
-                self._norms.append((parameters, norms))
-                self._totals.append(total)
+                self._step.norms.append((parameters, norms))
+                self._step.totals.append(total)
             if self._reads_now:
-                self._latest = reading = self._reading(self._batches)
+                self._step.reading = reading = self._reading(self._step.batches)
                 if reading.read():
                     self._examine(reading, parameters_are_known=True)
-                    self.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
+                    self._step.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
             elif self._copies is not None:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
                 self._copies = [each.detach().clone() for each in self._pl_module.parameters()]
-        self._optimizer_steps += 1
+        self._step.optimizer_steps += 1
 
     def _norm(self, gradients: list[Tensor]) -> tuple[Tensor | float, list[Tensor]]:
         """Return the norm of all gradients, and the norm of each one unless that of all is known to be finite."""
@@ -202,19 +214,19 @@ class WatchedRun:
 
     def end_batch(self, *, is_last: bool) -> None:
         """End a batch, and the step if it is the last one of it."""
-        if not self._batches:
+        if not self._step.batches:
             return
-        self._keeper.check(self._batches[-1])
+        self._keeper.check(self._step.batches[-1])
         if self._flags is not None:
             self._flags.end_batch()
         if not is_last:
             return
-        self._has_ended = True
-        if self._latest is not None and self._flags is None:  # flags come in until the end of the batch
-            self._arrive([self._latest])
+        self._step.has_ended = True
+        if self._step.reading is not None and self._flags is None:  # flags come in until the end of the batch
+            self._arrive([self._step.reading])
             return
         with pause_recording():
-            reading = self._reading(self._batches)
+            reading = self._reading(self._step.batches)
             if self._reads_now:
                 reading.read()
                 self._arrive([reading])
@@ -241,15 +253,15 @@ class WatchedRun:
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
-        norm = self._totals[0] if len(self._totals) == 1 else None
-        if len(self._totals) > 1:
-            device = next((each.device for each in self._totals if isinstance(each, Tensor)), "cpu")
+        norm = self._step.totals[0] if len(self._step.totals) == 1 else None
+        if len(self._step.totals) > 1:
+            device = next((each.device for each in self._step.totals if isinstance(each, Tensor)), "cpu")
             norm = torch.linalg.vector_norm(
-                torch.stack([torch.as_tensor(each, device=device) for each in self._totals])
+                torch.stack([torch.as_tensor(each, device=device) for each in self._step.totals])
             )
         flags = None if self._flags is None else self._flags.flags()
         step, epoch = batches[-1].step, batches[-1].epoch
-        return Reading(step, epoch, loss, norm, self._norms, self._indices, flags, list(batches))
+        return Reading(step, epoch, loss, norm, self._step.norms, self._step.indices, flags, list(batches))
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return the loss scale as a tensor, without waiting for the device."""
@@ -338,7 +350,7 @@ class WatchedRun:
         if copies and not self._pl_module.automatic_optimization:
             return None, "in manual optimization, the values must be read before the optimizer steps"
         self._replays += 1
-        steps = self._optimizer_steps
+        steps = self._step.optimizer_steps
         with self._with_parameters(copies) if copies else nullcontext():
             found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
         if found.origin is None:

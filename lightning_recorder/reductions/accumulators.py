@@ -7,7 +7,6 @@ import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +25,6 @@ __all__ = [
     "UnequalBatchError",
     "make_accumulator",
     "make_mergeable",
-    "without_autocast",
 ]
 
 _WHOLE = ""
@@ -447,12 +445,6 @@ class _MetricAccumulator(_ComputedAccumulator, MergeableAccumulator):
             else:
                 grouped[name] = value.clone()
         self._metric.load_state_dict(grouped)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without the model's autocast, which would reduce the precision of reductions."""
-    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def _differ_in_rows(value: Any, tensor: Tensor) -> bool:

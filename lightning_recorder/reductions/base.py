@@ -6,6 +6,7 @@ import copy
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from typing_extensions import Self, override
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Reduction", "ScalarReduction", "merged_along", "slots_of_all"]
+__all__ = ["Reduction", "ScalarReduction", "merged_along", "slots_of_all", "without_autocast"]
 
 _ROWS = "the state has the shape [..., width]: write state[..., 0] for the first slot"
 
@@ -352,3 +353,9 @@ def merged_along(reduction: Reduction, states: Tensor) -> Tensor:
             reduction.merge_states(states[..., :1, :], states[..., -1:, :])
         states = states[..., :half, :]
     return states[..., 0, :]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the model's autocast, which would reduce the precision of reductions."""
+    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

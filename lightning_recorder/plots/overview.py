@@ -1,0 +1,184 @@
+"""The plots that summarize recorded statistics over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from lightning_recorder.errors import check_integer
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+from lightning_recorder.names import make_tag, site_title
+from lightning_recorder.plots.axes import Floats
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.frame import FoundAt, places_of
+from lightning_recorder.plots.gradient_flow import gradient_flow
+from lightning_recorder.plots.heat_map import heat_map
+from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
+from lightning_recorder.plots.history import History
+from lightning_recorder.plots.rebinning import Bins, bins_of_counts
+from lightning_recorder.reductions.histogram import Histogram
+
+__all__ = ["overview"]
+
+
+def overview(
+    history: History,
+    *,
+    group: str,
+    statistics: Sequence[str] = ("rms", "mean", "zero_fraction"),
+    max_images: int = 8,
+    findings: Sequence[Finding] = (),
+) -> dict[str, Image]:
+    """Draw the contents of a history; return images by tag.
+
+    The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
+    histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
+    latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients
+    of parameters have no plots over time, because their names would collide with those of the parameters. Statistics
+    and histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand
+    out in any of the kept statistics, and an even selection of the others.
+
+    Args:
+        history: The recorded statistics.
+        group: The group, for example ``activations``. A group that begins with ``gradients`` has a flow plot, and so
+            has a group that ends with ``_grad``, the suffix for gradients of parameters.
+        statistics: The statistics to draw as heat maps.
+        max_images: The maximum number of plots of single sites over time.
+        findings: The findings to mark in the heat maps and in the plots over time.
+
+    Raises:
+        ArgumentError: If the history does not keep a statistic.
+    """
+    check_integer("max_images", max_images, 0)
+    steps, sites = history.steps, history.sites
+    found: dict[str, Image] = {}
+    if not len(steps) or not sites:
+        return found
+    of_parameters = group.endswith("_grad")
+    # The suffix is redundant, because the group already says that these are gradients.
+    names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
+    degrees, marks = history.degrees, places_of(findings, history.sites)
+    for statistic in statistics:
+        values = history.table(statistic)
+        if not np.isnan(values).all():
+            tag = make_tag(f"{group}_plots", "heat_map", statistic)
+            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks)
+    shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
+    if shown:
+        title = f"{group}: most unusual layers"
+        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, marks, _FEW_LAYERS)
+    rows = {site: row for row, site in enumerate(sites)}
+    latest = {rows[site]: histogram for site, histogram in _latest_histograms(history).items()}
+    if latest:
+        found[make_tag(f"{group}_plots", "ridge", "")] = ridge(
+            [names[row] for row in latest],
+            list(latest.values()),
+            title=f"{group}: histograms",
+            step=int(steps[-1]),
+            degrees=degrees[list(latest)],
+        )
+    if (group.startswith("gradients") or of_parameters) and {"rms", "min", "max"} <= set(history.statistics):
+        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group, degrees)
+    places = [] if of_parameters else history.histogram_sites
+    for place in choose(degrees[[rows[site] for site in places]], max_images):
+        of_site = [each for each in marks if each.row in (None, rows[places[place]])]
+        name = _name(places[place])
+        tag = _free(make_tag(f"{group}_plots", "over_time", name), found)
+        title = f"{group}: {name}"
+        found[tag] = histogram_over_time(
+            history.count_steps(places[place]), _over_time(history, places[place]), title=title, findings=of_site
+        )
+    return found
+
+
+_FEW_LAYERS = 20  # a picture of that height fits on a screen
+
+
+def _heat_map(
+    history: History,
+    names: list[str],
+    statistic: str,
+    title: str,
+    degrees: Floats,
+    marks: Sequence[FoundAt],
+    max_layers: int = 260,
+) -> Image:
+    return heat_map(
+        history.steps,
+        names,
+        history.table(statistic),
+        statistic=statistic,
+        title=title,
+        recorded=history.recorded,
+        degrees=degrees,
+        max_layers=max_layers,
+        findings=marks,
+    )
+
+
+def _most_telling(history: History, degrees: Floats) -> str | None:
+    """Return the statistic in which the most unusual site is the most unusual; None without a size."""
+    sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
+    known = [name for name in sizes if not np.isnan(history.table(name)).all()]
+    first = standing_out(degrees)[:1]
+    if not first:
+        return next(iter(known), None)
+    return max(known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None)
+
+
+def _name(site: Hashable) -> str:
+    """Return the display name of a site: its module, with the path unless it is the whole output."""
+    if isinstance(site, tuple) and len(site) == 2:
+        return site_title(*site)
+    return str(site) or "(root)"
+
+
+def _free(tag: str, taken: dict[str, Image]) -> str:
+    """Return the tag, with a number appended if another site has the same tag after slashes are replaced."""
+    number, free = 1, tag
+    while free in taken:
+        number += 1
+        free = f"{tag} ({number})"
+    return free
+
+
+def _ends(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smallest and the largest values, ``[sites, steps]`` each; NaN if the history does not keep them."""
+    unknown = np.full(history.recorded.shape, math.nan)
+    low, high = (history.table(name) if name in history.statistics else unknown for name in ("min", "max"))
+    return low, high
+
+
+def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
+    """Return the latest histogram of each site; its range is known if the site was recorded at the latest step."""
+    rows = {site: row for row, site in enumerate(history.sites)}
+    low, high = _ends(history)
+    return {
+        site: histogram_of(counts, float(low[rows[site], -1]), float(high[rows[site], -1]))
+        for site, counts in history.latest_counts().items()
+    }
+
+
+def _over_time(history: History, site: Hashable) -> Bins:
+    row, columns = history.sites.index(site), np.searchsorted(history.steps, history.count_steps(site))
+    low, high = (ends[row, columns] for ends in _ends(history))
+    return bins_of_counts(history.counts(site), low, high)
+
+
+def _flow(history: History, names: list[str], group: str, degrees: Floats) -> Image:
+    """Draw the gradient flow of the sites recorded at the latest step, in order."""
+    rows = np.flatnonzero(history.recorded[:, -1])
+    low, high = (ends[rows, -1] for ends in _ends(history))
+    return gradient_flow(
+        [names[row] for row in rows],
+        history.table("rms")[rows, -1],
+        np.maximum(np.abs(low), np.abs(high)),
+        title=f"{group}: flow",
+        step=int(history.steps[-1]),
+        statistic="rms",
+        largest="largest magnitude",
+        degrees=degrees[rows],
+    )
