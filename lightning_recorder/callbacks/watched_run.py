@@ -35,6 +35,7 @@ from lightning_recorder.watch import (
     finding_of_overflow,
     finding_of_spike,
     finding_without_origin,
+    with_rise,
 )
 
 __all__ = ["Discovery", "WatchedRun"]
@@ -289,14 +290,12 @@ class WatchedRun:
         return float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
 
     def _look_for_spikes(self, reading: Reading) -> None:
-        if not self._factor:
-            return
         spikes = [
             (name, value, median)
             for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True)
             if (median := detector.add(value)) is not None
         ]
-        if spikes:
+        if spikes and self._factor:
             index = reading.indices[0] if reading.indices else 0
             finding = finding_of_spike(spikes, reading, index, factor=self._factor, rank=self._rank)
             self._report(finding, reading, next(iter(reading.batches), None), None)
@@ -313,9 +312,8 @@ class WatchedRun:
             return
         self._was_bad = True
         if reading.step == self._overflow and not reading.has_bad_loss:
-            self._report(
-                finding_of_overflow(reading, rank=self._rank), reading, next(iter(reading.batches), None), None
-            )
+            finding = self._with_rise(finding_of_overflow(reading, rank=self._rank))
+            self._report(finding, reading, next(iter(reading.batches), None), None)
             return
         copies = None if parameters_are_known else self._copies
         is_known = parameters_are_known or bool(copies)
@@ -327,20 +325,33 @@ class WatchedRun:
         except Exception as error:  # noqa: BLE001 - the step of the user may raise anything
             found, because = None, f"running the step again failed: {describe_error(error)}"
             warn(f"StepWatch could not run step {reading.step} again: {describe_error(error)}")
+        origin, index = None, 0
         flagged = reading.flags.origin() if found is None and reading.flags is not None else None
         if flagged is not None:
-            origin, place = flagged
-            finding = finding_of_origin(origin, reading, reading.indices[place], rank=self._rank)
+            origin, index = flagged[0], reading.indices[flagged[1]]
         elif found is not None and found.origin is not None and found.batch is not None:
-            batch = found.batch
-            finding = finding_of_origin(found.origin, reading, batch.batch_idx, rank=self._rank)
+            origin, batch, index = found.origin, found.batch, found.batch.batch_idx
+        if origin is not None:
+            finding = finding_of_origin(origin, reading, index, rank=self._rank)
         else:
             finding = self._unnamed(reading, because, is_known=is_known)
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
                 self.unnamed = finding  # another rank may name it
                 return
         values = copies or ([each.detach() for each in self._pl_module.parameters()] if is_known else None)
-        self._report(finding, reading, batch, values)
+        # A bad batch or constant is no consequence of the steps before.
+        is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
+        self._report(finding if is_given else self._with_rise(finding), reading, batch, values)
+
+    def _with_rise(self, finding: Finding) -> Finding:
+        """Return a finding with the rise of the loss or of the gradient norm before it, if there was one."""
+        for series, detector in self._spikes.items():
+            rise = detector.rise()
+            if rise is not None:
+                groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+                rates = [float(group["lr"]) for group in groups if "lr" in group]
+                return with_rise(finding, series, rise, max(rates, default=None))
+        return finding
 
     def _replayed(self, reading: Reading, copies: list[Tensor] | None) -> tuple[Replay | None, str]:
         if self._replays >= _MOST_REPLAYS:

@@ -11,6 +11,7 @@ from lightning_recorder.watch.verdict import (
     finding_of_overflow,
     finding_of_spike,
     finding_without_origin,
+    with_rise,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
+    "with_rise",
 ]

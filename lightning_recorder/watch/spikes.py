@@ -1,12 +1,14 @@
-"""Spikes of a series: values far above its running median."""
+"""Spikes of a series, and its rise: values far above the earlier ones."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from itertools import islice
+from statistics import median
+from typing import NamedTuple
 
-__all__ = ["SpikeDetector"]
+__all__ = ["Rise", "SpikeDetector"]
 
 _LEAST = 20  # values before the first spike
 _WINDOW = 101  # values of the running median
@@ -15,6 +17,18 @@ _JUMP = 3.0
 _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
+_RISEN = 5.0
+_USUAL = 2.0
+
+
+class Rise(NamedTuple):
+    """The rise of a series up to its last value."""
+
+    before: float
+    """The usual value before the rise."""
+    last: float
+    steps: int
+    """The number of values above twice the usual one, up to the last."""
 
 
 class SpikeDetector:
@@ -44,6 +58,17 @@ class SpikeDetector:
     def median(self) -> float:
         """The running median; NaN before the first value. Sorts the last values."""
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
+
+    def rise(self) -> Rise | None:
+        """Return the rise up to the last value if that is five times what was usual ten values before, or at first."""
+        values = list(self._values)
+        if len(values) < 2:
+            return None
+        before, last = median(values[: max(1, len(values) - _RECENT)]), values[-1]
+        if before <= 0 or last < _RISEN * before:
+            return None
+        steps = next((count for count, each in enumerate(reversed(values)) if each <= _USUAL * before), len(values))
+        return Rise(before, last, steps)
 
     def add(self, value: float) -> float | None:
         """Add a value. If it is a spike compared with the values before it, return the running median before it."""

@@ -7,12 +7,14 @@ from dataclasses import replace
 from lightning_recorder.insight import NON_FINITE, SPIKE, Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
+from lightning_recorder.watch.spikes import Rise
 
 __all__ = [
     "finding_of_origin",
     "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
+    "with_rise",
 ]
 
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
@@ -85,6 +87,27 @@ def finding_without_origin(
     following = f"The module is not known, because {because}. To know it: {option}"
     finding = _finding(NON_FINITE, "critical", module, reading, verdict, _WHY, following)
     return replace(finding, numbers={"batch": float(batches[0] if batches else 0), "epoch": float(reading.epoch)})
+
+
+def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> Finding:
+    """Return a finding about a bad value with what came before it: the training diverged.
+
+    Args:
+        finding: The finding.
+        series: The series that rose, ``"loss"`` or ``"gradient norm"``.
+        rise: Its rise up to the step before.
+        rate: The largest learning rate, if it is known.
+    """
+    at = "" if rate is None else f" at learning rate {rate:.3g}"
+    steps = "1 step" if rise.steps == 1 else f"{rise.steps} steps"
+    verdict = f"the {series} rose from {rise.before:.3g} to {rise.last:.3g} in {steps}{at}; then {finding.verdict}"
+    following = finding.next[:1].lower() + finding.next[1:]
+    return replace(
+        finding,
+        verdict=verdict,
+        why="The training diverged: the learning rate is too high, or the loss or a layer grows without bound.",
+        next=f"Lower the learning rate, warm it up, or clip gradients. If it still diverges, {following}",
+    )
 
 
 def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_recorder import (
@@ -234,6 +236,46 @@ def test_a_norm_that_overflows_blames_no_gradient(tmp_path: Path) -> None:
     finding = only(watch)
     assert finding.verdict.startswith("the gradient norm overflows first at step 3 (batch 3 of epoch 0): the loss is ")
     assert finding.module == ""
+
+
+class Diverging(LightningModule):
+    """A regression whose loss grows by a constant factor per step until its gradients overflow."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+        self.rate = rate
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        output: Tensor = self.layer(batch[0])
+        return output.square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.rate)
+
+
+def test_the_divergence_before_a_bad_value_is_named_first(tmp_path: Path) -> None:
+    """If the loss rose over several steps before the bad value, the finding says so, with the learning rate."""
+    watch = StepWatch(strict=True)
+    fit(Diverging(2.0), tmp_path, watch, max_epochs=4)
+    finding = only(watch)
+    said = re.match(r"the loss rose from (\S+) to (\S+) in (\d+) steps at learning rate 2; then (.*)", finding.verdict)
+    assert said is not None, finding.verdict
+    series = open_recording(tmp_path).run["watch"]
+    losses = series["loss"].statistic("value").tolist()[: finding.first_step]
+    assert (said[1], said[2]) == (f"{losses[0]:.3g}", f"{losses[-1]:.3g}")
+    assert int(said[3]) == sum(each > 2 * losses[0] for each in losses)
+    assert "first" in said[4]
+    assert finding.why.startswith("The training diverged")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_batch_is_no_consequence_of_a_divergence(value: float, tmp_path: Path) -> None:
+    """The loss rises before a batch that is not finite, which is named alone."""
+    rows = torch.stack([torch.full((WIDTH,), value if index == 4 else 10.0**index) for index in range(6)])
+    watch = StepWatch(strict=True)
+    fit(Diverging(0.0), tmp_path, watch, loader=DataLoader(TensorDataset(rows)))
+    assert only(watch).verdict.startswith("the batch itself is not finite at step 4")
 
 
 class Manual(Planted):

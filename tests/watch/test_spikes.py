@@ -7,6 +7,8 @@ import random
 import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_recorder.watch import SpikeDetector
 
@@ -26,6 +28,24 @@ def test_the_median_is_that_of_the_last_values(seed: int) -> None:
         if math.isfinite(value):
             values.append(value)
     assert statistics.median(values[-101:]) == detector.median
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=1, max_size=60), st.integers(1, 9), st.floats(1e-6, 1e6))
+def test_a_rise_has_its_beginning_its_end_and_its_length(usual: list[float], steps: int, scale: float) -> None:
+    """After values around one, those that double twice per step have risen, in any unit; the usual ones have not."""
+    detector = SpikeDetector(10.0)
+    for value in usual:
+        detector.add(scale * value)
+    assert detector.rise() is None
+    for step in range(steps):
+        detector.add(scale * 4.0 ** (step + 1))
+    rise = detector.rise()
+    if steps == 1:
+        assert rise is None
+    else:
+        assert rise is not None
+        assert 0.9 * scale <= rise.before <= 1.1 * scale
+        assert (rise.last, rise.steps) == (scale * 4.0**steps, steps)
 
 
 def spikes(values: list[float], factor: float = 10.0) -> list[int]:
