@@ -22,6 +22,7 @@ _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
 _RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
+_LARGE_UPDATE = 0.1  # relative to the size of the weight
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
@@ -38,16 +39,23 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             continue
         since = _since(values >= (limit if dead else rule.thresholds["nearly"]), steps)
         share = "only zeros" if values[-1] == 1 else f"{values[-1]:.1%} zeros"
-        verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{_feed(evidence, site)}"
+        verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{_feed(evidence, site, since)}"
         found = rule.found(
             evidence, table, site, verdict, statistic="zero_fraction", since=since, zero_fraction=values[-1]
         )
         yield found if dead else replace(found, severity="note")
 
 
-def _feed(evidence: Evidence, site: Site) -> str:
-    """Describe the input of a dead ReLU, or of the ReLU before a dead module, if all of it is negative."""
+def _feed(evidence: Evidence, site: Site, since: int) -> str:
+    """Describe the input of a dead ReLU, or of the ReLU before a dead module: that it is negative, or a large update.
+
+    Args:
+        evidence: The evidence.
+        site: The dead output.
+        since: The step from which on it is dead.
+    """
     table, wiring = evidence.activations, evidence.wiring
+    update = ""
     for call, name in enumerate(wiring.calls):
         feeds = wiring.producers[call] if name == site.name else frozenset()
         # A ReLU that is called several times is not dead as a whole.
@@ -56,8 +64,22 @@ def _feed(evidence: Evidence, site: Site) -> str:
         sources += [(each, f"the input of {wiring.calls[relu]}") for relu in relus for each in wiring.producers[relu]]
         for each, what in sources:
             source = Site(wiring.calls[each], "out") if each >= 0 else Site("", "")
+            update = update or _large_update(evidence, source.name, since)
             if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
-                return f": {what} from {source.name} is at most {high[-1]:.3g}"
+                update = _large_update(evidence, source.name, since)
+                return f": {what} from {source.name} is at most {high[-1]:.3g}{update}"
+    return update
+
+
+def _large_update(evidence: Evidence, name: str, until: int) -> str:
+    """Describe the largest recorded update of a layer up to a step, if it was large."""
+    for each in evidence.weights:
+        ratios, steps = evidence.parameters.column(each.site, "update_ratio")
+        known = np.where((steps <= until) & np.isfinite(ratios), ratios, 0.0)
+        if each.site.name == name and known.max(initial=0.0) >= _LARGE_UPDATE:
+            rates = evidence.setting(each, "learning_rate")
+            at = f" at learning rate {np.median(rates):.3g}" if len(rates) else ""
+            return f", after step {steps[known.argmax()]} changed {each.name} by {known.max():.0%}{at}"
     return ""
 
 

@@ -53,6 +53,22 @@ def test_the_first_step_of_a_dead_output() -> None:
     assert found.trace.values == (0.5,) * 5 + (1.0,) * 3
 
 
+@pytest.mark.parametrize(
+    ("largest", "high", "step", "named"),
+    [(0.3, -3.0, 30, True), (0.3, 1.0, 30, True), (0.09, -3.0, 30, False), (0.3, -3.0, 60, False)],
+)
+def test_a_large_update_before_a_dead_output_is_named(largest: float, high: float, step: int, named: bool) -> None:
+    """An update of a tenth of the weight before its ReLU died is part of the finding, with the learning rate."""
+    layers: dict[str, Values] = {"fc": {"max": high}, "act": {"zero_fraction": [0.5] * 5 + [1.0] * 3}}
+    ratios = [largest if 10 * place == step else 1e-3 for place in range(8)]
+    parameters = network("fc", fc=trained("fc", ratio=ratios))
+    parameters["fc/weight"]["learning_rate"] = 3.0
+    (found,) = run(layers, None, parameters, graph=chain("fc", "act", act="ReLU"))
+    verdict = "act returns only zeros from step 50 on" + (": its input from fc is at most -3" if high < 0 else "")
+    update = ", after step 30 changed fc.weight by 30% at learning rate 3" if named else ""
+    assert found.verdict == verdict + update
+
+
 def test_a_dead_layer_is_one_finding() -> None:
     """Zeros behind a dead layer and missing gradients before it are merged into its finding."""
     names = ("a", "act", "c", "d", "head")
