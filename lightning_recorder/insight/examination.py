@@ -10,7 +10,16 @@ import numpy as np
 
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings, steps
+from lightning_recorder.insight import (
+    backward,
+    comparisons,
+    finiteness,
+    forward,
+    normalization,
+    optimization,
+    settings,
+    steps,
+)
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
@@ -18,10 +27,9 @@ from lightning_recorder.insight.wiring import Wiring
 
 __all__ = ["RULES", "Examination", "check_rules"]
 
-RULES: tuple[Rule, ...] = (
-    *finiteness.RULES,
-    *(rule for part in (optimization, settings, steps, backward, forward, comparisons) for rule in part.RULES),
-)
+_PARTS = (finiteness, optimization, settings, normalization, steps, backward, forward, comparisons)
+
+RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
 """All rules."""
 
 # From causes to symptoms: the first of several findings of equal severity is the one that is named first.
@@ -37,6 +45,7 @@ _ORDER = (
     "learning-rate-outlier",
     "learning-rate-too-large",
     "learning-rate-vanishes",
+    "weight-decay-too-strong",
     "loss-imbalance",
     "constant-weight",
     "dead-output",

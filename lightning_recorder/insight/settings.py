@@ -1,4 +1,4 @@
-"""Rules about settings: learning rate, weight decay, clipping, the mode of layers, and normalizations."""
+"""Rules about settings: learning rate, weight decay, clipping, dropout, the mode of layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import RUNNING, Evidence, Parameter, Rule
+from lightning_recorder.insight.rule import Evidence, Parameter, Rule
 from lightning_recorder.insight.table import Floats
-from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
 
-_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
+# Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
+_COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 _MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
 
 
@@ -97,42 +97,6 @@ def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, module="", path="")
 
 
-def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Compare the running statistics with the mean and the std of what feeds the layer."""
-    for site in evidence.parameters.places:
-        feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
-        if len(feeds) != 1 or feeds[0] == INPUT:
-            continue
-        distances = _distances(rule, evidence, site.name, Site(feeds[0], "out"))
-        if distances is None:
-            continue
-        # In the beginning the running statistics follow from 0 and 1, so the distance shrinks.
-        first, last = distances[0], distances[-rule.persistence :]
-        if last.min() > np.log(rule.thresholds["factor"]) and last[-1] > 0.8 * first:
-            verdict = (
-                f"the running statistics of {site.name} are not those of its inputs: they differ "
-                f"{np.exp(last[-1]):.3g}-fold"
-            )
-            yield rule.found(evidence, evidence.parameters, site, verdict, statistic="mean", factor=np.exp(last[-1]))
-
-
-def _distances(
-    rule: Rule, evidence: Evidence, name: str, feed: Site
-) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
-    """Return the distance of the logarithms of the rms that the running statistics and the inputs have."""
-    table, inputs = evidence.parameters, evidence.activations
-    mean, variance = (Site(name, path) for path in RUNNING)
-    if mean not in table.places or feed not in inputs.places:
-        return None
-    columns = [table.column(mean, "rms"), table.column(variance, "mean"), inputs.column(feed, "rms")]
-    steps = sorted(set.intersection(*(set(at.tolist()) for _, at in columns)))
-    if len(steps) < 2 * rule.persistence or steps[-1] < rule.thresholds["steps"]:
-        return None
-    mean_rms, variances, rms = (values[np.isin(at, steps)] for values, at in columns)
-    known = np.sqrt(mean_rms**2 + variances)
-    return np.abs(np.log(known / rms)) if (rms > 0).all() and (known > 0).all() else None
-
-
 def _rate_too_large(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
     sizes = {
@@ -184,8 +148,37 @@ def _decayed_norm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(note, others=tuple(each.site.name for each in found if each is not worst))
 
 
+def _decay_too_strong(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if weight decay removes a large share of the weights in every step."""
+    groups = evidence.parameters.about.get("groups") or ()
+    shares: dict[Parameter, float] = {}
+    for each in evidence.weights:
+        rates, decays = (evidence.setting(each, name) for name in ("learning_rate", "weight_decay"))
+        if len(rates) == len(decays) >= rule.persistence:
+            shares[each] = float(np.median(rates * decays))
+    strong = [each for each, share in shares.items() if share > rule.thresholds["share"]]
+    if not strong or any(group.get("optimizer") in _COUPLED for group in groups):
+        return
+    worst = max(strong, key=lambda each: shares[each])
+    decay, rate = (float(np.median(evidence.setting(worst, name))) for name in ("weight_decay", "learning_rate"))
+    verdict = (
+        f"weight decay {decay:.3g} removes {shares[worst]:.1%} of {worst.name} in every step (learning rate {rate:.3g})"
+    )
+    found = rule.found(
+        evidence,
+        evidence.parameters,
+        worst.site,
+        verdict,
+        statistic="rms",
+        share=shares[worst],
+        weight_decay=decay,
+        learning_rate=rate,
+    )
+    yield replace(found, others=tuple(dict.fromkeys(each.site.name for each in strong if each is not worst)))
+
+
 def _always_clipped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Yield a note if clipping shrinks the gradient of every record by a large factor."""
+    """Yield a note if clipping shrinks the gradient of every record by a large factor; a warning for SGD."""
     table, limit = evidence.parameters, evidence.parameters.about.get("gradient_clip_val")
     places = [table.places[each.gradient] for each in evidence.tensors if each.gradient is not None]
     by_norm = table.about.get("gradient_clip_algorithm") == "norm"
@@ -202,7 +195,10 @@ def _always_clipped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     if factor > rule.thresholds["factor"]:
         site = evidence.weights[0].site if evidence.weights else evidence.tensors[0].site
         verdict = f"clipping to a norm of {limit:.3g} shrinks the gradient of every step, at least {factor:.3g}-fold"
-        yield replace(rule.found(evidence, table, site, verdict, factor=factor, limit=limit), module="", path="")
+        found = replace(rule.found(evidence, table, site, verdict, factor=factor, limit=limit), module="", path="")
+        # Adam divides the factor out again.
+        is_sgd = [group.get("optimizer") for group in table.about.get("groups") or ()] == ["SGD"]
+        yield replace(found, severity="warning") if is_sgd and factor > rule.thresholds["sgd"] else found
 
 
 def _wrong_dimension(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -229,64 +225,7 @@ def _is_close(value: float, tolerance: float) -> bool:
     return abs(value - 1) < tolerance
 
 
-def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    table, parameters = evidence.activations, evidence.parameters
-    for site in table.places:
-        weight = Site(site.name, "weight")
-        if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
-            continue
-        low, high = _expected_rms(evidence, site.name)
-        values, at = table.column(site, "rms")
-        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
-        if len(common) < rule.persistence:
-            continue
-        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
-        limit = rule.thresholds["ratio"]
-        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
-            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
-            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
-            yield rule.found(
-                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
-            )
-
-
-def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
-
-    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
-    features with a small weight may have all of the variance.
-    """
-    parameters = evidence.parameters
-    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
-    bias = Site(name, "bias")
-    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
-    if len(offset) != len(rms):
-        offset = np.full(len(rms), offset.max(initial=0.0))
-    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
-        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
-    expected = np.sqrt(rms**2 + offset**2)
-    return expected, expected
-
-
 RULES = (
-    Rule(
-        name="norm-ineffective",
-        severity="warning",
-        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
-        thresholds={"ratio": 1.5},
-        persistence=2,
-        usual="0.9 to 1.1",
-        why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
-        next="Check that the module is in train mode, its eps, and the scale of its input.",
-        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
-        examine=_ineffective,
-        explains={
-            "norm-ineffective": ("any",),
-            "unlike-siblings": ("any",),
-            "scale-jump": ("downstream", "same"),
-            "train-differs": ("downstream", "same"),
-        },
-    ),
     Rule(
         name="softmax-dimension",
         severity="warning",
@@ -330,6 +269,31 @@ RULES = (
         ),
     ),
     Rule(
+        name="weight-decay-too-strong",
+        severity="warning",
+        statistic="median of learning_rate × weight_decay of a weight",
+        thresholds={"share": 0.01},
+        persistence=3,
+        usual="1e-6 to 1e-3",
+        why="Weight decay is too high for the learning rate: without gradients, the weights halve within 70 steps.",
+        next="Lower weight_decay, for AdamW to 0.01 to 0.1.",
+        false_alarms="Optimizers that add the decay to a gradient that they normalize, such as Adam, are not examined.",
+        examine=_decay_too_strong,
+        explains=dict.fromkeys(
+            (
+                "weight-drift",
+                "decayed-norm",
+                "unlike-siblings",
+                "sudden-change",
+                "vanishing-gradient",
+                "dead-output",
+                "constant-weight",
+                "learning-rate-too-large",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
         name="decayed-norm",
         severity="note",
         statistic="mean of the weight of a normalization layer with weight decay, last against first record",
@@ -345,12 +309,12 @@ RULES = (
         name="always-clipped",
         severity="note",
         statistic="smallest norm of all recorded gradients, against gradient_clip_val",
-        thresholds={"factor": 50.0},
+        thresholds={"factor": 50.0, "sgd": 1000.0},
         persistence=3,
         usual="below 10",
         why="gradient_clip_val is far below the usual norm, so it acts as a factor of the learning rate.",
         next="Compare gradient_clip_val with the norm of the gradients.",
-        false_alarms="Adam is not affected by a constant factor.",
+        false_alarms="Adam is not affected by a constant factor. With SGD alone, a factor above 1,000 is a warning.",
         examine=_always_clipped,
     ),
     Rule(
@@ -391,18 +355,5 @@ RULES = (
         false_alarms="A decay to zero at the end of a run: 40 % of the records must show it.",
         examine=_rate_vanishes,
         explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
-    ),
-    Rule(
-        name="running-statistics",
-        severity="warning",
-        statistic="root of the mean square of the inputs that the running statistics of a BatchNorm stand for",
-        thresholds={"factor": 4.0, "steps": 50},
-        persistence=3,
-        usual="within a factor of 1.5",
-        why="A momentum that is too small, or a BatchNorm whose statistics are not updated.",
-        next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
-        false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
-        examine=_running_statistics,
-        explains={"train-differs": ("any",)},
     ),
 )

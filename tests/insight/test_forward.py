@@ -62,7 +62,7 @@ def test_a_large_update_before_a_dead_output_is_named(largest: float, high: floa
     layers: dict[str, Values] = {"fc": {"max": high}, "act": {"zero_fraction": [0.5] * 5 + [1.0] * 3}}
     ratios = [largest if 10 * place == step else 1e-3 for place in range(8)]
     parameters = network("fc", fc=trained("fc", ratio=ratios))
-    parameters["fc/weight"]["learning_rate"] = 3.0
+    parameters["fc/weight"] = {**parameters["fc/weight"], "learning_rate": 3.0}
     (found,) = run(layers, None, parameters, graph=chain("fc", "act", act="ReLU"))
     verdict = "act returns only zeros from step 50 on" + (": its input from fc is at most -3" if high < 0 else "")
     update = ", after step 30 changed fc.weight by 30% at learning rate 3" if named else ""

@@ -1,4 +1,4 @@
-"""Tests of the rules of settings and normalizations."""
+"""Tests of the rules of settings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ import pytest
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 NAN = float("nan")
-
-
-def test_a_normalization_without_effect() -> None:
-    """The output of a BatchNorm has the rms of its weight; a LayerNorm may differ within the range of its weight."""
-    weight: dict[str, Values] = {"norm/weight": {"rms": 1.0, "min": 0.2, "max": 3.0, "update_ratio": 1e-3}}
-    for kind, rms, alarm in (
-        ("BatchNorm2d", 1.1, 0),
-        ("BatchNorm2d", 2.0, 1),
-        ("LayerNorm", 2.0, 0),
-        ("LayerNorm", 5.0, 1),
-    ):
-        found = run({"norm": {"rms": rms}, "fc": {}}, None, weight, graph=chain("norm", "fc", norm=kind))
-        assert brief(found) == [("warning", "norm-ineffective", "norm")] * alarm, (kind, rms)
 
 
 @pytest.mark.parametrize(
@@ -79,25 +66,6 @@ def test_a_frozen_backbone_may_be_in_eval_mode() -> None:
     assert brief(run(layers, parameters=trained("head"), graph=chain("fc", "bn", "head", bn="BatchNorm1d"))) == []
 
 
-@pytest.mark.parametrize(
-    ("variance", "expected"),
-    [
-        ([25.0] * 8, [("warning", "running-statistics", "bn")]),
-        ([1.5] * 8, []),
-        (list(np.geomspace(400.0, 25.0, 8)), []),  # it follows slowly
-    ],
-)
-def test_running_statistics(variance: list[float], expected: list[tuple[str, str, str]]) -> None:
-    """Running statistics whose rms is four times that of the inputs, and stays so, are a finding."""
-    parameters: dict[str, Values] = {
-        **trained("fc"),
-        "bn/running_mean": {"rms": 0.1, "mean": 0.0},
-        "bn/running_var": {"rms": variance, "mean": variance},
-    }
-    layers: dict[str, Values] = {"fc": {"rms": 1.0}, "bn": {"rms": 1.0}}
-    assert brief(run(layers, parameters=parameters, graph=chain("fc", "bn", bn="BatchNorm1d"))) == expected
-
-
 @pytest.mark.parametrize(("decay", "rules"), [(0.1, ["decayed-norm"]), (0.0, []), (1e-4, [])])
 def test_decayed_norm(decay: float, rules: list[str]) -> None:
     """A norm whose weight shrinks is a note if weight decay explains a part of it."""
@@ -114,6 +82,40 @@ def test_decayed_norm(decay: float, rules: list[str]) -> None:
     found = run(parameters=norm, graph=chain("norm", norm="LayerNorm"), shapes=shapes)
     assert [each.rule for each in found] == rules
     assert all(each.is_note for each in found)
+
+
+@pytest.mark.parametrize(
+    ("decay", "rate", "optimizer", "alarm"),
+    [
+        (10.0, 1e-2, "AdamW", True),
+        (1.1, 1e-2, "AdamW", True),
+        (0.9, 1e-2, "AdamW", False),
+        (0.2, 0.1, "SGD", True),
+        (5e-4, 0.1, "SGD", False),
+        (10.0, 1e-2, "Adam", False),
+    ],
+)
+def test_weight_decay_too_strong(decay: float, rate: float, optimizer: str, alarm: bool) -> None:
+    """A decay of more than one percent of a weight per step is a finding, unless the optimizer normalizes it."""
+    parameters = trained("fc")
+    parameters["fc/weight"] = {**parameters["fc/weight"], "learning_rate": rate, "weight_decay": decay}
+    found = run(parameters=parameters, about={"groups": [{"optimizer": optimizer, "lr": rate}]})
+    assert brief(found) == [("warning", "weight-decay-too-strong", "fc")] * alarm
+    if alarm:
+        share = (
+            f"weight decay {decay:.3g} removes {decay * rate:.1%} of fc.weight in every step (learning rate {rate:.3g})"
+        )
+        assert found[0].verdict == share
+
+
+@pytest.mark.parametrize(
+    ("limit", "optimizer", "severity"), [(1e-5, "SGD", "warning"), (1e-5, "AdamW", "note"), (1e-4, "SGD", "note")]
+)
+def test_clipping_far_below_the_norm_is_a_warning_for_sgd(limit: float, optimizer: str, severity: str) -> None:
+    """Clipping that shrinks each gradient more than 1,000-fold is a warning if SGD alone uses the gradients."""
+    about = {"gradient_clip_val": limit, "gradient_clip_algorithm": "norm", "groups": [{"optimizer": optimizer}]}
+    (found,) = run(parameters=trained("fc"), about=about)
+    assert (found.rule, found.severity) == ("always-clipped", severity)
 
 
 @pytest.mark.parametrize(("limit", "rules"), [(1e-4, ["always-clipped"]), (1e-2, [])])

@@ -1,0 +1,128 @@
+"""Rules about normalization layers: running statistics that lag behind, and layers that do not normalize."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import RUNNING, Evidence, Rule
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
+
+
+def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Compare the running statistics with the mean and the std of what feeds the layer."""
+    for site in evidence.parameters.places:
+        feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
+        if len(feeds) != 1 or feeds[0] == INPUT:
+            continue
+        distances = _distances(rule, evidence, site.name, Site(feeds[0], "out"))
+        if distances is None:
+            continue
+        # In the beginning the running statistics follow from 0 and 1, so the distance shrinks.
+        first, last = distances[0], distances[-rule.persistence :]
+        if last.min() > np.log(rule.thresholds["factor"]) and last[-1] > 0.8 * first:
+            verdict = (
+                f"the running statistics of {site.name} are not those of its inputs: they differ "
+                f"{np.exp(last[-1]):.3g}-fold"
+            )
+            yield rule.found(evidence, evidence.parameters, site, verdict, statistic="mean", factor=np.exp(last[-1]))
+
+
+def _distances(
+    rule: Rule, evidence: Evidence, name: str, feed: Site
+) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+    """Return the distance of the logarithms of the rms that the running statistics and the inputs have."""
+    table, inputs = evidence.parameters, evidence.activations
+    mean, variance = (Site(name, path) for path in RUNNING)
+    if mean not in table.places or feed not in inputs.places:
+        return None
+    columns = [table.column(mean, "rms"), table.column(variance, "mean"), inputs.column(feed, "rms")]
+    steps = sorted(set.intersection(*(set(at.tolist()) for _, at in columns)))
+    if len(steps) < 2 * rule.persistence or steps[-1] < rule.thresholds["steps"]:
+        return None
+    mean_rms, variances, rms = (values[np.isin(at, steps)] for values, at in columns)
+    known = np.sqrt(mean_rms**2 + variances)
+    return np.abs(np.log(known / rms)) if (rms > 0).all() and (known > 0).all() else None
+
+
+def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table, parameters = evidence.activations, evidence.parameters
+    for site in table.places:
+        weight = Site(site.name, "weight")
+        if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
+            continue
+        low, high = _expected_rms(evidence, site.name)
+        values, at = table.column(site, "rms")
+        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
+        if len(common) < rule.persistence:
+            continue
+        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
+        limit = rule.thresholds["ratio"]
+        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
+            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
+            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
+            yield rule.found(
+                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
+            )
+
+
+def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
+
+    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
+    features with a small weight may have all of the variance.
+    """
+    parameters = evidence.parameters
+    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
+    bias = Site(name, "bias")
+    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
+    if len(offset) != len(rms):
+        offset = np.full(len(rms), offset.max(initial=0.0))
+    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
+    expected = np.sqrt(rms**2 + offset**2)
+    return expected, expected
+
+
+RULES = (
+    Rule(
+        name="norm-ineffective",
+        severity="warning",
+        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
+        thresholds={"ratio": 1.5},
+        persistence=2,
+        usual="0.9 to 1.1",
+        why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
+        next="Check that the module is in train mode, its eps, and the scale of its input.",
+        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
+        examine=_ineffective,
+        explains={
+            "norm-ineffective": ("any",),
+            "unlike-siblings": ("any",),
+            "scale-jump": ("downstream", "same"),
+            "train-differs": ("downstream", "same"),
+        },
+    ),
+    Rule(
+        name="running-statistics",
+        severity="warning",
+        statistic="root of the mean square of the inputs that the running statistics of a BatchNorm stand for",
+        thresholds={"factor": 4.0, "steps": 50},
+        persistence=3,
+        usual="within a factor of 1.5",
+        why="A momentum that is too small, or a BatchNorm whose statistics are not updated.",
+        next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
+        false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
+        examine=_running_statistics,
+        explains={"train-differs": ("any",)},
+    ),
+)
