@@ -302,12 +302,12 @@ def learning_rate_of_all_layers(task: Any) -> None:
     task.optimizer = adam(0.3)
 
 
-@fault("vision_transformer", "head", "weight-drift")
+@fault("vision_transformer", "head", "weight-decay-too-strong")
 def weight_decay_of_the_head(task: Any) -> None:
     with_slow_group(task, task.net.head, weight_decay=80.0)
 
 
-@fault("regression", "fc1 fc2 head", "weight-drift vanishing-gradient")
+@fault("regression", "fc1 fc2 head", "weight-decay-too-strong")
 def weight_decay_everywhere(task: Any) -> None:
     task.optimizer = sgd(0.1, weight_decay=0.3)
 
