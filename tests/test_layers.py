@@ -204,3 +204,9 @@ def test_private_names_of_torch_are_used_in_one_file(name: str) -> None:
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if name in path.read_text(encoding="utf-8")
     ]
     assert [user for user in users if user != "internals/autograd.py"] == []
+
+
+def test_no_module_is_long() -> None:
+    """A module of the package has at most 450 lines."""
+    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {path: length for path, length in lengths.items() if length > 450} == {}

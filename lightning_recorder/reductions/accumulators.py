@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
-from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.base import Reduction, UnequalBatchError
 from lightning_recorder.reductions.nested_values import as_tensor, copied, nbytes_of, tensors_in, trimmed
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Fold",
     "MergeableAccumulator",
     "Metric",
-    "UnequalBatchError",
     "make_accumulator",
     "make_mergeable",
 ]
@@ -48,10 +47,6 @@ class Metric(Protocol):
 
     def reset(self) -> object:
         """Clear the state."""
-
-
-class UnequalBatchError(ArgumentError):
-    """A function cannot combine batches of different sizes; the value is unchanged."""
 
 
 class Accumulator(ABC):

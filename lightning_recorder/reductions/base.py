@@ -16,9 +16,13 @@ from typing_extensions import Self, override
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Reduction", "ScalarReduction", "merged_along", "slots_of_all", "without_autocast"]
+__all__ = ["Reduction", "ScalarReduction", "UnequalBatchError", "merged_along", "slots_of_all", "without_autocast"]
 
 _ROWS = "the state has the shape [..., width]: write state[..., 0] for the first slot"
+
+
+class UnequalBatchError(ArgumentError):
+    """A function cannot combine batches of different sizes; the value is unchanged."""
 
 
 class Reduction(ABC):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.reductions.accumulators import MergeableAccumulator, UnequalBatchError
-from lightning_recorder.reductions.base import without_autocast
+from lightning_recorder.reductions.accumulators import MergeableAccumulator
+from lightning_recorder.reductions.base import UnequalBatchError, without_autocast
 from lightning_recorder.reductions.user import UserReduction
 from lightning_recorder.taps import Site
 

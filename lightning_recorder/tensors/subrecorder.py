@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, did_you_mean, warn
-from lightning_recorder.reductions.accumulators import Accumulator, UnequalBatchError
-from lightning_recorder.reductions.base import without_autocast
+from lightning_recorder.reductions.accumulators import Accumulator
+from lightning_recorder.reductions.base import UnequalBatchError, without_autocast
 from lightning_recorder.taps import Receiver, Site, Tap
 
 __all__ = ["RecordedData", "SubRecorder"]
