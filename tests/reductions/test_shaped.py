@@ -79,7 +79,8 @@ def test_moments_of_images_by_hand() -> None:
     second = torch.tensor([[[[3.0, 3.0]], [[2.0, 2.0]]]])
     found = computed(ChannelMoments, first, second)
     assert found["channel_mean"] == [2.0, 2.0]
-    assert found["channel_std"] == [1.0, math.sqrt(2)]
+    # torch rounds a root up to one bit differently on some processors.
+    assert found["channel_std"] == [1.0, pytest.approx(math.sqrt(2), rel=1e-15)]
 
 
 def test_moments_of_features_by_hand() -> None:
