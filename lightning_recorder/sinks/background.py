@@ -11,6 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_recorder.internals.threads import compute_alone
 from lightning_recorder.sinks.base import Sink, UniformSink
 
 __all__ = ["BackgroundQueue", "DeferredSink", "for_any_thread"]
@@ -116,6 +117,7 @@ class BackgroundQueue:
             self._run_job(self._jobs.get())
 
     def _work(self) -> None:
+        compute_alone()
         while True:
             try:
                 job = self._jobs.get(timeout=self.idle_s)

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from typing_extensions import Self
 
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.internals.threads import compute_alone
 from lightning_recorder.statistics.packing import Contribution, Decoder, Encoder
 
 __all__ = ["RankChannel"]
@@ -158,6 +159,7 @@ class RankChannel:
             self._jobs.put(None)
 
     def _run(self) -> None:
+        compute_alone()
         with pause_recording(), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 try:
