@@ -36,7 +36,7 @@ _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 _NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 
 
-def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floats:
+def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_latest: bool = False) -> Floats:
     """Return how unusual each site is, ``[sites]`` float64; from 1 on it stands out.
 
     The logarithm of each size is compared with that of the same tensor in the neighboring blocks (modules at the same
@@ -51,6 +51,8 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
         values: The statistics by name, ``[sites, steps]``; NaN if a site was not recorded. ``nan_count`` and
             ``inf_count`` mark sites with such values. From ``min`` and ``max`` the largest magnitude is compared, and
             the share of values other than 0 from ``zero_fraction``. All others that are positive are sizes.
+        is_latest: Only compare the last step with other sites and with the steps before, because the degrees of the
+            steps before are known. This takes a third of the time for eight steps.
 
     Example:
         >>> sites = [(f"blocks.{place}.fc", "out") for place in range(8)]
@@ -63,10 +65,10 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
     tables = {name: table for name, table in tables.items() if not np.isnan(table).all()}
     if not sites or not tables:
         return degrees
-    groups = _groups(tuple(map(_parts, sites)))
+    groups = _groups(tuple(sites))
     with np.errstate(all="ignore"):
         if sizes := _sizes(tables):
-            degrees = _degrees(*_log10(np.stack(sizes, axis=1)), groups)
+            degrees = _degrees(*_log10(np.stack(sizes, axis=1)), groups, is_latest=is_latest)
         if "zero_fraction" in tables:
             degrees = np.maximum(degrees, _empty(tables["zero_fraction"][:, -1], groups))
         degrees = np.maximum(degrees, _missing(list(tables.values()), groups))
@@ -128,8 +130,8 @@ class _Groups:
 
 
 @lru_cache(maxsize=64)  # the same sites recur in every record
-def _groups(names: tuple[tuple[str, str], ...]) -> _Groups:
-    return _Groups(names)
+def _groups(sites: tuple[Hashable, ...]) -> _Groups:
+    return _Groups(tuple(map(_parts, sites)))
 
 
 def _parts(site: Hashable) -> tuple[str, str]:
@@ -170,17 +172,18 @@ def _log10(sizes: Floats) -> tuple[Floats, Floats]:
     return np.where(zero, floor[:, None], logs), np.where(zero.any(axis=(0, 2)), floor, -np.inf)[:, None]
 
 
-def _degrees(logs: Floats, floor: Floats, groups: _Groups) -> Floats:
+def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -> Floats:
     """Return the largest degree of each site, ``[sites]``.
 
     Args:
         logs: The logarithms, ``[sites, statistics, steps]``.
         floor: The logarithm of zero, ``[statistics, 1]``.
         groups: The sites to compare a site with.
+        is_latest: Compare only the last step with the neighbors.
     """
     found = np.zeros(len(logs))
     for group in groups.equal:
-        some = logs[group]
+        some = logs[..., -1:][group] if is_latest else logs[group]
         apart = _unless_common_zero(some, _around(some), floor)
         each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
         each[[0, -1]] /= _AT_THE_END

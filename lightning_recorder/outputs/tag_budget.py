@@ -158,7 +158,8 @@ class TagBudget:
         steps = [before for known, before in self._past if known == sites] + [values]
         self._past.append((sites, values))
         table = np.stack(steps, axis=-1)
-        degrees = unusualness(sites, {name: table[:, column] for column, name in enumerate(COMPARED)})
+        columns = {name: table[:, column] for column, name in enumerate(COMPARED)}
+        degrees = unusualness(sites, columns, is_latest=True)
         most: dict[str, float] = {}
         for place in standing_out(degrees):
             most.setdefault(self._key(sites[place]), float(degrees[place]))

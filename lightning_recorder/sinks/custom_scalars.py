@@ -43,13 +43,38 @@ class _Chart:
         self.statistic = statistic
         self.lines: list[_Line] = []
 
+    @property
+    def sites(self) -> tuple[tuple[str, str], ...]:
+        """The module and the path of each line."""
+        return tuple((line.module, line.path) for line in self.lines)
+
+
+class _Comparison(NamedTuple):
+    """The charts of a group that show the same sites, with more lines than TensorBoard can tell apart."""
+
+    group: str
+    sites: tuple[tuple[str, str], ...]
+    tags: Mapping[str, list[str]]
+    """The tags of each statistic, in the order of the sites."""
+
+    @classmethod
+    def of(cls, group: str, charts: Iterable[_Chart]) -> list[_Comparison]:
+        """Return the comparisons of a group."""
+        found: dict[tuple[tuple[str, str], ...], dict[str, list[str]]] = {}
+        for chart in charts:
+            if len(chart.lines) > _MOST_LINES:
+                found.setdefault(chart.sites, {})[chart.statistic] = [line.tag for line in chart.lines]
+        return [cls(group, sites, tags) for sites, tags in found.items()]
+
     def degrees(self, values: Mapping[str, float]) -> Floats:
-        """Return how unusual the values of each line are, ``[lines]``."""
-        found = np.array([values.get(line.tag, math.nan) for line in self.lines], dtype=np.float64)
-        sites = [(line.module, line.path) for line in self.lines]
-        # The relative update of a parameter that was zero is infinite, which is no fault.
-        bad = (np.isinf(found) & (self.statistic != "update_ratio")).astype(np.float64)
-        return unusualness(sites, {self.statistic: found[:, None], "inf_count": bad[:, None]})
+        """Return how unusual the values of each site are, ``[sites]``."""
+        tables, bad = {}, np.zeros((len(self.sites), 1))
+        for statistic, tags in self.tags.items():
+            found = np.array([values.get(tag, math.nan) for tag in tags], dtype=np.float64)[:, None]
+            tables[statistic] = found
+            if statistic != "update_ratio":  # that of a parameter that was zero is infinite, which is no fault
+                bad += np.isinf(found)
+        return unusualness(self.sites, {**tables, "inf_count": bad})
 
 
 class Dashboard:
@@ -67,6 +92,7 @@ class Dashboard:
     def __init__(self, directory: str | Path | None = None) -> None:
         self._directory = None if directory is None else Path(directory)
         self._charts: dict[str, dict[str, _Chart]] = {}
+        self._comparisons: list[_Comparison] = []
         self._degrees: dict[tuple[str, str], float] = {}  # of the modules that stand out, by group and module
         self._seen: set[str] = set()
         self._may_write: bool | None = None
@@ -84,6 +110,9 @@ class Dashboard:
             if not self._seen.issuperset(scalars):  # False in nearly every call
                 self._is_changed |= self._add_lines(tag for tag in scalars if tag not in self._seen)
                 self._seen.update(scalars)
+                self._comparisons = [
+                    each for group, charts in self._charts.items() for each in _Comparison.of(group, charts.values())
+                ]
             self._is_changed |= self._note_unusual(scalars)
             if self._is_changed and self._may_write:
                 self._is_changed = not write(self._layout())
@@ -104,13 +133,12 @@ class Dashboard:
     def _note_unusual(self, scalars: Mapping[str, float]) -> bool:
         """Note the modules that stand out. Return True if there is a new one."""
         before = len(self._degrees)
-        for group, charts in self._charts.items():
-            for chart in charts.values():
-                if len(chart.lines) > _MOST_LINES and any(line.tag in scalars for line in chart.lines):
-                    degrees = chart.degrees(scalars)
-                    for place in standing_out(degrees):
-                        key = group, chart.lines[place].module
-                        self._degrees[key] = max(self._degrees.get(key, 0.0), float(degrees[place]))
+        for compared in self._comparisons:
+            if any(tag in scalars for tags in compared.tags.values() for tag in tags):
+                degrees = compared.degrees(scalars)
+                for place in standing_out(degrees):
+                    key = compared.group, compared.sites[place][0]
+                    self._degrees[key] = max(self._degrees.get(key, 0.0), float(degrees[place]))
         return len(self._degrees) > before
 
     def _layout(self) -> dict[str, dict[str, list[str]]]:
