@@ -61,9 +61,10 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, Floats]]:
-    for place, site in enumerate(group):
-        others = np.array([values[each] for each in group if each != site])
-        value = values[site]
+    known = np.array([values[site] for site in group])
+    # Nothing but the largest and the smallest value can be far from all others.
+    for place in sorted({int(known.argmin()), int(known.argmax())}):
+        site, value, others = group[place], float(known[place]), np.delete(known, place)
         if not (value > 0 and np.isfinite(others).all() and (others > 0).all()):
             continue
         # The first and the last block have other neighbors, so more is normal there.

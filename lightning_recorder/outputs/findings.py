@@ -350,8 +350,10 @@ class ExaminedRecords(RecordConsumer):
         if not calls:
             return []
         seen = calls[::-1] if self._group == "gradients" else calls
-        known = set(self._sites)
-        return [*(site for site in seen if site in known), *(site for site in self._sites if site not in set(calls))]
+        if tuple(seen) == self._sites:  # in nearly every record
+            return []
+        known, called = set(self._sites), set(calls)
+        return [*(site for site in seen if site in known), *(site for site in self._sites if site not in called)]
 
 
 def _report_s(run: Run) -> float:

@@ -23,6 +23,8 @@ Integers = NDArray[np.int64]
 
 _HALF = BINS // 2
 _SHIFT = BINS.bit_length() - 1
+_MOST_ENTRIES = 1 << 15  # encoded at a time, so that the temporaries stay small and in the caches
+_FEW_ROWS = 16  # a part that leaves out fewer histograms shares what is computed from all of them
 _CENTER = FINITE_BINS - BINS_PER_OCTAVE  # the bin between the edges that holds zero and the subnormals
 
 
@@ -62,6 +64,7 @@ class SparseCounts:
     def __init__(self, counts: NDArray[Any]) -> None:
         self._entries = _Entries.of(counts)
         self._rows = np.arange(len(counts))
+        self._left_out = 0  # the number of histograms of a record that this part of it does not have
 
     @classmethod
     def of_entries(cls, sizes: Integers, bins: NDArray[Any], counts: NDArray[Any]) -> SparseCounts:
@@ -75,13 +78,13 @@ class SparseCounts:
         found = object.__new__(cls)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)))
         found._entries = _Entries(starts, bins.astype(np.int64), counts.astype(np.int64))
-        found._rows = np.arange(len(sizes))
+        found._rows, found._left_out = np.arange(len(sizes)), 0
         return found
 
     def take(self, rows: Integers) -> SparseCounts:
         """Return the histograms of some rows, in this order."""
         found = object.__new__(SparseCounts)
-        found._entries, found._rows = self._entries, self._rows[rows]
+        found._entries, found._rows, found._left_out = self._entries, self._rows[rows], len(self) - len(rows)
         return found
 
     def __len__(self) -> int:
@@ -111,6 +114,8 @@ class SparseCounts:
         Each result equals that of :meth:`Histogram.coarsened`, except that a histogram without finite values has no
         bins.
         """
+        if self._left_out > _FEW_ROWS:
+            return self._entries.take(self._rows).coarsened(most)
         found = self._entries.coarsened(most)
         return [found[row] for row in self._rows.tolist()]
 
@@ -137,9 +142,35 @@ class _Entries:
         starts = np.searchsorted(flat, np.arange(len(counts) + 1) << _SHIFT)
         return cls(starts, bins, counts[rows, bins].astype(np.int64))
 
+    def take(self, rows: Integers) -> _Entries:
+        """Return the histograms of some rows, in this order."""
+        first, sizes = self.starts[rows], np.diff(self.starts)[rows]
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes)))
+        places = np.repeat(first - starts[:-1], sizes) + np.arange(starts[-1])
+        return _Entries(starts, self.bins[places], self.counts[places])
+
+    def _pieces(self) -> Iterator[_Entries]:
+        """Yield some histograms at a time."""
+        number, first = len(self.starts) - 1, 0
+        while first < number:
+            last = int(np.searchsorted(self.starts, self.starts[first] + _MOST_ENTRIES, side="right")) - 1
+            last = min(max(last, first + 1), number)
+            where = slice(self.starts[first], self.starts[last])
+            yield _Entries(self.starts[first : last + 1] - self.starts[first], self.bins[where], self.counts[where])
+            first = last
+
     @cached_property
     def packed(self) -> tuple[bytes, list[int]]:
         """All histograms as pairs of gap and count in LEB128, and the first byte of each, with the number of bytes."""
+        parts, starts, size = [], [0], 0
+        for piece in self._pieces():
+            packed, ends = piece._packed()
+            parts.append(packed)
+            starts += [size + end for end in ends[1:]]
+            size += len(packed)
+        return b"".join(parts), starts
+
+    def _packed(self) -> tuple[bytes, list[int]]:
         gaps = np.diff(self.bins, prepend=-1) - 1
         first = self.starts[:-1][np.diff(self.starts) > 0]
         gaps[first] = self.bins[first]
@@ -164,7 +195,7 @@ class _Entries:
         """Return all histograms in at most ``most`` bins."""
         found = self._coarse.get(most)
         if found is None:
-            found = self._coarse[most] = self._coarsened(most)
+            found = self._coarse[most] = [each for piece in self._pieces() for each in piece._coarsened(most)]
         return found
 
     @cached_property

@@ -209,9 +209,7 @@ def _extended(
     return table
 
 
-# torch parallelizes operations on more elements than this. In the writer thread, its threads would compete with the
-# threads of the training.
-_FEW_ELEMENTS = (1 << 15) - 1
+_MOST_ELEMENTS = 1 << 15  # summarized at a time, so that the temporaries stay in the caches
 
 
 @torch.no_grad()
@@ -256,10 +254,7 @@ def _summaries(groups: Sequence[Collected[Site]]) -> tuple[Columns, SparseCounts
     if len(small) == len(groups) and are_scalars_enough(reduction):
         others, *entries = (np.concatenate(part) for part in zip(*(group.parts for group in small), strict=True))
         return _columns(reduction, torch.from_numpy(others)), SparseCounts.of_entries(*entries)
-    # With numpy, since torch would start a pool of threads for the writer thread, which slows the one that trains.
-    joined = [group.states.numpy() for group in groups]
-    states = torch.from_numpy(joined[0] if len(joined) == 1 else np.concatenate(joined))
-    del joined
+    states = groups[0].states if len(groups) == 1 else torch.cat([group.states for group in groups])
     counts = SparseCounts(states[:, HISTOGRAM : HISTOGRAM + BINS].numpy())
     return _columns(reduction, states), counts
 
@@ -286,7 +281,7 @@ def _columns(reduction: Reduction, states: Tensor) -> Columns:
     if scalars is not None and are_scalars_enough(reduction):
         summaries = [scalars.summarize(states[:, : scalars.width])]
     else:  # quantiles or a sample, which need the counts
-        some = max(1, _FEW_ELEMENTS // max(1, reduction.width))
+        some = max(1, _MOST_ELEMENTS // max(1, reduction.width))
         summaries = [reduction.summarize(part) for part in states.split(some)]
     names = [name for name in summaries[0] if name not in DERIVED_STATISTICS and name != _BINS]
     return {name: torch.cat([summary[name] for summary in summaries]).numpy() for name in names}
@@ -296,7 +291,7 @@ def _by_site(
     group: Collected[Site],
 ) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """Yield the scalars and the tensors of each site, from states that are summarized together."""
-    some = max(1, _FEW_ELEMENTS // max(1, group.reduction.width))
+    some = max(1, _MOST_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
         summary = group.reduction.summarize(group.states[first : first + some])
         columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1}

@@ -28,7 +28,7 @@ from lightning_recorder.outputs import (
 )
 from lightning_recorder.recordings import writer
 from lightning_recorder.reductions import Norms, SparseCounts
-from lightning_recorder.sinks import MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
+from lightning_recorder.sinks import BackgroundQueue, MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.statistics.snapshot import statistics_of
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
@@ -463,7 +463,7 @@ def test_a_killed_run_has_the_records_before_its_checkpoint(tmp_path: Path) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="lists the threads in /proc")
 def test_joined_records_start_no_threads_of_torch() -> None:
     """The statistics of records of many sites, computed in the writer thread, start no pool of threads there."""
-    names = tuple(f"m{place}" for place in range(20))
+    names = tuple(f"m{place}" for place in range(100))
     snapshots = [record(step, names=names).snapshot for step in range(3)]
     started: set[Path] = set()
     tables: list[StatisticsTable] = []
@@ -476,9 +476,9 @@ def test_joined_records_start_no_threads_of_torch() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        writer_thread = threading.Thread(target=work)
-        writer_thread.start()
-        writer_thread.join()
+        queue = BackgroundQueue()
+        queue.submit(work)
+        queue.drain()
     finally:
         torch.set_num_threads(threads)
     assert len(tables) == 3

@@ -17,6 +17,7 @@ from lightning_recorder.reductions import (
     SparseCounts,
     Statistics,
     TaggedHistograms,
+    sparse,
     sums_of,
     to_histogram,
 )
@@ -43,16 +44,31 @@ def alone(counts: Tensor) -> Histogram:
     return to_histogram({"count": 1.0, "mean": 1.0, "rms": 1.0, "min": 1.0, "max": 1.0}, counts)
 
 
-@given(counts=COUNTS, order=st.randoms(use_true_random=False), most=st.sampled_from([1, 2, 3, 64]))
-def test_many_histograms_equal_single_ones(counts: list[dict[int, int]], order: object, most: int) -> None:
-    """Packed, coarsened and dense histograms equal those made one by one, in any order of the rows."""
+@given(
+    counts=COUNTS,
+    order=st.randoms(use_true_random=False),
+    most=st.sampled_from([1, 2, 3, 64]),
+    left_out=st.integers(0, 3),
+    entries=st.sampled_from([1, 20, 1 << 15]),
+)
+def test_many_histograms_equal_single_ones(
+    counts: list[dict[int, int]], order: object, most: int, left_out: int, entries: int
+) -> None:
+    """Packed, coarsened and dense histograms equal those made one by one, in any order and selection of the rows.
+
+    This holds however many entries are encoded at a time, and whether or not a selection is encoded on its own.
+    """
     rows = list(range(len(counts)))
     order.shuffle(rows)  # type: ignore[attr-defined]  # a random.Random
+    rows = rows[left_out:]
     expected = dense(counts)[rows]
     found = SparseCounts(dense(counts).double().numpy()).take(np.array(rows, dtype=np.int64))
-    assert len(found) == len(counts)
-    assert found.packed() == [packed_counts(each) for each in expected]
-    coarse = found.coarsened(most)
+    assert len(found) == len(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "_MOST_ENTRIES", entries)
+        patch.setattr(sparse, "_FEW_ROWS", 1)
+        assert found.packed() == [packed_counts(each) for each in expected]
+        coarse = found.coarsened(most)
     for row, each in enumerate(expected):
         assert torch.equal(found.dense(row), each)
         one = alone(each).coarsened(most)
