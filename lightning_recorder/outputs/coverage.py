@@ -90,7 +90,8 @@ class Coverage:
     def missing_reasons(self) -> dict[str, str]:
         """Return the reason for each module without a record, the most important reasons first."""
         parents = _parents(self.root)
-        missing = [name for name in (*self.modules, *self.skipped) if name not in self.fired]
+        fired = set(self.fired)
+        missing = [name for name in (*self.modules, *self.skipped) if name not in fired]
         if self.of == "parameters":
             missing = [name for name in missing if name in self.skipped or any(own_parameters(self.modules[name]))]
         why = {name: self._missing_reason(name, parents.get(name)) for name in missing if not self._is_idle_loss(name)}

@@ -30,7 +30,9 @@ class _Plan(NamedTuple):
     schema: TableSchema
     lacking: NDArray[np.bool_] | None
     shown: NDArray[np.int64]
-    scalars: Mapping[str, tuple[int, int]]
+    scalar_tags: Sequence[str]
+    scalar_places: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """The rows and the columns of their values."""
     histogram_tags: Sequence[str]
     candidates: tuple[Site, ...]
     """The sites among which the budget chooses."""
@@ -120,8 +122,7 @@ class SinkFormatter:
             self._write_overflow(sink, record, found)
             return
         plan = self._plan(record, found)
-        numbers = found.numbers.tolist()
-        scalars = {tag: numbers[row][column] for tag, (row, column) in plan.scalars.items()}
+        scalars = dict(zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True))
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
@@ -169,7 +170,9 @@ class SinkFormatter:
         rows = np.array(self._candidates(found), dtype=np.int64)
         size = 0 if self._budget is None else self._budget.size
         sites = tuple(found.sites[row] for row in rows)
-        return _Plan(found.schema, found.lacking, shown, tags, histograms, sites, rows, size)
+        places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
+        scalars = tuple(tags), (places[:, 0], places[:, 1])
+        return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: StatisticsTable) -> list[int]:
         """Return the rows of the sites that may be shown."""
