@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy as np
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES", "gradient_norms", "without_gradient"]
+__all__ = ["RULES", "gradient_norms", "last_behind", "without_gradient"]
 
 _SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
 
@@ -95,8 +96,10 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         return
     wiring = evidence.wiring
     frontiers: dict[str, list[str]] = {}
-    for name in lost:
-        frontiers.setdefault(_frontier(evidence, name), []).append(name)
+    reached = {site.name for site, rms in evidence.medians(evidence.gradients, "rms").items() if rms > 0}
+    lasts = last_behind(wiring, lost, reached) if len(evidence.gradients) else {name: name for name in lost}
+    for name, last in lasts.items():
+        frontiers.setdefault(last, []).append(name)
     for alike in _alike(_without_containers(frontiers)):
         frontier, names = alike[0][0], [name for _, names in alike for name in names]
         after = wiring.outputs.get(frontier, ())
@@ -132,22 +135,28 @@ def _without_containers(frontiers: dict[str, list[str]]) -> dict[str, list[str]]
     return found
 
 
-def _frontier(evidence: Evidence, name: str) -> str:
-    """Return the last module behind this one, along the edges, whose output gets no gradient either."""
-    table, wiring = evidence.gradients, evidence.wiring
-    if not len(table):
-        return name
-    middle = evidence.medians(table, "rms")
-    reached = {site.name for site, rms in middle.items() if rms > 0}
-    behind = [each for each in wiring.downstream(name) if each not in reached]
-    # Only modules that are connected through modules without a gradient, such as a pooling between two layers.
-    connected, todo = {name}, [name]
-    while todo:
-        for each in wiring.outputs.get(todo.pop(), ()):
-            if each in behind and each not in connected:
-                connected.add(each)
-                todo.append(each)
-    return max(connected, key=lambda each: wiring.order.get(each, -1))
+def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]) -> dict[str, str]:
+    """Return for each module the last one behind it, along the edges, whose output gets no gradient either.
+
+    Args:
+        wiring: The edges.
+        names: The modules.
+        reached: The modules whose outputs get a gradient. The others connect a module with those behind it, such as a
+            pooling between two layers.
+    """
+    found: dict[str, str] = {}
+    # From the last module on, each one gives its name to all that lead to it and have none yet.
+    for last in sorted({*wiring.inputs, *names}, key=lambda each: wiring.order.get(each, -1), reverse=True):
+        if last in found:
+            continue
+        found[last], todo = last, [last]
+        while todo:
+            here = todo.pop()
+            for before in () if here in reached else wiring.inputs.get(here, ()):
+                if before not in found:
+                    found[before] = last
+                    todo.append(before)
+    return {name: found[name] for name in names}
 
 
 def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:

@@ -180,7 +180,7 @@ def _before_first(
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
     """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
-    return all(after.name in evidence.wiring.downstream(site.name) for site, after in pairwise(group))
+    return all(evidence.wiring.leads(site.name, after.name) for site, after in pairwise(group))
 
 
 def _blocks(names: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -115,6 +115,16 @@ class Wiring:
     def upstream(self, name: str) -> set[str]:
         """Return the modules that feed a module, directly or through others, and itself."""
         return _reach(name, self.inputs)
+
+    def leads(self, name: str, to: str) -> bool:
+        """Return True if a module feeds another one, directly or through others, or if they are the same."""
+        found, todo = {name}, deque([name])
+        while todo and to not in found:
+            for each in self.outputs.get(todo.popleft(), ()):
+                if each not in found:
+                    found.add(each)
+                    todo.append(each)
+        return to in found
 
     def after(self, call: int) -> set[int]:
         """Return the calls that depend on a call, and the call itself."""

@@ -96,6 +96,8 @@ class RunFindings:
         self._said: set[tuple[str, str, str]] = set()
         self._joined: set[str] = set()
         self._watched: list[Finding] = []
+        self._current: list[Finding] = []
+        self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
         self._findings: list[Finding] = []  # when the run has ended
 
     def __contains__(self, label: object) -> bool:
@@ -132,10 +134,12 @@ class RunFindings:
 
     def current(self) -> list[Finding]:
         """Return the findings so far, without notes; none after an error."""
-        found: list[Finding] = []
         with self._lock:
-            self._contained(lambda: found.extend(each for each in self._examined() if not each.is_note))
-        return found
+            if self._current_of != (self._records, len(self._watched)):  # the recorders all ask at the end
+                self._current = []
+                self._contained(lambda: self._current.extend(each for each in self._examined() if not each.is_note))
+                self._current_of = self._records, len(self._watched)
+            return list(self._current)
 
     def report(self, finding: Finding) -> None:
         """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""

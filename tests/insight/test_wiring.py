@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_recorder import capture_graph
+from lightning_recorder.insight.backward import last_behind
 from lightning_recorder.insight.wiring import INPUT, Wiring, families
 
 
@@ -84,3 +87,37 @@ def test_families_have_the_same_place_and_structure() -> None:
     ]
     assert families({f"fc{number}": (8, 8) for number in range(3)}, 4) == []
     assert families({f"fc{number}": (8, 8) for number in range(4)}, 4) == [[f"fc{number}" for number in range(4)]]
+
+
+LETTERS = "abcdef"
+
+
+@st.composite
+def wirings(draw: st.DrawFn) -> Wiring:
+    """Calls of some modules in any order, each fed by any calls before it."""
+    wiring = Wiring(list(LETTERS))
+    wiring.calls = draw(st.lists(st.sampled_from(LETTERS), max_size=10))
+    wiring.producers = [
+        frozenset(draw(st.sets(st.integers(-1, call - 1), max_size=3))) for call in range(len(wiring.calls))
+    ]
+    return wiring
+
+
+@given(wiring=wirings(), reached=st.sets(st.sampled_from(LETTERS)))
+def test_the_last_module_behind_another_one(wiring: Wiring, reached: set[str]) -> None:
+    """It is the last one that edges lead to, through nothing but modules without a gradient."""
+    expected = {}
+    for name in LETTERS:
+        behind, before = {name}, set[str]()
+        while behind != before:
+            before = set(behind)
+            behind |= {each for here in before for each in wiring.outputs.get(here, ()) if each not in reached}
+        expected[name] = max(behind, key=lambda each: wiring.order[each])
+    assert last_behind(wiring, LETTERS, reached) == expected
+
+
+@given(wiring=wirings())
+def test_a_module_leads_to_those_downstream(wiring: Wiring) -> None:
+    """One module leads to another one if that is downstream of it."""
+    for name in LETTERS:
+        assert {to for to in LETTERS if wiring.leads(name, to)} == wiring.downstream(name)
