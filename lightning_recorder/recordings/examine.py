@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,7 +83,7 @@ def records_of(label: str, series: Series) -> Iterator[SiteRecords]:
                 dtypes=layout.dtypes,
                 shapes=layout.shapes,
                 values=_values(entry.row, columns),
-                histogram=partial(_histogram, own, step),
+                histogram=_histograms(own, step),
                 about=entry.row.about,
             )
             yield found.in_order(calls_of(entry.row))
@@ -106,9 +106,14 @@ def _values(row: Row, columns: list[int]) -> np.ndarray[tuple[int, ...], np.dtyp
     return values
 
 
-def _histogram(series: Series, step: int, site: Site) -> Histogram | None:
-    packed = series.packed_counts(step)[site]
-    scalars = series[site].scalars(step)
-    if packed is None or any(name not in scalars for name in _FOR_HISTOGRAM):
-        return None
-    return to_histogram(scalars, unpack_counts(packed))
+def _histograms(series: Series, step: int) -> Callable[[Site], Histogram | None]:
+    """Return a function that returns the histogram of a site in a record, whose line is read on the first call."""
+    packed = cache(partial(series.packed_counts, step))
+
+    def histogram(site: Site) -> Histogram | None:
+        counts, scalars = packed()[site], series[site].scalars(step)
+        if counts is None or any(name not in scalars for name in _FOR_HISTOGRAM):
+            return None
+        return to_histogram(scalars, unpack_counts(counts))
+
+    return histogram
