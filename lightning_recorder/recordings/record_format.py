@@ -24,7 +24,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,12 @@ class RecordSchema:
         """The index of each site."""
         return {site: place for place, site in enumerate(self.sites)}
 
+    @cached_property
+    def line(self) -> bytes:
+        """The ``layout`` of a line, which is the same in nearly all records of a run, as JSON."""
+        entries = zip(self.sites, self.dtypes, self.shapes, strict=True)
+        return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -216,30 +222,29 @@ class SiteTable:
 def record_line(about: Mapping[str, Any], sites: SiteTable) -> bytes:
     """Return the line of a record."""
     about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
-    sizes = [None if each is None else len(each) for each in sites.counts]
-    # Counts hardly repeat. Huffman codes alone take a quarter of the time of the fastest search for repeated bytes, and
-    # make the bins as small. With a window of 4 KiB, the compressor takes so little memory that the system does not
-    # have to provide it for each record.
-    compressor = zlib.compressobj(1, zlib.DEFLATED, 12, 8, zlib.Z_HUFFMAN_ONLY)
-    bins = compressor.compress(b"".join(filter(None, sites.counts))) + compressor.flush()
+    counts = b"".join(filter(None, sites.counts))
     fields: dict[str, Any] = {
         "columns": sites.layout.columns,
         "values": to_base64(sites.values),
-        "sizes": sizes,
-        "bins": to_base64(bins),
+        "sizes": [None if each is None else len(each) for each in sites.counts],
+        "bins": to_base64(_compressed(counts)) if counts else _NO_BINS,
     }
     if sites.further:
         fields["further"] = {
             place: {name: _plain(value) for name, value in scalars.items()} for place, scalars in sites.further.items()
         }
-    return b"".join((_line({**about, **fields})[:-2], b',"layout":', _layout(sites.layout), b"}\n"))
+    return b"".join((_line({**about, **fields})[:-2], b',"layout":', sites.layout.line, b"}\n"))
 
 
-@lru_cache(maxsize=32)
-def _layout(layout: RecordSchema) -> bytes:
-    """Return the layout as JSON. It is the same in nearly all records of a run."""
-    entries = zip(layout.sites, layout.dtypes, layout.shapes, strict=True)
-    return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
+def _compressed(counts: bytes) -> bytes:
+    # Counts hardly repeat. Huffman codes alone take a quarter of the time of the fastest search for repeated bytes, and
+    # make the bins as small. With a window of 4 KiB, the compressor takes so little memory that the system does not
+    # have to provide it for each record.
+    compressor = zlib.compressobj(1, zlib.DEFLATED, 12, 8, zlib.Z_HUFFMAN_ONLY)
+    return compressor.compress(counts) + compressor.flush()
+
+
+_NO_BINS = to_base64(_compressed(b""))
 
 
 def _little_endian(values: array[float]) -> array[float]:
@@ -249,9 +254,12 @@ def _little_endian(values: array[float]) -> array[float]:
     return values
 
 
+# ASCII escapes preserve lone surrogates in names, too.
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
 def _line(record: Any) -> bytes:
-    # ASCII escapes preserve lone surrogates in names, too.
-    return (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
+    return f"{_encode(record)}\n".encode("ascii")
 
 
 def _plain(value: float) -> float | str:

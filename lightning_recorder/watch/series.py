@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
+from lightning_recorder.taps import Site
 
 __all__ = ["StepSeries"]
 
@@ -72,7 +74,7 @@ class StepSeries:
                     self._has_begun = True
                     self._writer.begin(label=self._label, group=self._label)
                 self._writer.write_all(
-                    ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, _sites(loss, norm))
+                    ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, _table(loss, norm))
                     for step, epoch, loss, norm in rows
                 )
             except OSError as error:
@@ -84,9 +86,11 @@ class StepSeries:
                     self._sink.write_scalars(step, _scalars(self._label, loss, norm))
 
 
-def _sites(loss: float, norm: float) -> list[SiteRecord]:
-    values = {"loss": loss, "grad_norm": norm}
-    return [SiteRecord(name, "out", {"value": value}) for name, value in values.items()]
+_LAYOUT = RecordSchema((Site("loss", "out"), Site("grad_norm", "out")), (None, None), (None, None), ("value",))
+
+
+def _table(loss: float, norm: float) -> SiteTable:
+    return SiteTable(_LAYOUT, struct.pack("<2d", loss, norm), (None, None))
 
 
 def _scalars(label: str, loss: float, norm: float) -> dict[str, float]:
