@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,6 +42,7 @@ _MOST_ROWS = 512
 _FEWEST_ROWS = 128
 _MOST_VALUES = 2**21  # 16 MB; with more than 315 sites, fewer than 512 rows have them
 _KEPT_AT_THE_END = 64
+_MOST_COLUMNS = 6  # in memory at a time; a rule compares fewer statistics of a table
 _WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
 
 
@@ -96,6 +98,11 @@ class SiteRecords:
     values: Floats
     histogram: Callable[[Site], Histogram | None] = no_histogram
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def members(self) -> frozenset[Site]:
+        """The sites as a set."""
+        return frozenset(self.sites)
 
     def split(self) -> tuple[Self, Self | None]:
         """Return the record without the inputs of modules, and the record of the inputs alone, if there are any.
@@ -186,7 +193,7 @@ class Table:
         self._rows: list[dict[str, _Cell]] = []
         self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
         self._records: list[SiteRecords] = []
-        self._values: Floats | None = None
+        self._columns: dict[str, Floats] = {}
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -214,7 +221,7 @@ class Table:
         same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
         self._records = [each for each in self._records if each.recorder != record.recorder] + recent
-        self._values = None
+        self._columns.clear()
         most = max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_VALUES // (len(STATISTICS) * max(1, len(self.places)))))
         if len(self.steps) > most:
             self._thin(most * 3 // 4)
@@ -260,19 +267,19 @@ class Table:
                 return row
         return None
 
-    @property
-    def values(self) -> Floats:
-        """All values, ``[steps, sites, 13]`` float64; NaN where a site was not recorded."""
-        if self._values is None or self._values.shape[:2] != (len(self.steps), len(self.places)):
-            self._values = np.full((len(self.steps), len(self.places), len(STATISTICS)), np.nan)
+    def get(self, statistic: str) -> Floats:
+        """Return one statistic, ``[steps, sites]`` float64; NaN where a site was not recorded or lacks it."""
+        found = self._columns.pop(statistic, None)
+        if found is None:
+            place = STATISTICS.index(statistic)
+            found = np.full((len(self.steps), len(self.places)), np.nan)
             for row, cells in enumerate(self._rows):
                 for cell in cells.values():
-                    self._values[row, cell.places] = cell.values
-        return self._values
-
-    def get(self, statistic: str) -> Floats:
-        """Return one statistic, ``[steps, sites]`` float64."""
-        return self.values[:, :, STATISTICS.index(statistic)]
+                    found[row, cell.places] = cell.values[:, place]
+            while len(self._columns) >= _MOST_COLUMNS:
+                del self._columns[next(iter(self._columns))]  # the one that was read least recently
+        self._columns[statistic] = found
+        return found
 
     def column(self, site: Site, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
         """Return the known values of one site, ``[n]``, and their steps."""
@@ -287,7 +294,7 @@ class Table:
     def histograms(self, site: Site) -> list[Histogram]:
         """Return the histograms of a site in the last two records of its recorder, where they exist."""
         label = self.recorders[self.places[site]]
-        records = [each for each in self._records if each.recorder == label and site in each.sites]
+        records = [each for each in self._records if each.recorder == label and site in each.members]
         found = [each.histogram(site) for each in records]
         return [each for each in found if each is not None]
 

@@ -343,7 +343,7 @@ class ExaminedRecords(RecordConsumer):
             dtypes=dtypes,
             shapes=shapes,
             values=found.part(order, STATISTICS),
-            histogram=lambda site: found[site].histogram,
+            histogram=found.histogram,
             about=record.about,
         )
         self._findings.add(records.in_order(self._order_of_calls(record)))

@@ -193,15 +193,21 @@ class StatisticsTable(Mapping[Site, SiteStatistics]):
 
     @override
     def __getitem__(self, site: Site) -> SiteStatistics:
-        row = self.rows[site]
         seen = self._made.get(site)
         if seen is None:
-            scalars = dict(zip(self.columns, self.numbers[row].tolist(), strict=True))
-            if self.lacking is not None and self.lacking[row].any():
-                scalars = {name: scalars[name] for name in self.names_of(row)}
-            tensors = self.tensors.get(site, {})
-            seen = self._made[site] = SiteStatistics(scalars, self.counts.dense(row), tensors, *self.schema.kinds[row])
+            seen = self._made[site] = self._of(site)
         return seen
+
+    def _of(self, site: Site) -> SiteStatistics:
+        row = self.rows[site]
+        scalars = dict(zip(self.columns, self.numbers[row].tolist(), strict=True))
+        if self.lacking is not None and self.lacking[row].any():
+            scalars = {name: scalars[name] for name in self.names_of(row)}
+        return SiteStatistics(scalars, self.counts.dense(row), self.tensors.get(site, {}), *self.schema.kinds[row])
+
+    def histogram(self, site: Site) -> Histogram:
+        """Return the histogram of a site. Access as a mapping keeps the site's statistics; this keeps nothing."""
+        return self._of(site).histogram
 
     @override
     def __contains__(self, site: object) -> bool:

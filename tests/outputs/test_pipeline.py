@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import tracemalloc
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -511,3 +512,20 @@ def test_joined_records_of_other_sites_keep_their_rows(steps: list[dict[str, int
         assert found == {
             name: (2 * calls[name], min(some), max(some), 2 * calls[name]) for name, some in numbers.items()
         }
+
+
+def test_histograms_for_findings_are_not_kept() -> None:
+    """The rules read the histograms of many sites; a record keeps none of them, each of which takes 16 KB."""
+    names = tuple(f"m{place}" for place in range(200))
+    (table,) = statistics_of([record(0, names=names).snapshot])
+    tracemalloc.start()
+    try:
+        for site in table:
+            assert table.histogram(site).count == table.column("count")[table.rows[site]]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200 * 1024
+    one, other = table.histogram(table.sites[0]), table[table.sites[0]].histogram
+    assert one.counts.tolist() == other.counts.tolist()
+    assert one.edges.tolist() == other.edges.tolist()
