@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.rule import Evidence, Rule, medians
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
@@ -192,12 +192,8 @@ def gradient_norms(table: Table) -> dict[Site, float]:
     The norm does not depend on the resolution of a feature map, while the rms does.
     """
     norms = table.get("rms") * np.sqrt(table.get("count"))
-    found = {}
-    for place, site in enumerate(table.places):
-        known = norms[:, place][norms[:, place] > 0]
-        if len(known) and site.path == "out":
-            found[site] = float(np.median(known))
-    return found
+    middle = medians(np.where(norms > 0, norms, np.nan)).tolist()
+    return {site: norm for site, norm in zip(table.places, middle, strict=True) if norm > 0 and site.path == "out"}
 
 
 def _rank_correlation(values: Floats) -> float:

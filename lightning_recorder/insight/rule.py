@@ -14,7 +14,7 @@ from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
-__all__ = ["RUNNING", "Evidence", "Parameter", "Rule", "spread"]
+__all__ = ["RUNNING", "Evidence", "Parameter", "Rule", "medians", "spread"]
 
 _LONGEST_TRACE = 60
 
@@ -200,14 +200,7 @@ class Evidence:
 
     def medians(self, table: Table, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""
-        values = table.get(statistic)
-        if not len(values):
-            return dict.fromkeys(table.places, np.nan)
-        known = ~np.isnan(values).all(0)
-        middle = np.full(values.shape[1], np.nan)
-        if known.any():
-            middle[known] = np.nanmedian(values[:, known], axis=0)
-        return dict(zip(table.places, middle.tolist(), strict=True))
+        return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
 
     def missing(self, group: str) -> Iterator[tuple[str, str]]:
         """Yield the modules without a record in the recorders of a group, with the reason."""
@@ -217,6 +210,15 @@ class Evidence:
                 for name, about in modules.items():
                     if isinstance(about, Mapping) and not about.get("fired", True):
                         yield str(name), str(about.get("why", ""))
+
+
+def medians(values: Floats) -> Floats:
+    """Return the median of the known values in each column, ``[columns]``; NaN if there are none."""
+    middle = np.full(values.shape[1], np.nan)
+    known = ~np.isnan(values).all(axis=0)
+    if known.any():
+        middle[known] = np.nanmedian(values[:, known], axis=0)
+    return middle
 
 
 def spread(values: Floats) -> float:

@@ -194,6 +194,7 @@ class Table:
         self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
         self._records: list[SiteRecords] = []
         self._columns: dict[str, Floats] = {}
+        self._steps: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -222,6 +223,7 @@ class Table:
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
         self._records = [each for each in self._records if each.recorder != record.recorder] + recent
         self._columns.clear()
+        self._steps = None
         most = max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_VALUES // (len(STATISTICS) * max(1, len(self.places)))))
         if len(self.steps) > most:
             self._thin(most * 3 // 4)
@@ -285,7 +287,13 @@ class Table:
         """Return the known values of one site, ``[n]``, and their steps."""
         values = self.get(statistic)[:, self.places[site]]
         known = ~np.isnan(values)
-        return values[known], np.array(self.steps, dtype=np.int64)[known]
+        return values[known], self._steps_array[known]
+
+    @property
+    def _steps_array(self) -> NDArray[np.int64]:
+        if self._steps is None or len(self._steps) != len(self.steps):
+            self._steps = np.array(self.steps, dtype=np.int64)
+        return self._steps
 
     def dtype(self, site: Site) -> str:
         """Return the dtype of a site, such as ``"float32"``; an empty string if it is unknown."""
