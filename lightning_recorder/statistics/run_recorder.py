@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from torch import device as Device
+from typing_extensions import override
 
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
@@ -89,6 +91,7 @@ class RunRecorder(RankMergingRecorder):
         self._on_record: Callable[[Record], None] | None = on_record
         self._announce = announce
         self._device = device or Device("cpu")
+        self._collector = RareCollections()
         self._timing = StepTiming(self._device, self._clock, budget)
         self.recorder.watch(self._timing.stopwatch)
         self._step = 0  # the current step, or the next one between two steps
@@ -158,6 +161,7 @@ class RunRecorder(RankMergingRecorder):
                 prepare()
             if is_due and self.is_active:
                 self.has_recorded = self._window.is_covered = True
+                self._collector.hold()
                 self.recorder.attach()
             else:
                 self.recorder.remove()
@@ -233,11 +237,17 @@ class RunRecorder(RankMergingRecorder):
             with self.contained():
                 self._deliver(record)
 
+    @override
+    def interrupt(self) -> None:
+        self._collector.release()
+        super().interrupt()
+
     # Steps
 
     def _pause(self, next_step: int) -> bool:
         """Pause recording and return True if the next batch will probably be recorded; otherwise remove the hooks."""
         is_paused = False
+        self._collector.release()
         with self.contained():
             is_paused = self.is_active and self._may_be_due(next_step)
             if is_paused:
