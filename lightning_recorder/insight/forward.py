@@ -252,57 +252,9 @@ def _input_rms(evidence: Evidence, site: Site) -> float | None:
     return float(np.median(inputs))
 
 
-def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    table = evidence.activations
-    values = table.get("rms")
-    is_complete = np.isnan(values).sum(axis=0) == 0
-    first = np.full(len(is_complete), -1)
-    first[is_complete] = _first_changes(rule, values[:, is_complete])
-    for site, place in table.places.items():
-        if evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name):
-            continue  # logits change when a model leaves a plateau
-        if is_complete[place] and first[place] < 0:
-            continue
-        own, steps = table.column(site, "rms")
-        at = int(first[place] if is_complete[place] else _first_changes(rule, own[:, None])[0])
-        if at >= 0:
-            ratio = np.median(own[at:]) / np.median(own[at - int(rule.thresholds["records"]) : at])
-            verdict = f"the rms of {site_title(*site)} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
-
-
-def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
-    """Return the first row of each column from which on all values differ from the records before it; -1 for none."""
-    earlier, factor = int(rule.thresholds["records"]), rule.thresholds["factor"]
-    rows = len(values) - rule.persistence + 1 - earlier
-    if rows < 1:
-        return np.full(values.shape[1], -1)
-    low, high = (each.reduce([values[at : at + rows] for at in range(earlier)]) for each in (np.minimum, np.maximum))
-    least, most = (each.accumulate(values[::-1])[::-1][earlier:][:rows] for each in (np.minimum, np.maximum))
-    changes = ((least > factor * high) & (high > 0)) | ((low > 0) & (most * factor < low))
-    found: NDArray[np.int64] = np.where(changes.any(axis=0), changes.argmax(axis=0) + earlier, -1)
-    return found
-
-
 _EVERYTHING_AFTER = {"downstream", "same"}
 
 RULES = (
-    Rule(
-        name="sudden-change",
-        severity="warning",
-        statistic="rms of the output, against the four records before",
-        thresholds={"factor": 8.0, "records": 4},
-        persistence=2,
-        usual="the rms of a record is within a factor of 4 of the records before it",
-        why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
-        next="Look at the batches and at the updates of the parameters before this step.",
-        false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows.",
-        examine=_sudden,
-        explains=dict.fromkeys(
-            ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),
-            ("downstream", "same", "upstream"),
-        ),
-    ),
     Rule(
         name="weights-too-large",
         severity="warning",

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.statistics.packing import Contribution, Key
 from lightning_recorder.statistics.rank_channel import WAIT_S, RankChannel
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
@@ -262,6 +263,7 @@ class RankMergingRecorder:
         """True if recording has stopped because of an error."""
         self._is_first = rank == 0
         self._contained = _Contained(self)
+        self._collector = RareCollections()
         self._clock = clock
         self._absent_ranks: set[int] = set()  # the ranks about which a warning was given
         self._pending: list[PendingMerge] = []  # those whose errors have not been reported
@@ -290,8 +292,14 @@ class RankMergingRecorder:
         with suppress(Exception):  # cleanup after a failure may fail, too
             self.recorder.remove()
 
+    def _attach(self) -> None:
+        """Add the hooks for a batch. The garbage collector runs rarely until its end or :meth:`interrupt`."""
+        self._collector.hold()
+        self.recorder.attach()
+
     def interrupt(self) -> None:
         """Remove the hooks until the next recorded batch."""
+        self._collector.release()
         with self.contained():
             self.recorder.remove()
 

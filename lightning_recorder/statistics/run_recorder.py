@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import device as Device
-from typing_extensions import override
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
@@ -91,7 +89,6 @@ class RunRecorder(RankMergingRecorder):
         self._on_record: Callable[[Record], None] | None = on_record
         self._announce = announce
         self._device = device or Device("cpu")
-        self._collector = RareCollections()
         self._timing = StepTiming(self._device, self._clock, budget)
         self.recorder.watch(self._timing.stopwatch)
         self._step = 0  # the current step, or the next one between two steps
@@ -161,8 +158,7 @@ class RunRecorder(RankMergingRecorder):
                 prepare()
             if is_due and self.is_active:
                 self.has_recorded = self._window.is_covered = True
-                self._collector.hold()
-                self.recorder.attach()
+                self._attach()
             else:
                 self.recorder.remove()
 
@@ -236,11 +232,6 @@ class RunRecorder(RankMergingRecorder):
         if record is not None:
             with self.contained():
                 self._deliver(record)
-
-    @override
-    def interrupt(self) -> None:
-        self._collector.release()
-        super().interrupt()
 
     # Steps
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import Examination, forward
+from lightning_recorder.insight import Examination
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, record, run, trained
 
@@ -145,50 +141,6 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
     histogram = Histogram(edges, counts, min(values), max(values), sum(values), 1.0)
     found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
-
-
-def test_a_sudden_change() -> None:
-    """An output that changes more than eightfold against four records, and stays so, is a finding from that step on."""
-    layers: dict[str, Values] = {"a": {"rms": [1.0] * 5 + [9.0] * 3}, "b": {"rms": 1.0}}
-    (found,) = run(layers, graph=chain("a", "b"))
-    assert (found.rule, found.module, found.first_step) == ("sudden-change", "a", 50)
-    layers["a"] = {"rms": [1.0] * 5 + [9.0] + [1.0] * 2}
-    assert run(layers, graph=chain("a", "b")) == []
-
-
-SIZE = st.sampled_from([0.0, 1e-320, 0.125, 1.0, 1.5, 8.0, 9.0, 200.0, math.inf, math.nan])
-RUNS = st.lists(st.tuples(SIZE, st.integers(1, 5)), max_size=5)
-SIZES = RUNS.map(lambda runs: [size for size, times in runs for _ in range(times)])
-
-
-def first_change(sizes: list[float], before: int, lasting: int, factor: float) -> int | None:
-    """Return the first place from which on all sizes are larger, or all are smaller, than those before it."""
-    for at in range(before, len(sizes) - lasting + 1):
-        past, now = sizes[at - before : at], sizes[at:]
-        if min(now) > factor * max(past) > 0 or 0 < factor * max(now) < min(past) or max(now) == 0 < min(past):
-            return at
-    return None
-
-
-@given(st.lists(SIZES, min_size=1, max_size=3))
-@example([[0.0] * 4 + [1.0] * 2])
-@example([[1.0] * 4 + [8.0] * 2])
-def test_sudden_changes_are_found_as_defined(sizes: list[list[float]]) -> None:
-    """The first lasting change of each module is found, whatever is missing in the records of others."""
-    (rule,) = (each for each in forward.RULES if each.name == "sudden-change")
-    examination = Examination()
-    for step in range(max(map(len, sizes))):
-        seen = {(f"m{place}", "out"): {"rms": each[step]} for place, each in enumerate(sizes) if step < len(each)}
-        examination.add(record("activations", step, seen))
-    with np.errstate(all="ignore"):
-        found = {each.module: each.first_step for each in rule.examine(rule, examination.evidence())}
-    expected = {}
-    for place, each in enumerate(sizes):
-        steps = [step for step, size in enumerate(each) if not math.isnan(size)]
-        at = first_change([each[step] for step in steps], 4, rule.persistence, rule.thresholds["factor"])
-        if at is not None:
-            expected[f"m{place}"] = steps[at]
-    assert found == expected
 
 
 @pytest.mark.parametrize(

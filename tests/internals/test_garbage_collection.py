@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_holding_twice_keeps_the_first_setting() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_recorded_steps_let_the_collector_run_rarely(fails: bool) -> None:
+def test_recorded_steps_let_the_collector_run_rarely(fails: bool, tmp_path: Path) -> None:
     """Collections are rarer in recorded steps alone, with several recorders, and after an error in the step."""
     gc.set_threshold(700, 10, 10)
     seen: dict[int, int] = {}
@@ -88,6 +89,7 @@ def test_recorded_steps_let_the_collector_run_rarely(fails: bool) -> None:
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
+        default_root_dir=tmp_path,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
