@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
-from lightning_recorder.graph.model import Edge, Graph, Node, Repetition
+from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["closed_calls", "collapse"]
@@ -54,8 +54,9 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         if target[node.id] == node.id
     ]
     # The multiplicity of an edge into a closed call is the number of tensors that enter it, not the number of reads
-    # inside. It is at most the number of outputs of the source.
+    # inside.
     entering: dict[tuple[object, ...], Edge] = {}
+    reads: dict[tuple[object, ...], dict[TensorMeta | None, int]] = {}
     for edge in graph.edges:
         goal = target[edge.target]
         across = _visible(edge, target)
@@ -63,13 +64,30 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
             continue
         edge = replace(edge, across=across) if across != edge.across else edge
         if goal in closed and target[edge.source] != goal:
-            most = max(1, len(graph[edge.source].outputs)) * graph.occurrences(replace(edge, target=goal))
-            before = entering.get((edge.source, goal, across))
-            times = min(most, edge.multiplicity + (before.multiplicity if before else 0))
-            entering[edge.source, goal, across] = replace(before or edge, target=goal, multiplicity=times)
+            key = edge.source, goal, across
+            # An edge of several tensors tells the shape of one of them only.
+            meta = edge.tensor if edge.multiplicity == 1 else None
+            counts = reads.setdefault(key, {})
+            counts[meta] = counts.get(meta, 0) + edge.multiplicity
+            times = _most(graph[edge.source], graph[goal], counts, graph.occurrences(replace(edge, target=goal)))
+            entering[key] = replace(entering.get(key, edge), target=goal, multiplicity=times)
         else:
             entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())
+
+
+def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occurrences: int) -> int:
+    """Return the greatest number of tensors of a node that enter a call, if its contents read some that often.
+
+    A tensor that is read twice enters once. Of the tensors with one shape, no more enter than the source returns, nor
+    than the call takes as arguments. If it takes none, they enter as an attribute or in an object.
+    """
+    every = max(1, len(source.outputs))
+    number = 0
+    for meta, times in reads.items():
+        least = [each for each in (source.outputs.count(meta), call.inputs.count(meta)) if each] if meta else []
+        number += min(times, min(least, default=every) * occurrences)
+    return min(number, every * occurrences)
 
 
 def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetition], ...]:

@@ -72,6 +72,28 @@ def test_a_closed_call_takes_a_tensor_once() -> None:
     assert outline(collapse(graph)).endswith("attention: MultiheadAttention <- input")
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_closed_call_takes_one_of_several_tensors(size: int) -> None:
+    """One of two results that a call reads twice is one tensor, whether or not the two have equal shapes."""
+    inner = Net(lambda _, x: x.exp() * x)
+    net = Net(lambda net, x: (net.inner((parts := x.split([size, 4 - size], 1))[0]), parts[1]), inner=inner)
+    assert outline(collapse(capture_graph(net, X))).endswith("inner: Net <- split")
+
+
+def test_a_closed_call_takes_both_of_two_tensors() -> None:
+    """Both results of a function are two tensors, as arguments or as an attribute, however often they are read."""
+    both = Net(lambda _, one, other: one.exp() * one + other)
+    graph = capture_graph(Net(lambda net, x: net.both(*x.chunk(2, 1)), both=both), X)
+    assert outline(collapse(graph)).endswith("both: Net <- chunk ×2")
+
+    def kept(net: Any, x: Tensor) -> Any:
+        net.held.parts = x.chunk(2, 1)
+        return net.held()
+
+    held: Any = Net(lambda net: net.parts[0].exp() * net.parts[0] + net.parts[1])
+    assert outline(collapse(capture_graph(Net(kept, held=held), X))).endswith("held: Net <- chunk ×2")
+
+
 def test_a_closed_call_gives_several_tensors() -> None:
     """Two tensors from inside a closed call to one function are two tensors on the edge."""
     pair = Net(lambda _, x: (x.exp(), x.cos()))
