@@ -71,7 +71,6 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     sources: dict[int, list[int]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
-    # Nodes are in the order of time, so the source of a node is resolved before the node.
     past: dict[int, int] = {}
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     for node in graph.nodes:
@@ -101,14 +100,13 @@ def drop_dead_ends(graph: Graph) -> Graph:
     if not any(node.kind in ("backward", "output") for node in graph.nodes):
         return graph
     # The next repetition of a folded call uses a result although its nodes come first.
-    used = {edge.source for edge in graph.edges if edge.relates("next")}
-    targets: dict[int, list[int]] = {}
-    for edge in graph.edges:
-        targets.setdefault(edge.source, []).append(edge.target)
-    # Users come after their sources in the order of time, so in reverse order they are decided first.
-    for node in reversed(graph.nodes):
-        if node.kind != "op" or any(target in used for target in targets.get(node.id, [])):
-            used.add(node.id)
+    todo = [node.id for node in graph.nodes if node.kind != "op"]
+    todo += [edge.source for edge in graph.edges if edge.relates("next")]
+    used = set(todo)
+    while todo:
+        new = {edge.source for edge in graph.into(graph[todo.pop()])} - used
+        used |= new
+        todo += new
     kept = [node for node in graph.nodes if node.id in used]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
 

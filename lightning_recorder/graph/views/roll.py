@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.views.rebuild import redirected
@@ -19,7 +22,8 @@ def roll(graph: Graph) -> Graph:
     Calls are merged if they are inside the same call, or inside calls that are merged themselves. Their contents are
     merged as well: the functions that are called first in each of them become one node. A tensor that is passed from
     one call to a later one, such as the state of a recurrent cell, becomes an edge backwards or from a node to itself,
-    with the relation ``next`` to the merged call; see :class:`Edge`.
+    with the relation ``next`` to the merged call; see :class:`Edge`. A node that a later call takes a tensor from, and
+    that depends on no earlier call, is moved before the merged call.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -55,20 +59,95 @@ def roll(graph: Graph) -> Graph:
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    rolled = replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
-    place = {node.id: number for number, node in enumerate(kept)}
-    return replace(rolled, edges=redirected((_onward(edge, rolled, place) for edge in rolled.edges), {}))
+    rolled = replace(graph, nodes=tuple(kept))
+    later = _later(graph, target)
+    edges = (_to_next(edge, later[edge], rolled) if edge in later else edge for edge in graph.edges)
+    return _in_order(replace(rolled, edges=redirected(edges, target)))
 
 
-def _onward(edge: Edge, graph: Graph, place: Mapping[int, int]) -> Edge:
-    """Return an edge; one that does not go forward in time goes to the next call."""
-    if edge.across or place[edge.source] < place[edge.target]:
-        return edge
-    around = (graph[edge.target], *graph.ancestors(graph[edge.target]))
-    own = {edge.source, *(call.id for call in graph.ancestors(graph[edge.source]))}
-    merged = [node.id for node in around if node.repeats > 1]
-    group = next((node for node in merged if node in own), merged[0] if merged else edge.target)
+def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
+    """Return the edges whose source depends on an earlier call of their target, with the merged call.
+
+    The source and the target may be inside calls; these are compared.
+    """
+    calls = Counter((node.parent, target[node.id]) for node in graph.nodes)
+    entering: dict[int, list[tuple[int, Edge]]] = {}
+    for edge in graph.edges:
+        source, goal = _siblings(graph, edge.source, edge.target)
+        if source != goal and not edge.across:
+            entering.setdefault(goal, []).append((source, edge))
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    # The merged calls that each node is or depends on, among the nodes directly inside the same call.
+    known: dict[int, frozenset[int]] = {}
+    later: dict[Edge, int] = {}
+    for node in graph.nodes:
+        merged = target[node.id]
+        before = [(edge, source, known.get(source, frozenset())) for source, edge in entering.get(node.id, ())]
+        own = {merged} if calls[node.parent, merged] > 1 else set[int]()
+        known[node.id] = frozenset(own.union(*(each for _, _, each in before)))
+        for edge, source, each in before:
+            if merged in each and place[target[source]] >= place[merged]:
+                later[edge] = merged
+    return later
+
+
+def _to_next(edge: Edge, call: int, graph: Graph) -> Edge:
+    """Return an edge to the next call of a merged call, or of the innermost one around it."""
+    around = (graph[call], *graph.ancestors(graph[call]))
+    group = next((node.id for node in around if node.repeats > 1), call)
     return replace(edge, across=((group, "next"),))
+
+
+def _siblings(graph: Graph, one: int, other: int) -> tuple[int, int]:
+    """Return the nodes around two nodes, or these themselves, that are directly inside the same call."""
+    around = {call.id: inside for inside, call in pairwise((graph[one], *graph.ancestors(graph[one])))}
+    for inside, call in pairwise((graph[other], *graph.ancestors(graph[other]))):
+        if call.id in around:
+            return around[call.id].id, inside.id
+    return one, other
+
+
+def _in_order(graph: Graph) -> Graph:
+    """Return a graph in which the source of an edge is before its target, unless the edge goes to the next call."""
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    if all(edge.across or place[edge.source] < place[edge.target] for edge in graph.edges):
+        return graph
+    sources: dict[int, dict[int, None]] = {}
+    for edge in graph.edges:
+        if not edge.across:
+            source, goal = _siblings(graph, edge.source, edge.target)
+            sources.setdefault(goal, {})[source] = None
+    order: list[Node] = []
+    todo = [graph.root]
+    while todo:
+        node = todo.pop()
+        order.append(node)
+        todo += reversed(_sources_first(graph.children(node), sources))
+    return replace(graph, nodes=tuple(order))
+
+
+def _sources_first(nodes: Sequence[Node], sources: Mapping[int, Iterable[int]]) -> list[Node]:
+    """Return siblings in their order, each after those whose results it takes."""
+    place = {node.id: number for number, node in enumerate(nodes)}
+    waiting = {node.id: {place[each] for each in sources.get(node.id, ())} for node in nodes}
+    users: dict[int, list[int]] = {}
+    for node in nodes:
+        for number in waiting[node.id]:
+            users.setdefault(number, []).append(place[node.id])
+    free = [place[node] for node, before in waiting.items() if not before]
+    order: dict[int, None] = {}
+    for first in range(len(nodes)):
+        # If calls were merged that take results of each other, the first one comes first.
+        free = free or [first] * (first not in order)
+        while free:
+            number = heapq.heappop(free)
+            order[number] = None
+            for user in users.get(number, ()):
+                before = waiting[nodes[user].id]
+                before.discard(number)
+                if not before and user not in order:
+                    heapq.heappush(free, user)
+    return [nodes[number] for number in order]
 
 
 def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:

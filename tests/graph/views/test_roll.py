@@ -15,6 +15,7 @@ from lightning_recorder.graph import (
     Graph,
     capture_graph,
     collapse,
+    drop_dead_ends,
     roll,
     without,
 )
@@ -74,6 +75,39 @@ def test_roll_inside_and_outside() -> None:
     inner = Net(lambda net, x: net.act(net.act(x)), act=nn.Tanh())
     view = roll(collapse(bare(loop(3, inner=inner), X)))
     assert [(node.name, node.repeats) for node in view.module_calls()] == [("inner", 3), ("inner.act", 2)]
+
+
+def test_roll_moves_what_a_later_call_takes_before_it() -> None:
+    """A tensor that a later call takes and no earlier call made enters the merged call from before it."""
+    net = Net(lambda net, x: net.fc(x) + net.fc(x.exp().log()), fc=linear())
+    view = roll(collapse(bare(net, X)))
+    assert outline(view) == text(
+        """
+        input
+        exp <- input
+        log <- exp
+        fc: Linear [2 times] <- input, log
+        add <- fc ×2
+        """
+    )
+    assert [node.name for node in drop_dead_ends(view).nodes] == [node.name for node in view.nodes]
+
+
+def test_roll_of_calls_that_depend_on_each_other_and_on_others() -> None:
+    """Of the tensors that a merged call takes, only those that depend on an earlier call go to the next one."""
+    net = Net(lambda net, x: net.fc(x) + net.fc(x.exp()) + net.fc(net.fc(x).sin() * x.cos()), fc=linear())
+    assert outline(roll(collapse(bare(net, X)))) == text(
+        """
+        input
+        exp <- input
+        fc: Linear [4 times] <- input ×2, exp, mul next
+        add <- fc ×2
+        sin <- fc
+        cos <- input
+        mul <- sin, cos
+        add#2 <- add, fc
+        """
+    )
 
 
 def test_roll_keeps_apart_what_lies_in_different_calls() -> None:
