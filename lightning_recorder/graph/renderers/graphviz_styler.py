@@ -161,7 +161,7 @@ class GraphvizStyler:
         The label shows the number of tensors if there are several. An edge to the next repetition of a folded call is
         dashed.
         """
-        times, across = labels.times(edge, graph), labels.shown_across(edge)
+        times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [across] if across else []
         words += [f"×{times}"] if times > 1 else []

@@ -105,12 +105,18 @@ def shown_times(node: Node) -> str:
     return f"×{node.repeats}" + " side by side" * node.parallel + ", same weights" * node.shared
 
 
-def shown_across(edge: Edge) -> str:
-    """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none."""
+def shown_across(edge: Edge, graph: Graph) -> str:
+    """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none.
+
+    Inside several folded nodes, it says which of them is meant, as in ``next of ×5``.
+    """
     words: dict[int, list[str]] = {}
     for group, word in edge.across:
         words.setdefault(group, []).append(word)
-    shown = dict.fromkeys(_relation(each) for each in words.values() if each != ["same"])
+    shown: dict[str, None] = {}
+    for group, each in words.items():
+        if each != ["same"]:
+            shown[_relation(each) + _which(group, each, edge, graph)] = None
     onward = [each for each in shown if each.startswith("next")]
     return onward[0] if onward else ", ".join(shown)
 
@@ -121,6 +127,24 @@ def _relation(words: list[str]) -> str:
     if "first" in words:
         return ("first", "second", "third", "fourth")[later] if later < 4 else f"number {later + 1}"
     return f"next, {later} on" if later > 1 else words[0]
+
+
+def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
+    """Return which folded node the words are about, as in `` of ×5``, if they could be about another one."""
+    goals, sources = (
+        {node.id: node.repeats for node in (graph[end], *graph.ancestors(graph[end])) if node.repeats > 1}
+        for end in (edge.target, edge.source)
+    )
+    # Those around both ends for "next", and else those around one of them: around the source for "all".
+    one, other = (sources, goals) if "all" in words else (goals, sources)
+    onward = words[0] == "next"
+    possible = [node for node in one if (node in other) == onward]
+    alone = not onward and all((node, words[0]) in edge.across for node in possible)
+    if alone or "each" in words or group not in possible or len(possible) == 1:
+        return ""
+    alike = [one[node] for node in possible].count(one[group]) > 1
+    outer = " outer" if group == possible[-1] else " inner"
+    return f" of{outer if alike else ''} ×{one[group]}"
 
 
 def times(edge: Edge, graph: Graph) -> int:

@@ -95,7 +95,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     @override
     def render_edge(self, canvas: list[str], edge: Edge) -> None:
         number = times(edge, self.graph)
-        words = " ".join(part for part in (shown_across(edge), f"×{number}" if number > 1 else "") if part)
+        words = " ".join(part for part in (shown_across(edge, self.graph), f"×{number}" if number > 1 else "") if part)
         label = f"|{mermaid_label([words])}|" if words else ""
         arrow = "-.->" if edge.relates("next") else "-->"
         canvas.append(f"  n{edge.source} {arrow}{label} n{edge.target}")

@@ -106,7 +106,7 @@ class TextRenderer(BaseRenderer[list[str]]):
             return "" if node.kind in ("input", "parameter", "buffer", "tensor") else "  ← nothing"
         sources: dict[tuple[int, str], int] = {}
         for edge in taken:
-            source = self._beside(edge.source, node), shown_across(edge)
+            source = self._beside(edge.source, node), shown_across(edge, self.graph)
             sources[source] = sources.get(source, 0) + times(edge, self.graph)
         if list(sources.items()) == [((self._preceding(node), ""), 1)]:
             return ""

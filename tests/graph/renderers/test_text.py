@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
 from hypothesis import given
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recorder.graph import Graph, Node, TextRenderer, capture_graph, fit_view, to_text
 from tests.graph.nets import Net, X, linear
@@ -360,3 +362,37 @@ def test_residual_block() -> None:
         └─ output  2×4
         """
     )
+
+
+def test_loops_in_a_loop() -> None:
+    """Tensors that go to the next step of an outer and of an inner loop are kept apart, each with its loop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = [torch.zeros(2, 4)] * 3
+        for step in range(5):
+            value = x[step]
+            for number, cell in enumerate(net.children()):
+                value = states[number] = cell(value, states[number])
+        return value
+
+    net = Net(forward, **{f"cell{number}": nn.GRUCell(4, 4) for number in range(3)})
+    shown = to_text(fit_view(capture_graph(net, torch.ones(5, 2, 4))))
+    assert [line.split("← ")[1] for line in shown.splitlines() if "GRUCell" in line] == [
+        "getitem (first), cell0 (next of ×3), zeros (first of ×5), cell0 (next of ×5)"
+    ]
+
+
+def test_loops_of_equal_length_in_each_other() -> None:
+    """If two loops in each other have equally many steps, they are told apart as the inner and the outer one."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + 1
+            for _ in range(3):
+                x = net.layer(x.sin()) + x
+        return x
+
+    shown = to_text(fit_view(capture_graph(Net(forward, layer=linear()), X)))
+    assert [line.split("← ")[1] for line in shown.splitlines() if "sin" in line and "←" in line] == [
+        "add (first), add#2 (next of inner ×3)"
+    ]

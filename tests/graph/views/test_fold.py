@@ -540,7 +540,7 @@ def test_layers_with_their_own_first_states() -> None:
         """
     )
     assert [line for line in to_text(view).splitlines() if "add" in line] == [
-        "│     ├─ add  2×4  ← input (first), tanh ×2 (next), zeros (first, each)"
+        "│     ├─ add  2×4  ← input (first of ×4), tanh (next of ×4), zeros (first of ×3, each), tanh (next of ×3)"
     ]
 
 
