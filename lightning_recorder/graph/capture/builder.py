@@ -82,6 +82,8 @@ class GraphBuilder:
         """The first tensor of each edge, by source × 2³² + target."""
         self._repeated: dict[int, int] = {}
         """The number of tensors on each edge with several."""
+        self.compound: set[int] = set()
+        """The nodes for a custom ``autograd.Function`` after the modules that it has called."""
         self._detached: set[int] = set()
         """The edges that pass no gradient back, since no tensor on them requires one."""
 
@@ -168,7 +170,7 @@ class GraphBuilder:
             if number not in found:
                 continue
             node = nodes[number]
-            if _REENTRANT in node.autograd:
+            if _REENTRANT in node.autograd or number in self.compound:
                 return self._reached_through_checkpoints(begins)
             source = ends >> 32
             passes = node.autograd or _passes_gradient(node, number in begins)
@@ -179,10 +181,14 @@ class GraphBuilder:
         return found
 
     def _reached_through_checkpoints(self, begins: set[int]) -> set[int]:
-        """Return the result of :meth:`reached_by_gradient` for a recording with reentrant checkpoints."""
+        """Return the result of :meth:`reached_by_gradient` for a recording with reentrant checkpoints or the like.
+
+        A custom ``autograd.Function`` that calls modules, as in a reversible network, may give their parameters
+        gradients in its own backward pass.
+        """
         before = self.sources()
         found = dict.fromkeys(begins, False)
-        """The nodes that were reached, with True for those inside a reentrant checkpoint."""
+        """The nodes that were reached, with True for those inside a reentrant checkpoint or a custom function."""
         nodes, detached = self.nodes, self._detached
         todo = list(found)
         while todo:
@@ -190,7 +196,7 @@ class GraphBuilder:
             node = nodes[number]
             names = node.autograd
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
-            inside = _REENTRANT in names or (found[number] and not names)
+            inside = _REENTRANT in names or number in self.compound or (found[number] and not names)
             if not (inside or _passes_gradient(node, number in begins)):
                 continue
             for source in before.get(number, ()):

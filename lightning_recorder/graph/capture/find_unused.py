@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -18,13 +18,14 @@ _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
 
 
-def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -> Unused:
+def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int], given: Collection[str]) -> Unused:
     """Return the parts of a model that were not used or not trained, and mark the nodes among them.
 
     Args:
         root: The model.
         builder: The graph, of which parameters and functions get a note.
         opaque: The calls whose inside was not observed.
+        given: The parameters that a recorded backward pass gave a gradient.
     """
     modules = named_submodules(root)
     parameters = _named_parameters(modules)
@@ -33,7 +34,7 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
     if reached is None:
         used = {node.name for node in nodes if node.kind == "parameter"}
     else:
-        used = {nodes[number].name for number in reached if nodes[number].kind == "parameter"}
+        used = {nodes[number].name for number in reached if nodes[number].kind == "parameter"}.union(given)
     frozen = [name for name, trained in parameters.items() if not trained]
     missing = dict.fromkeys([name for name, trained in parameters.items() if trained and name not in used])
     if frozen or missing:
@@ -43,7 +44,7 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
             elif node.kind == "parameter" and node.name in missing:
                 node.note = "no gradient"
     return Unused(
-        tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque})),
+        tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque}, given)),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
         tuple(_stops(builder, reached)),
@@ -78,9 +79,11 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     return builder.reached_by_gradient(starts)
 
 
-def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
-    """Yield the outermost registered modules of which neither a call nor a tensor was recorded."""
-    recorded = {node.name for node in nodes if node.kind in ("module", "parameter", "buffer")}
+def _never_called(
+    modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str], given: Collection[str]
+) -> Iterable[str]:
+    """Yield the outermost registered modules of which neither a call nor a tensor was recorded, nor a gradient."""
+    recorded = {node.name for node in nodes if node.kind in ("module", "parameter", "buffer")}.union(given)
     if modules.keys() <= recorded:
         return  # the usual case
     used = {""}

@@ -1,14 +1,15 @@
-"""The backward passes whose gradients an optimizer step uses."""
+"""The parameters that got gradients, and the backward passes whose gradients an optimizer step uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder
 from lightning_recorder.graph.capture.origins import TensorOrigins
+from lightning_recorder.internals.autograd import versions_of
 
 __all__ = ["Gradients"]
 
@@ -34,12 +35,27 @@ class Gradients:
         """The number of nodes at the last step of each optimizer, by its id."""
         self._reset: dict[str, int] = {}
         """The number of nodes when each parameter last had no gradient."""
+        self._before: dict[str, tuple[int, int | None]] = {}
+        """The gradient of each parameter before the backward pass in progress, as its id and its version."""
+        self.given: set[str] = set()
+        """The parameters that a backward pass gave a gradient."""
 
     def note_backward(self, node: int) -> None:
-        """Remember the parameters that have no gradient when a backward pass begins."""
+        """Remember which parameters have no gradient when a backward pass begins, and the gradients of the others."""
+        self._before = dict(self._present())
         for each in self._root.parameters():
             if each.grad is None and (name := self._name(each)) is not None:
                 self._reset[name] = node
+
+    def end_backward(self) -> None:
+        """Remember the parameters whose gradients are new or changed when a backward pass ends."""
+        self.given.update(name for name, gradient in self._present() if self._before.get(name) != gradient)
+
+    def _present(self) -> Iterator[tuple[str, tuple[int, int | None]]]:
+        """Yield the name of each parameter that has a gradient, with the id and the version of the gradient."""
+        for each in self._root.parameters():
+            if each.grad is not None and (name := self._name(each)) is not None:
+                yield name, (id(each.grad), versions_of([each.grad])[0])
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the beginning of an optimizer step, which may run a closure several times."""

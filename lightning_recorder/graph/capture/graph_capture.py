@@ -58,7 +58,7 @@ class GraphCapture:
     Module calls are observed by module hooks and functions by a ``TorchFunctionMode``. Neither changes values,
     gradients or random numbers, and no tensor is kept alive. Nothing is recorded inside a backward pass or an optimizer
     step; each of them is a single node. The internals of torch functions are not recorded: ``cross_entropy`` is one
-    node, and so is a call of a custom ``autograd.Function``.
+    node, and so is a call of a custom ``autograd.Function``, except for the modules that it calls.
 
     Args:
         module: The model. It is the root of the graph, and the calls of its submodules become nodes. If the model is
@@ -287,7 +287,7 @@ class GraphCapture:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watching():
-            self._guarded(self._recording.begin_step, optimizer)
+            self._guarded(self._recording.gradients.begin_step, optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watching():
@@ -361,6 +361,8 @@ class _CaptureMode(TorchFunctionMode):
             except Exception:
                 owner._recording.backward_failed(node)
                 raise
+            finally:
+                owner._guarded(owner._recording.gradients.end_backward)
         costs = owner._recording.costs
         begun = 0.0 if costs is None else time.perf_counter()
         inputs: list[Tensor] | None = None
@@ -444,6 +446,5 @@ def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _where_it_failed(graph: Graph) -> str:
-    failed = [node for node in graph.nodes if node.failed and node.kind == "module"]
-    inner = failed[-1] if failed else graph.root
+    inner = [graph.root, *(node for node in graph.nodes if node.failed and node.kind == "module")][-1]
     return f"module {inner.name!r} ({inner.type_name})" if inner.name else f"the model itself ({inner.type_name})"

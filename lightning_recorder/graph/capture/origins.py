@@ -151,6 +151,9 @@ class TensorOrigins:
         node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
         for origin, meta in origins:
             self.connect(origin, node, meta)
+        if not call.new:
+            # It has called a module since, which is recorded as usual.
+            self._builder.compound.add(node)
         self.custom = CustomNode(node, replace(call, arguments=None))
         # Before anything else, each of the nested calls has created one node of the backward graph.
         self._customs[sequence_number() - call.depth + 1] = node

@@ -68,7 +68,7 @@ class StepRecording:
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
         self._known: dict[str, weakref.ref[nn.Module]] = {}
         """The named modules, after :meth:`forget`."""
-        self._gradients = Gradients(self._builder, self._origins, root)
+        self.gradients = Gradients(self._builder, self._origins, root)
         self._modules: dict[int, int] = {}
         """The id of the module of each call."""
         self._first_calls: dict[int, int] = {}
@@ -111,7 +111,7 @@ class StepRecording:
         if self.costs is not None:
             self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
-        unused = find_unused(root, self._builder, self._opaque)
+        unused = find_unused(root, self._builder, self._opaque, self.gradients.given)
         graph = self._builder.finish(scope, self._builder.nodes[0].total_parameters, scopes, unused, ended=ended)
         return replace(graph, modules=self._references())
 
@@ -370,7 +370,7 @@ class StepRecording:
         if not outputs and not written:
             return None
         if written and name in _ZEROES:
-            self._gradients.note_zeroed(written)
+            self.gradients.note_zeroed(written)
         # A function that takes nothing but tensors needs no further look at its arguments.
         only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
         plain = None if only_tensors else plain_arguments(func, args, kwargs)
@@ -382,7 +382,7 @@ class StepRecording:
         if self.costs is not None:
             self.costs.forget_saved()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
-        self._gradients.note_backward(node)
+        self.gradients.note_backward(node)
         for loss in tensors_in([losses]):
             self._origins.connect(self._origins.of(loss), node, meta_of(loss))
         return node
@@ -399,13 +399,9 @@ class StepRecording:
         for tensor in gradients:
             self._origins.bind(tensor, node)
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the beginning of an optimizer step."""
-        self._gradients.begin_step(optimizer)
-
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer step, after the backward passes whose gradients it used."""
-        self._gradients.note_step(optimizer, find_caller().source)
+        self.gradients.note_step(optimizer, find_caller().source)
 
     # Errors of the model.
 

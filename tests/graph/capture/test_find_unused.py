@@ -28,6 +28,26 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class _Reversible(torch.autograd.Function):
+    """Calls layers without gradients, and again in the backward pass, as reversible networks do to save memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers, x = layers, x.clone()
+        for layer in layers:
+            x = x + layer(x)
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            for layer in ctx.layers:
+                layer(x).sum().backward()
+        return gradient, None
+
+
 def _trained(net: nn.Module) -> Graph:
     return record_step(net, lambda net, x: net(x).sum().backward())
 
@@ -111,6 +131,43 @@ def test_a_checkpoint_is_no_stop(reentrant: bool) -> None:
         one=linear(), fc=linear(), other=linear(),
     )  # fmt: skip
     assert _trained(net).unused == Unused()
+
+
+def test_a_function_that_calls_layers_is_no_stop() -> None:
+    """The layers that a custom function calls without gradients may get them in its backward pass."""
+    function: Any = _Reversible
+    net = Net(lambda net, x: net.out(function.apply(net.fc(x), net.layers)), fc=linear(), out=linear())
+    net.layers = nn.ModuleList(linear() for _ in range(2))
+    assert _trained(net).unused == Unused()
+    assert capture_graph(net, X).unused == Unused()
+
+
+def test_gradients_that_no_recorded_function_passes() -> None:
+    """A parameter that gets a gradient in the backward pass is trained, however the gradient reaches it."""
+    net: Any = Net(lambda net, x: net.one(x), one=linear(), other=linear())
+
+    @torch.enable_grad()
+    def train_the_other(gradient: Tensor) -> None:
+        net.other(X).sum().backward()
+
+    def step(net: nn.Module, x: Tensor) -> None:
+        y = net(x)
+        y.register_hook(train_the_other)
+        y.sum().backward()
+
+    assert record_step(net, step).unused == Unused()
+
+
+def test_an_old_gradient_is_none_of_this_step() -> None:
+    """A gradient that is left from an earlier step does not count, nor one that is filled with zeros."""
+    net: Any = Net(lambda net, x: net.one(x), one=linear(), other=linear())
+    (net.one(X) + net.other(X)).sum().backward()
+
+    def step(net: nn.Module, x: Tensor) -> None:
+        net.zero_grad(set_to_none=False)
+        net(x).sum().backward()
+
+    assert record_step(net, step).unused.parameters == ("other.weight", "other.bias")
 
 
 def test_without_gradients() -> None:
