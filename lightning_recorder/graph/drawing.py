@@ -16,12 +16,13 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.graph.picture import fitted_renderer
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.fit import fit_view, view_at_depth
+from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
@@ -259,15 +260,18 @@ def draw(
         )
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
     whole = rolled(graph) if roll else graph
-    if limit == 0 or max_nodes is None or depth == math.inf:
-        view = view_at_depth(whole, limit, **options)
-    else:
-        view = fit_view(whole, max_nodes, limit, **options)
-    view = view if hide_inner_tensors else show_tensors(view)
-    view = show_unused(view) if unused else view
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
-    renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
-    return Drawing(graph, view, renderer.render())
+
+    def render(view: Graph) -> GraphvizRenderer:
+        view = view if hide_inner_tensors else show_tensors(view)
+        view = show_unused(view) if unused else view
+        return GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
+
+    if limit == 0 or max_nodes is None or depth == math.inf:
+        renderer = render(view_at_depth(whole, limit, **options))
+    else:
+        renderer = fitted_renderer(whole, render, max_nodes, limit, **options)
+    return Drawing(graph, renderer.graph, renderer.render())
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:

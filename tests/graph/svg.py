@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -141,17 +141,16 @@ def _outline(group: ET.Element) -> tuple[list[float], list[float]]:
 
 
 def _texts(group: ET.Element, moved: tuple[float, float]) -> tuple[Text, ...]:
-    return tuple(
-        Text(
-            "".join(each.itertext()),
-            float(each.attrib["x"]) + moved[0],
-            float(each.attrib["y"]) + moved[1],
-            float(each.attrib["font-size"]),
-            each.get("font-weight") == "bold",
-        )
-        for each in group.iter(f"{_SVG}text")
-        if each.get("text-anchor") == "start"
-    )
+    return tuple(_text(each, moved) for each in group.iter(f"{_SVG}text"))
+
+
+def _text(element: ET.Element, moved: tuple[float, float]) -> Text:
+    content, bold = "".join(element.itertext()), element.get("font-weight") == "bold"
+    across, down, size = (float(element.attrib[name]) for name in ("x", "y", "font-size"))
+    anchor = element.get("text-anchor", "start")
+    assert anchor in ("start", "middle")
+    text = Text(content, across + moved[0], down + moved[1], size, bold)
+    return replace(text, left=text.left - (text.right - text.left) / 2) if anchor == "middle" else text
 
 
 @cache

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Direction, GraphPicture, capture_graph, draw
+from lightning_recorder.graph import Direction, Graph, GraphPicture, capture_graph, draw, fit_view
 from lightning_recorder.graph.layout_process import line_of, points_of
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.architectures import ARCHITECTURES, Case
@@ -31,6 +31,7 @@ PICTURES = [
     "transformer",
     "tied pair",
     "lists of parameters",
+    "LSTM",
     "GPT-2",
     "BERT",
     "ALBERT",
@@ -68,12 +69,27 @@ def edges_over_titles(path: Path) -> Iterator[tuple[str, str]]:
                             yield group.findtext(f"{_SVG}title") or "", text.content
 
 
+def covered_labels(picture: Picture) -> Iterator[tuple[str, str]]:
+    """Yield the label of each edge that lies over another text by more than a quarter of its height, and this text."""
+    labels = [text for item in picture.items if item.kind == "edge" for text in item.texts]
+    for place, label in enumerate(labels):
+        above = [text for item in picture.items if item.kind != "edge" for text in item.texts]
+        for other in (*above, *labels[:place]):
+            across = min(label.right, other.right) - max(label.left, other.left)
+            tops = label.baseline - 0.75 * label.size, other.baseline - 0.75 * other.size
+            if across > 1 and min(label.baseline, other.baseline) - max(tops) > label.size / 4:
+                yield label.content, other.content
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "direction"), [*((name, "TB") for name in PICTURES), ("U-Net", "LR"), ("ALBERT", "LR"), ("T5", "LR")]
 )
 def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -> None:
-    """No edge crosses the title of a frame, no side is longer than four times the other, and no text is too small."""
+    """No edge crosses the title of a frame, no label covers a text, and no text is too small.
+
+    No side of the picture is longer than four times the other.
+    """
     torch.manual_seed(0)
     net, batch, keywords = ARCHITECTURES[name]()
     with torch.no_grad():
@@ -81,6 +97,7 @@ def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -
     path = drawing.save(tmp_path / "graph.svg")
     picture = read_svg(path)
     assert set(edges_over_titles(path)) == set()
+    assert set(covered_labels(picture)) == set()
     assert 1 / 4 <= picture.width / picture.height <= 4
     assert min(text.size for text in picture.texts) * picture.px_per_unit >= 9
     assert_every_edge(picture, {(f"n{edge.source}", f"n{edge.target}") for edge in drawing.view.edges})
@@ -173,6 +190,37 @@ def test_lines_around_columns_are_drawn_once() -> None:
     last = {drawing.view[int(each)].name for each in led}
     assert len(led) == len(last) == 3
     assert {name.rpartition(".")[0] for name in last} == {"0", "1.0"}
+
+
+def _dense(blocks: int, layers: int) -> Graph:
+    """Return the graph of a network in which each block takes the results of all blocks before it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        kept = [x]
+        for part in net.children():
+            kept.append(part(torch.cat(kept, 1)))
+        return torch.cat(kept, 1)
+
+    def block(at: int) -> nn.Module:
+        kinds = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.SiLU)
+        return nn.Sequential(linear(4 * at + 4), *(kind() for kind in kinds[:layers]))
+
+    return capture_graph(Net(forward, **{f"block{at}": block(at) for at in range(blocks)}), X)
+
+
+def test_a_dense_network_is_drawn_without_lines_across_columns() -> None:
+    """Many edges across columns are avoided by closing the blocks, but not if a depth is given."""
+    graph = _dense(7, 2)
+    assert {node.type_name for node in draw(graph).view.module_calls()} == {"Sequential"}
+    assert "Linear" in {node.type_name for node in draw(graph, depth=2).view.module_calls()}
+    assert not re.search("headlabel", draw(graph).visual_graph.source)
+
+
+def test_a_view_that_would_lose_most_nodes_keeps_them() -> None:
+    """Blocks are not closed if less than a third of the nodes would remain."""
+    graph = _dense(7, 6)
+    assert draw(graph).view == fit_view(graph)
+    assert re.search("headlabel", draw(graph).visual_graph.source)
 
 
 def test_skips_between_columns_are_named_at_both_ends() -> None:

@@ -13,7 +13,7 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["Columns", "Size", "label_size", "split"]
 
-_RATIO = 3.2  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
+_RATIO = 3.1  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
 # Rows of parallel nodes, and pictures whose data flows across the page, get longer than estimated.
 _BROAD = 2.2
 _ROUNDS = 24
@@ -21,6 +21,8 @@ _ROUNDS = 24
 _SMALL, _NARROW, _PAD = 620.0, 3.2, 0.2
 _RANK_GAP, _NODE_GAP, _COLUMN_GAP = 25.0, 18.0, 44.0  # points
 _FRAME_MARGIN = 16.0
+_LANE = 36.0
+_OUTSIDE = -1  # in place of the id of a node
 _MOST_CUT = 3  # edges between two columns that are led around; further ones cross the picture
 
 # The mean width of a character of DejaVu Sans and the height of a line, as fractions of the font size.
@@ -146,11 +148,16 @@ class _Plan:
         """The edges between the children of each call, between the nodes or anything inside them."""
         self._entered: set[int] = set()
         """The nodes with an edge from outside of the call around them, into them or into anything inside them."""
+        self._passing: dict[int, list[tuple[int, int]]] = {}
+        """The edges out of each call and into it, between a child and the outside."""
         for edge in graph.edges:
             for call, source, target in lifted(graph, edge):
                 self._inside.setdefault(call, []).append((source, target))
-                path = (graph[edge.target], *graph.ancestors(graph[edge.target]))
-                self._entered.update(node.id for node in takewhile(lambda node, end=target: node.id != end, path))  # type: ignore[misc]
+                for node in _below(graph, edge.source, source):
+                    self._passing.setdefault(node.parent or 0, []).append((node.id, _OUTSIDE))
+                for node in _below(graph, edge.target, target):
+                    self._passing.setdefault(node.parent or 0, []).append((_OUTSIDE, node.id))
+                    self._entered.add(node.id)
         self._known: dict[int, Size] = {}
 
     def columns(self) -> Columns:
@@ -198,14 +205,15 @@ class _Plan:
         own = counts.get(call.id, 1)
         if largest is not None and extents[largest.id] > 0.6 * self._extent(call, long) and own == 1:
             return self._divide(largest, long=long)
-        if own < number:
-            before = self._extent(call, long)
-            counts[call.id] = own + 1
+        before = self._extent(call, long)
+        # Three columns for four equal parts are as long as two.
+        for more in range(own + 1, min(own + 2, number) + 1):
+            counts[call.id] = more
             self._known.clear()
             if self._extent(call, long) < before:
                 return True
-            counts[call.id] = own
-            self._known.clear()
+        counts[call.id] = own
+        self._known.clear()
         return largest is not None and self._divide(largest, long=long)
 
     def _extent(self, node: Node, long: bool) -> float:
@@ -237,7 +245,8 @@ class _Plan:
         """Return the size of some children of a call, and the place of each along the flow."""
         there = {child.id for child in children}
         before: dict[int, list[int]] = {}
-        for source, target in [*self._inside.get(call.id, []), *self._stacked(call)]:
+        stacked = self._stacked(call)
+        for source, target in [*self._inside.get(call.id, []), *stacked]:
             if source in there and target in there:
                 before.setdefault(target, []).append(source)
         start: dict[int, float] = {}
@@ -246,21 +255,41 @@ class _Plan:
             known = [end[each] + _RANK_GAP for each in before.get(child.id, ()) if each in end]
             start[child.id] = max(known, default=0.0)
             end[child.id] = start[child.id] + self._size(child).along
+        in_rows = {number for pair in stacked for number in pair}
+        after: dict[int, list[int]] = {}
+        for target, sources in before.items():
+            for source in sources:
+                after.setdefault(source, []).append(target)
+        # Graphviz draws a node far from its sources rather than from its users, if it has no fewer of these.
+        for child in reversed(children):
+            users = after.get(child.id, ())
+            if len(users) >= max(1, len(before.get(child.id, ()))) and child.id not in in_rows:
+                along = self._size(child).along
+                start[child.id] = max(start[child.id], min(start[user] for user in users) - along - _RANK_GAP)
+                end[child.id] = start[child.id] + along
         for early, users in self._early(call, there).items():
+            if early in in_rows:
+                continue
             along = self._size(self._graph[early]).along
             start[early] = max(0.0, min(start[user] for user in users) - along - _RANK_GAP)
             end[early] = start[early] + along
         across = 0.0
-        # The breadth changes only where a child begins.
-        changes = sorted(
-            [(start[child.id], 1, self._size(child).across + _NODE_GAP) for child in children]
-            + [(end[child.id], 0, -self._size(child).across - _NODE_GAP) for child in children]
-        )
+        parts = [(start[child.id], end[child.id], self._size(child).across + _NODE_GAP) for child in children]
+        bottom = max(end.values(), default=0.0)
+        # An edge beside a child takes the room of a narrow column.
+        leaves, enters = {**end, _OUTSIDE: 0.0}, {**start, _OUTSIDE: bottom}
+        for source, target in [*self._inside.get(call.id, []), *self._passing.get(call.id, [])]:
+            if source in leaves and target in enters:
+                first, last = leaves[source], enters[target]
+                if not 0 <= last - first <= 2 * _RANK_GAP:
+                    parts.append((min(first, last), max(first, last), _LANE))
+        # The breadth changes only where a child or an edge begins.
+        changes = sorted([(first, 1, wide) for first, _, wide in parts] + [(last, 0, -wide) for _, last, wide in parts])
         now = 0.0
         for _, _, change in changes:
             now += change
             across = max(across, now)
-        return Size(max(end.values(), default=0.0), max(across - _NODE_GAP, 0.0)), start
+        return Size(bottom, max(across - _NODE_GAP, 0.0)), start
 
     def _divided(self, call: Node) -> list[list[Node]]:
         """Return the children of a call in each of its columns."""
@@ -376,6 +405,11 @@ def lifted(graph: Graph, edge: Edge) -> Iterator[tuple[int, int, int]]:
             if around[node.parent] != node.id:
                 yield node.parent, around[node.parent], node.id
             return
+
+
+def _below(graph: Graph, number: int, around: int) -> Iterator[Node]:
+    """Yield a node and the calls around it that are inside another call."""
+    return takewhile(lambda node: node.id != around, (graph[number], *graph.ancestors(graph[number])))
 
 
 def drawn_inside(graph: Graph, node: Node) -> list[int]:

@@ -23,7 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import short_name
+from lightning_recorder.graph.renderers.labels import short_name, shown_times
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.signatures import with_replacements
 
@@ -115,6 +115,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._colors: dict[int, str] = {}
         """The color of the edges that leave a node and cross columns."""
         self._columns = self._divided() if wrap else Columns()
+
+    @property
+    def crossing(self) -> int:
+        """The number of edges across the columns of the picture, whose ends are hard to find."""
+        return sum((e.source, e.target) in self._columns.crossing and not e.relates("next") for e in self.graph.edges)
 
     @override
     def make_canvas(self) -> Digraph:
@@ -264,7 +269,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     def _place(self, number: int) -> str:
         node = self.graph[number]
-        return short_name(node, self.graph) or node.kind
+        return short_name(node, self.graph) or shown_times(node) or node.kind
 
     @override
     def render(self) -> Digraph:

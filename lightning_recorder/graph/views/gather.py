@@ -12,19 +12,23 @@ from lightning_recorder.graph.views.rebuild import redirected
 __all__ = ["gather"]
 
 _FEW = 4
+_FEW_INSIDE = 2
 # The first part of a path and the key that follows it: ``output.past_key_values``, ``input[0]``.
 _CONTAINER = re.compile(r"[^.\[]*(?:\.[^.\[]+|\[[^\]]*\])?")
+# Two further keys, as in ``output.past_key_values[0][1]``.
+_INSIDE = re.compile(r"(?:\.[^.\[]+|\[[^\]]*\]){2}")
 
 
 def gather(graph: Graph, few: int = _FEW) -> Graph:
     """Draw the inputs or outputs of one container as a single node if there are many of them.
 
     This keeps the keys and values of a cache, two for each layer, from filling a picture. The node has the path of the
-    container and lists all of its tensors.
+    container and lists all of its tensors. More than two suffice if they are in containers inside the container, such
+    as the entries of a cache for each layer.
 
     Args:
         graph: A recorded graph, or a view of one.
-        few: The largest number of tensors that stay separate nodes.
+        few: The largest number of tensors that stay separate nodes; 2 for tensors in containers inside the container.
 
     Example:
         >>> import torch
@@ -42,7 +46,8 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
     target: dict[int, int] = {}
     gathered: dict[int, Node] = {}
     for (_, path), nodes in members.items():
-        if len(nodes) > few:
+        inside = all(_INSIDE.match(node.name, len(path)) for node in nodes)
+        if len(nodes) > (min(few, _FEW_INSIDE) if inside else few):
             metas = tuple(meta for node in nodes for meta in node.outputs)
             gathered[nodes[0].id] = replace(nodes[0], name=path, outputs=metas)
             target.update((node.id, nodes[0].id) for node in nodes)

@@ -44,6 +44,25 @@ def test_a_cache_is_one_output() -> None:
     assert [node.name for node in fit_view(graph).nodes if node.kind == "output"] == list(outputs)
 
 
+def test_the_cache_of_two_layers_is_one_output() -> None:
+    """Tensors in containers inside a container are one node if there are more than two, so that the layers fold."""
+
+    def forward(net: Any, x: Tensor) -> dict[str, Any]:
+        cache = []
+        for layer in net.children():
+            x, keys, values = layer(x)
+            cache.append({"keys": keys, "values": values})
+        return {"logits": x, "cache": cache, "one": [{"keys": x.sin(), "values": x.cos()}]}
+
+    def layer() -> nn.Module:
+        return Net(lambda net, x: (net.fc(x), x + 1, x * 2), fc=linear())
+
+    view = fit_view(capture_graph(Net(forward, one=layer(), two=layer()), X))
+    outputs = [node.name for node in view.nodes if node.kind == "output"]
+    assert outputs == ["output.logits", "output.cache", "output.one[0].keys", "output.one[0].values"]
+    assert [(node.name, node.repeats) for node in view.module_calls()] == [("one", 2), ("one.fc", 1)]
+
+
 def test_without_large_containers_nothing_changes() -> None:
     """A graph with few inputs and outputs is unchanged."""
     graph = capture_graph(nn.Sequential(linear()), X)
