@@ -70,9 +70,15 @@ class Columns:
         # An edge back to the next repetition does not place its target below its source.
         same = [edge for edge in inner if column[edge.source] == column[edge.target] and not edge.relates("next")]
         fed, used = {edge.target for edge in same}, {edge.source for edge in same}
+        first = [(number, at) for number, at in column.items() if number not in fed]
+        entries = [
+            (edge.source, edge.target)
+            for edge in graph.edges
+            if (edge.target, 0) in first and edge.source not in column and not edge.relates("next")
+        ]
         return Ends(
             number=1 + max(column.values()),
-            first=[(number, at) for number, at in column.items() if number not in fed],
+            first=first,
             last=[(number, at) for number, at in column.items() if number not in used],
             # Not those between the columns of a call inside this one.
             detours={
@@ -80,6 +86,7 @@ class Columns:
                 for edge in inner
                 if (edge.source, edge.target) in self.detours and column[edge.source] != column[edge.target]
             },
+            entries=entries if len({source for source, _ in entries}) == 1 else [],
             before=list(dict.fromkeys(e.source for e in graph.edges if e.target in column and e.source not in column)),
             after=list(dict.fromkeys(e.target for e in graph.edges if e.source in column and e.target not in column)),
         )
@@ -94,6 +101,7 @@ class Ends:
         first: The nodes without a source in their column, and their columns.
         last: The nodes without a user in their column, and their columns.
         detours: The sources of the edges that are led around, and their columns.
+        entries: The edges from outside into the first nodes of the first column, if they have the same source.
         before: The sources outside of the call.
         after: The users outside of the call.
     """
@@ -102,6 +110,7 @@ class Ends:
     first: Sequence[tuple[int, int]]
     last: Sequence[tuple[int, int]]
     detours: Mapping[int, int]
+    entries: Sequence[tuple[int, int]]
     before: Sequence[int]
     after: Sequence[int]
 

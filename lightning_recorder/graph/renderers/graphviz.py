@@ -48,6 +48,8 @@ _LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2")
 
 _INVISIBLE = {"style": "invis", "shape": "point", "width": "0.01", "height": "0.01", "label": ""}
 
+_HIDDEN = {"style": "invis", "weight": "8"}
+
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
     "op": "function",
@@ -111,7 +113,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.legend = legend
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
-        self._around: list[tuple[str, str]] = []
+        self._around: list[tuple[str, str, dict[str, str]]] = []
+        self._entries: dict[tuple[int, int], str] = {}
+        """The invisible node through which an edge into a divided call is led; dot would draw it around the columns."""
         self._colors: dict[int, str] = {}
         """The color of the edges that leave a node and cross columns."""
         self._columns = self._divided() if wrap else Columns()
@@ -195,17 +199,25 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                     row.node(name, **_INVISIBLE)
                 for one, other in pairwise(names):
                     row.edge(one, other, style="invis")
+        between = self._columns.detours | self._columns.crossing
+        entries = [ends for ends in ends.entries if ends not in between and ends not in self._entries]
+        self._entries |= dict.fromkeys(entries, tops[0])
+        for source in dict.fromkeys(source for source, _ in entries):
+            weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main.intersection(entries)) else "8"
+            self._around.append((f"n{source}", tops[0], {"dir": "none", "headclip": "false", "weight": weight}))
         for node, number in ends.first:
-            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="8")
+            canvas.edge(f"top_{call.id}_{number}", f"n{node}", **_HIDDEN)
         for node, number in ends.last:
-            canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", style="invis", weight="8")
+            canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", **_HIDDEN)
         for source in ends.detours:
             line = {"dir": "none", "headclip": "false", **self._detour(source)}
             canvas.edge(f"n{source}", f"bottom_{source}", weight="8", **line)
             canvas.edge(f"top_{source}", f"bottom_{source}", tailclip="false", weight="50", **line)
         # Outside of the frame, since Graphviz would move the other node into it.
-        self._around += [(f"n{source}", tops[0]) for source in ends.before]
-        self._around += [(bottoms[0], f"n{target}") for target in ends.after]
+        led = {source for source, _ in entries}
+        self._around += [(f"n{source}", tops[0], _HIDDEN) for source in ends.before if source not in led]
+        bottom = f"bottom_{call.id}_{ends.number - 1}"
+        self._around += [(bottom, f"n{target}", _HIDDEN) for target in ends.after]
 
     @override
     def render_contents(self, canvas: Digraph, node: Node) -> None:
@@ -244,6 +256,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         start = f"n{edge.source}"
         if ends in self._columns.detours:
             start, further = f"top_{edge.source}", {"weight": "2", "tailclip": "false", **self._detour(edge.source)}
+        elif ends in self._entries:
+            start, further = self._entries[ends], {**further, "tailclip": "false"}
         elif ends in self._columns.crossing:
             further = {"constraint": "false", **({} if edge.relates("next") else self._marks(edge))}
         canvas.edge(start, f"n{edge.target}", **{**further, **self.styler.style_edge(edge, self.graph)})
@@ -274,8 +288,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     @override
     def render(self) -> Digraph:
         canvas = super().render()
-        for one, other in self._around:
-            canvas.edge(one, other, style="invis", weight="8")
+        for one, other, line in self._around:
+            canvas.edge(one, other, **line)
         for first, second in self._columns.below:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         if self.legend:
