@@ -120,8 +120,8 @@ class Node:
         type_name: The class of a module; empty for other kinds.
         call: The number of this call of the module, starting at 1.
         outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself.
-        parameters: The number of parameter elements that the module of a call owns itself. Those of its submodules are
-            included only if their calls are not observed, as in a fused layer.
+        parameters: The number of parameter elements that the module of a call owns itself, and those of its submodules
+            if their calls are not observed, as in a fused layer. For an op of a view, those of the layer that it is.
         total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
             parameter once, called or not; ignored in comparisons.
         used_parameters: The number of these elements that anything in the recording used; ``None`` if it is not known,

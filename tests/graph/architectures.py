@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from typing_extensions import override
 
 from tests.graph.nets import Net, linear
 
-__all__ = ["ARCHITECTURES", "Case", "UNet"]
+__all__ = ["ARCHITECTURES", "Case", "NormWithActivation", "UNet"]
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 TOKENS = torch.tensor([[5, 3, 9, 1], [2, 7, 7, 4]])
@@ -64,6 +65,19 @@ def _double(inputs: int, outputs: int) -> nn.Module:
 
 def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+class NormWithActivation(nn.BatchNorm2d):
+    """A layer that calls others, although it has weights and running statistics itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.drop(super().forward(x)))
+        return y
 
 
 def _tied() -> nn.Module:
@@ -121,6 +135,7 @@ ARCHITECTURES: dict[str, Callable[[], Case]] = {
     "chain of 30": _plain(lambda: nn.Sequential(*(nn.Linear(16 + at, 17 + at) for at in range(30))), ROWS),
     "40 heads": _plain(_heads, ROWS),
     "U-Net": _plain(UNet, IMAGE),
+    "norm with activation": _plain(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), NormWithActivation(4)), IMAGE),
     "attention": lambda: (nn.MultiheadAttention(16, 2), (STEPS, STEPS, STEPS), {}),
     "encoder layer": _plain(lambda: nn.TransformerEncoderLayer(16, 2, 32), STEPS),
     "encoder": _plain(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), STEPS),

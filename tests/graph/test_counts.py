@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_recorder.graph import Graph, capture_graph, collapse, fit_view, own_tensors, to_text
+from lightning_recorder.graph import Graph, capture_graph, collapse, draw, fit_view, own_tensors, to_text
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
@@ -58,6 +58,8 @@ def test_counts_of_every_box(make: Callable[[], Case]) -> None:
         inside = {id(each): each for node in closed for each in modules[node.name].parameters()}
         inside |= {id(parameters[node.name]): parameters[node.name] for node in view.nodes if node.kind == "parameter"}
         drawn = sum(each.numel() for each in inside.values())
+        # The weights of a layer that calls others count for its function.
+        drawn += sum(node.parameters for node in view.nodes if node.kind == "op")
         unused = {id(each): each for name, each in parameters.items() if name not in used}
         hidden = sum(each.numel() for key, each in unused.items() if key not in inside)
         assert drawn + hidden == graph.parameters
@@ -141,3 +143,38 @@ def test_a_later_call_is_not_tied_to_itself() -> None:
     """The second call of a module uses the module's own parameters, which are not marked as tied."""
     text = to_text(fit_view(captured(ARCHITECTURES["shared layer"]()), fold=False))
     assert "fc (call 2)  Linear · 272 parameters  2×16" in text
+
+
+def test_the_weights_of_a_layer_that_calls_others() -> None:
+    """The function of such a layer counts its weights, which are not drawn; those of one inside it are its own."""
+    net, batch, keywords = ARCHITECTURES["norm with activation"]()
+    graph = captured((net.eval(), batch, keywords))
+    lines = to_text(fit_view(graph)).splitlines()
+    assert lines[2:7] == [
+        "├─ 0  Conv2d · 112 parameters  1×4×14×14",
+        "├─ 1  NormWithActivation · 8 parameters  1×4×14×14",
+        "│  ├─ batch_norm  8 parameters  1×4×14×14",
+        "│  ├─ drop  Identity  1×4×14×14",
+        "│  └─ act  ReLU  1×4×14×14",
+    ]
+    assert draw(graph).visual_graph.source.count("8 parameters") == 2
+    assert "running_mean" in to_text(fit_view(graph, parameters=True))
+
+
+def test_weights_of_a_layer_with_another_use_stay() -> None:
+    """A weight that a layer uses twice, or that is the only one of its function, is drawn."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.act = nn.ReLU()
+
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.act(super().forward(x)) * self.weight.norm()
+            return y
+
+    shown = to_text(fit_view(capture_graph(nn.Sequential(Scaled()), X)))
+    assert [line.split()[1:3] for line in shown.splitlines() if " parameter " in line] == [
+        ["├─", "weight"], ["├─", "bias"]
+    ]  # fmt: skip

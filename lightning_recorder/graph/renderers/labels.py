@@ -65,7 +65,10 @@ def own_name(node: Node, graph: Graph) -> str:
 
 
 def class_and_size(node: Node) -> str:
-    """Return a module's class with the number of its parameters, open or closed; see :func:`size`."""
+    """Return a module's class with the number of its parameters, open or closed; see :func:`size`.
+
+    Of a function, only the number of parameters is returned, if it has any.
+    """
     return " · ".join(part for part in (node.type_name, size(node)) if part)
 
 

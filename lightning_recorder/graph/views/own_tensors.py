@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Graph, Node
@@ -11,13 +13,15 @@ from lightning_recorder.graph.views.rebuild import rebuilt
 __all__ = ["own_tensors"]
 
 _MODEL_TENSORS = ("parameter", "buffer")
+_OF_LAYERS = ("weight", "bias", "running_mean", "running_var")
 
 
 def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
     """Remove the parameters and buffers inside the calls that are closed at a depth, and inside layers.
 
-    The tensors that an open call uses itself stay, such as the position embedding of a transformer. A call or op that
-    uses a tensor of another closed call, such as a tied weight, lists its name in :attr:`Node.tied`.
+    The tensors that an open call uses itself stay, such as the position embedding of a transformer. The weight and bias
+    of a layer that calls others, such as a batch norm with an activation, are removed; its function counts them. A call
+    or op that uses a tensor of another closed call, such as a tied weight, lists its name in :attr:`Node.tied`.
 
     Args:
         graph: A recorded graph, or a view of one, before its calls are closed.
@@ -51,9 +55,34 @@ def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
         own = graph[user].kind == "module" and f"{gone[edge.source].name}.".startswith(f"{graph[user].name}.")
         if around[edge.source] != user and not own:
             tied.setdefault(user, {})[gone[edge.source].name] = None
+    layers = _layers(graph, gone)
+    gone |= {tensor.id: tensor for tensors in layers.values() for tensor in tensors}
     kept = [replace(node, tied=tuple(tied[node.id])) if node.id in tied else node for node in graph.nodes]
+    kept = [replace(node, parameters=_count(layers[node.id])) if node.id in layers else node for node in kept]
     kept = _before_users(graph, [node for node in kept if node.id not in gone])
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _layers(graph: Graph, gone: Collection[int]) -> dict[int, list[Node]]:
+    """Return the functions of layers that call other modules, with the weights and statistics that only they use."""
+    users: dict[int, set[int]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, set()).add(edge.target)
+    layers: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        owner, _, key = node.name.rpartition(".")
+        if node.kind not in _MODEL_TENSORS or key not in _OF_LAYERS or node.id in gone or not owner:
+            continue
+        (user, *others) = users.get(node.id, {node.id})
+        if not others and graph[user].parent == node.parent and owner == graph[node.parent or 0].name:
+            layers.setdefault(user, []).append(node)
+    return {user: tensors for user, tensors in layers.items() if len(tensors) > 1}
+
+
+def _count(tensors: Iterable[Node]) -> int:
+    """Return the number of elements of the parameters among some tensors."""
+    shapes = (tensor.outputs[0].shape for tensor in tensors if tensor.kind == "parameter" and tensor.outputs)
+    return sum(map(math.prod, shapes))
 
 
 def _before_users(graph: Graph, nodes: list[Node]) -> list[Node]:
