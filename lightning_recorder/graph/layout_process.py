@@ -28,7 +28,7 @@ _PART = re.compile(
 _COLUMN = re.compile(r"subgraph cluster_column_(?P<call>\d+)_")
 _DETOUR = re.compile(r"((?P<top>top_\w+) -> bottom_\w+ \[[^\]]*weight=)\d+")
 _HEADS = re.compile(r"(?:top_(?P<call>\d+)_\d+|top_\d+) -> (?P<next>top_\w+) \[style=invis\]")
-_ENDS = re.compile(r"^\s*(?:top_(\d+)_\d+ -> n\d+|n\d+ -> bottom_(\d+)_\d+) \[style=invis weight=8\]\n", re.MULTILINE)
+_ENDS = re.compile(r"^\s*(?:top_(\d+)_\d+ -> n\d+|n\d+ -> bottom_(\d+)_\d+) \[style=invis weight=\d+\]\n", re.MULTILINE)
 # The number of equal edges to the heads and ends of columns that outweigh the edges which cross the columns.
 _STRONG = 20
 _ROUNDS = 10

@@ -206,7 +206,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main.intersection(entries)) else "8"
             self._around.append((f"n{source}", tops[0], {"dir": "none", "headclip": "false", "weight": weight}))
         for node, number in ends.first:
-            canvas.edge(f"top_{call.id}_{number}", f"n{node}", **_HIDDEN)
+            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="16" if number else "8")
         for node, number in ends.last:
             canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", **_HIDDEN)
         for source in ends.detours:
