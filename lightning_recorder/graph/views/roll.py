@@ -15,6 +15,9 @@ __all__ = ["roll"]
 
 _Key = tuple[object, ...]
 
+# The kinds of nodes that depend on no call, although they may be inside one.
+_GIVEN = ("input", "parameter", "buffer", "tensor")
+
 
 def roll(graph: Graph) -> Graph:
     """Draw all calls of one module as one, with the number of calls.
@@ -40,8 +43,8 @@ def roll(graph: Graph) -> Graph:
         >>> view = roll(capture_graph(Thrice(), torch.ones(1, 2)))
         >>> [(node.name, node.repeats) for node in view.module_calls()]
         [('cell', 3)]
-        >>> [(view[edge.source].name, view[edge.target].name, edge.multiplicity) for edge in view.edges][-2:]
-        [('linear', 'linear', 2), ('linear', 'output', 1)]
+        >>> [(view[edge.source].name, view[edge.target].name, edge.multiplicity) for edge in view.edges if edge.across]
+        [('linear', 'linear', 2)]
     """
     first: dict[_Key, int] = {}
     target: dict[int, int] = {}
@@ -73,8 +76,10 @@ def _later(graph: Graph, target: Mapping[int, int]) -> dict[Edge, int]:
     calls = Counter((node.parent, target[node.id]) for node in graph.nodes)
     entering: dict[int, list[tuple[int, Edge]]] = {}
     for edge in graph.edges:
+        if edge.across or graph[edge.source].kind in _GIVEN:
+            continue
         source, goal = _siblings(graph, edge.source, edge.target)
-        if source != goal and not edge.across:
+        if source != goal:
             entering.setdefault(goal, []).append((source, edge))
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     # The merged calls that each node is or depends on, among the nodes directly inside the same call.

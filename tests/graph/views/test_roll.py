@@ -70,6 +70,13 @@ def test_roll_of_a_cell_that_feeds_itself() -> None:
     )
 
 
+def test_roll_of_parameters() -> None:
+    """Each call takes the parameters themselves, so that their edges do not go from one call to the next."""
+    view = roll(capture_graph(Net(lambda net, x: net.cell(net.cell(x)), cell=linear()), X))
+    edges = [(view[edge.source].name, edge.multiplicity, edge.relates("next")) for edge in view.edges]
+    assert edges[:4] == [("input", 1, False), ("cell.weight", 2, False), ("cell.bias", 2, False), ("linear", 1, True)]
+
+
 def test_roll_inside_and_outside() -> None:
     """If a module is called twice in each of three calls, each level has its own number."""
     inner = Net(lambda net, x: net.act(net.act(x)), act=nn.Tanh())
