@@ -23,6 +23,7 @@ __all__ = [
     "own_parameters",
     "site_title",
     "split_call",
+    "without_wrappers",
 ]
 
 # Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
@@ -44,7 +45,11 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
         >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
         [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
     """
-    found = dict(module.named_modules(remove_duplicate=remove_duplicate))
+    return without_wrappers(dict(module.named_modules(remove_duplicate=remove_duplicate)))
+
+
+def without_wrappers(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the result of :func:`named_submodules` for that of ``named_modules()``."""
     # Joined, since a search in one text takes a fraction of the time of a call for each name.
     joined = "".join(found)
     if not any(segment in joined for segment in _WRAPPED):

@@ -1,6 +1,7 @@
 """The execution graph: capture, views, diffs and renderers."""
 
-from lightning_recorder.graph.capture.graph_capture import GraphCapture, capture_graph
+from lightning_recorder.graph.capture.capture_call import capture_graph
+from lightning_recorder.graph.capture.graph_capture import GraphCapture
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
 from lightning_recorder.graph.layout import Layout

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "LEAF_NUMBER",
     "MODULE_CALLS",
     "base_of",
+    "counted_version",
     "current_function_mode",
     "current_node",
     "fake_mode",
@@ -44,7 +45,6 @@ __all__ = [
     "is_transformed",
     "is_view",
     "is_wrapped_for_backward",
-    "reference_counts",
     "register_hooks",
     "remove_hook",
     "running_calls",
@@ -295,15 +295,6 @@ def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
 
 
-def reference_counts(tensor: Tensor) -> tuple[int, int]:
-    """Return the reference counts of a tensor in C++ and in Python.
-
-    Fallback: -1 for C++, which equals no real count, so no tensor is considered unshared.
-    """
-    count = getattr(tensor, "_use_count", None)
-    return (-1 if count is None else int(count())), sys.getrefcount(tensor)
-
-
 def register_hooks(tensor: Tensor) -> None:
     """Register the tensor's dictionary of hooks with its autograd node, so that the node calls them.
 
@@ -425,6 +416,11 @@ def version_of(tensor: Tensor) -> int | None:
         return None if is_uninitialized(tensor) else tensor._version
     except (RuntimeError, AttributeError):
         return None
+
+
+# Returns the number of in-place writes to a tensor. Raises a RuntimeError for tensors that do not count them.
+# Fallback: torch documents this attribute, and every tensor has it.
+counted_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:

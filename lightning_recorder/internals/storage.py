@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -10,7 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-__all__ = ["address_of", "hold_address", "is_expired", "is_uninitialized", "release_address", "storage_of"]
+__all__ = [
+    "address_of",
+    "hold_address",
+    "is_expired",
+    "is_uninitialized",
+    "reference_counts",
+    "release_address",
+    "storage_of",
+]
 
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
@@ -34,6 +43,15 @@ is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda a
 def is_uninitialized(value: object) -> bool:
     """Return True for a parameter or buffer of a lazy module that has no shape yet."""
     return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
+
+
+def reference_counts(tensor: Tensor) -> tuple[int, int]:
+    """Return the reference counts of a tensor in C++ and in Python.
+
+    Fallback: -1 for C++, which equals no real count, so no tensor is considered unshared.
+    """
+    count = getattr(tensor, "_use_count", None)
+    return (-1 if count is None else int(count())), sys.getrefcount(tensor)
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:

@@ -21,7 +21,6 @@ from typing_extensions import Self, override
 from lightning_recorder.internals.autograd import (
     base_of,
     hooks_of,
-    reference_counts,
     register_hooks,
     sequence_number,
     sequence_number_of,
@@ -29,6 +28,7 @@ from lightning_recorder.internals.autograd import (
     version_counter,
     version_of,
 )
+from lightning_recorder.internals.storage import reference_counts
 
 __all__ = ["NEAR", "BaseEdge", "Region", "View", "guard_of", "is_unshared", "unguarded", "writer_of"]
 

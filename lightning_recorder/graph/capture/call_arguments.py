@@ -122,6 +122,8 @@ def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def describe_module(module: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the settings that a module shows in ``extra_repr``, such as its stride; the first ones have no name."""
+    if type(module).extra_repr is nn.Module.extra_repr:
+        return ()
     try:
         text = module.extra_repr()
     except Exception:  # noqa: BLE001 - a class may raise anything in its representation

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
-from lightning_recorder.graph.capture.parameters import own_parameters
+from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.unused import Unused
-from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import is_metric, named_submodules
 
 __all__ = ["find_unused"]
@@ -18,49 +17,45 @@ _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
 
 
-def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int], given: Collection[str]) -> Unused:
+def find_unused(
+    root: nn.Module,
+    registered: Set[str],
+    parameters: Mapping[str, bool],
+    builder: GraphBuilder,
+    opaque: Iterable[int],
+    given: Collection[str],
+) -> Unused:
     """Return the parts of a model that were not used or not trained, and mark the nodes among them.
 
     Args:
         root: The model.
+        registered: The names of its modules.
+        parameters: The names of its parameters, with True for those that require a gradient.
         builder: The graph, of which parameters and functions get a note.
         opaque: The calls whose inside was not observed.
         given: The parameters that a recorded backward pass gave a gradient.
     """
-    modules = named_submodules(root)
-    parameters = _named_parameters(modules)
-    reached = _reached(builder)
     nodes = builder.nodes
+    reached = _reached(builder)
+    numbers = builder.of_kind("parameter")
     if reached is None:
-        used = {node.name for node in nodes if node.kind == "parameter"}
+        used = {nodes[number].name for number in numbers}
     else:
-        used = {nodes[number].name for number in reached if nodes[number].kind == "parameter"}.union(given)
+        used = {nodes[number].name for number in numbers if number in reached}.union(given)
     frozen = [name for name, trained in parameters.items() if not trained]
     missing = dict.fromkeys([name for name, trained in parameters.items() if trained and name not in used])
     if frozen or missing:
-        for node in nodes:
-            if node.kind == "parameter" and parameters.get(node.name) is False:
+        for node in map(nodes.__getitem__, numbers):
+            if parameters.get(node.name) is False:
                 node.note = "frozen"
-            elif node.kind == "parameter" and node.name in missing:
+            elif node.name in missing:
                 node.note = "no gradient"
     return Unused(
-        tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque}, given)),
+        tuple(_never_called(root, registered, builder, {nodes[number].name for number in opaque}, given)),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
         tuple(_stops(builder, reached)),
     )
-
-
-def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
-    """Return the name of each parameter, and True if it requires a gradient; a shared one has its first name."""
-    found: dict[str, bool] = {}
-    seen: set[int] = set()
-    for name, module in modules.items():
-        for key, each in own_parameters(module):
-            if id(each) not in seen and (type(each) is nn.Parameter or not is_uninitialized(each)):
-                seen.add(id(each))
-                found[f"{name}.{key}" if name else key] = each.requires_grad
-    return found
 
 
 def _reached(builder: GraphBuilder) -> set[int] | None:
@@ -69,23 +64,25 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     ``None`` if nothing that was recorded is differentiable, as in a validation step.
     """
     nodes = builder.nodes
-    starts = [number for number, node in enumerate(nodes) if node.kind == "backward"]
-    starts = starts or [number for number, node in enumerate(nodes) if node.kind == "output"]
+    starts = builder.of_kind("backward") or builder.of_kind("output")
     if not any(node.autograd for node in nodes):
         return None
     if not starts:
-        sources = {source for source, _ in builder.ends}
+        sources = builder.used()
         starts = [number for number, node in enumerate(nodes) if node.kind == "op" and number not in sources]
     return builder.reached_by_gradient(starts)
 
 
 def _never_called(
-    modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str], given: Collection[str]
+    root: nn.Module, registered: Set[str], builder: GraphBuilder, opaque: set[str], given: Collection[str]
 ) -> Iterable[str]:
     """Yield the outermost registered modules of which neither a call nor a tensor was recorded, nor a gradient."""
-    recorded = {node.name for node in nodes if node.kind in ("module", "parameter", "buffer")}.union(given)
-    if modules.keys() <= recorded:
+    nodes = builder.nodes
+    kinds: tuple[Kind, ...] = ("module", "parameter", "buffer")
+    recorded = {nodes[number].name for kind in kinds for number in builder.of_kind(kind)}.union(given)
+    if registered <= recorded:
         return  # the usual case
+    modules = named_submodules(root)
     used = {""}
     for name in recorded:
         while name and name not in used:

@@ -170,7 +170,11 @@ def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
         except KeyError:
             part = _part(frame)
         if part is _BETWEEN_PART:
-            pass
+            frame = frame.f_back
+            continue
+        if part is _MODEL_PART:
+            if deciding is None:
+                deciding = frame
         elif part is _MODULE_CALL:
             looking = False
         elif part is _CUSTOM_CALL:
@@ -181,8 +185,6 @@ def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
             if function is not None and function.__module__ != "torch.utils.checkpoint":
                 # The source line of a custom function is the line that applies it.
                 custom, deciding = _custom_call(function, frame, custom), None
-        elif part is _MODEL_PART:
-            deciding = deciding or frame
         else:
             if deciding is None or (outermost and part is _FOREIGN_PART):
                 return _OF_TRAINER if custom is None else Caller(True, "", custom)

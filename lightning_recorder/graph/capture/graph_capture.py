@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
-from lightning_recorder.graph.capture.function_calls import tensors_in
+from lightning_recorder.errors import RecordingError, describe_error, warn
+from lightning_recorder.graph.capture.capture_mode import CaptureMode
 from lightning_recorder.graph.capture.modules import is_fused, is_opaque
 from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
@@ -26,8 +24,6 @@ from lightning_recorder.internals.autograd import (
     graph_task,
     is_tracing,
     remove_hook,
-    sequence_number,
-    versions_of,
     without_functions,
 )
 from lightning_recorder.internals.compiled import (
@@ -41,14 +37,13 @@ from lightning_recorder.internals.compiled import (
 from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
-from lightning_recorder.names import named_submodules
+from lightning_recorder.names import named_submodules, without_wrappers
 
-__all__ = ["GraphCapture", "capture_call", "capture_graph"]
+__all__ = ["GraphCapture"]
 
 # Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
 # computes nothing of the model itself.
 _WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-_BACKWARD = (Tensor.backward, torch.autograd.backward)
 Result = TypeVar("Result")
 
 
@@ -103,16 +98,17 @@ class GraphCapture:
         costs: bool = False,
         eager: bool = True,
     ) -> None:
-        self._is_compiled = "OptimizedModule" in {kind.__name__ for kind in set(map(type, module.modules()))}
+        self._is_compiled = False
         self._left_out = set() if eager else compiled_modules(module)
         while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
+            self._is_compiled = self._is_compiled or _is_compiled(type(module))
             module = inner
         self.module = module
         self._scope = scope
         self._recording = StepRecording(module, times=times or costs, costs=costs, outermost=scope != "forward")
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []  # the hooks on modules
-        self._mode: _CaptureMode | None = None
+        self._mode: CaptureMode | None = None
         self._thread = 0
         self._active = False
         self._paused_in: nn.Module | None = None
@@ -136,7 +132,7 @@ class GraphCapture:
         if not self.is_broken:
             self._guarded(self._begin)
         if not self.is_broken:
-            self._mode = _CaptureMode(self)
+            self._mode = CaptureMode(self._recording, self._watching, self._guarded, self._break, self._pause)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
             self._active = True
         return self
@@ -149,7 +145,9 @@ class GraphCapture:
     def _begin(self) -> None:
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
-        self._recording.name_modules(self.module)
+        found = dict(self.module.named_modules())
+        self._is_compiled = self._is_compiled or any(map(_is_compiled, set(map(type, found.values()))))
+        self._recording.name_modules(without_wrappers(found))
         # If torch._dynamo is not imported, nothing is compiled yet.
         if not self._eager and not observe_compiled_calls(self._enter_compiled) and self._left_out:
             raise RecordingError("this version of torch does not report calls of compiled code")
@@ -191,7 +189,6 @@ class GraphCapture:
         self.stop()
         stop_observing(self._enter_compiled)
         self._stance.release()
-        self._collector.release()
         self._resume()
         self._take_off_hooks()
         while self._handles:
@@ -200,13 +197,15 @@ class GraphCapture:
         if mode is not None and not self._in_compiled:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self._ended = True
+        self._collector.release()
 
     def stop(self) -> None:
         """Stop recording. The hooks stay registered until the context is left."""
         if self._active:
             self._guarded(self._recording.stop)
         self._active = False
-        self._recording.forget()
+        with without_functions():
+            self._recording.forget()
 
     def add_outputs(self, outputs: Any, name: str = "output") -> None:
         """Add an output node for each tensor that the model returned, named by its path.
@@ -225,7 +224,12 @@ class GraphCapture:
         """Return the graph recorded so far."""
         if self._graph is not None:
             return self._graph
-        graph = self._recording.finish(self._scope, ended=self._ended)
+        collector = RareCollections()
+        collector.hold()
+        try:
+            graph = self._recording.finish(self._scope, ended=self._ended)
+        finally:
+            collector.release()
         if self._ended:
             self._graph = graph
         return graph
@@ -267,9 +271,12 @@ class GraphCapture:
     def _before_call(self, module: nn.Module, args: Any) -> None:
         if not self._watching():
             return
-        if self._is_part(module):
-            self._guarded(self._recording.enter_call, module)
-        if is_fused(module) and self._active:
+        try:
+            if self._is_part(module):
+                self._recording.enter_call(module)
+        except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+            self._break(error)
+        if not module.training and is_fused(module) and self._active:
             self._pause(module)
 
     def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
@@ -330,8 +337,8 @@ class GraphCapture:
             self._paused_in = module
             # An enclosing capture could not pause before, because this mode was above its own.
             below = current_function_mode()
-            if isinstance(below, _CaptureMode):
-                below._owner._pause(module)
+            if isinstance(below, CaptureMode):
+                below.pause(module)
 
     def _resume(self) -> None:
         """Restore the function mode after :meth:`_pause`."""
@@ -340,63 +347,8 @@ class GraphCapture:
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
 
 
-class _CaptureMode(TorchFunctionMode):
-    """Passes every torch function that is called from outside of torch to the capture."""
-
-    def __init__(self, owner: GraphCapture) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        owner = self._owner
-        if not owner._watching():
-            return func(*args, **kwargs)
-        # No mode is active inside this method, so the internals of func are not observed: neither the parts of a
-        # composite function nor a backward pass.
-        if func is _BACKWARD[0] or func is _BACKWARD[1]:
-            node = owner._guarded(owner._recording.note_backward, args[:1] or kwargs.get("tensors"))
-            try:
-                return func(*args, **kwargs)
-            except Exception:
-                owner._recording.backward_failed(node)
-                raise
-            finally:
-                owner._guarded(owner._recording.gradients.end_backward)
-        costs = owner._recording.costs
-        begun = 0.0 if costs is None else time.perf_counter()
-        inputs: list[Tensor] | None = None
-        try:
-            with without_functions():
-                inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
-                before = versions_of(inputs)
-        except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
-            inputs = None
-            owner._break(error)
-        start = sequence_number()
-        called = 0.0 if costs is None else time.perf_counter()
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            if inputs is not None:
-                owner._guarded(owner._recording.suspect, func, inputs)
-            raise
-        if inputs is None:
-            return result
-        if func is torch.autograd.grad:
-            owner._guarded(owner._recording.note_grad, inputs, result)
-        else:
-            # Not by _guarded: this is called for each function.
-            try:
-                with without_functions():
-                    ended = 0.0 if costs is None else time.perf_counter()
-                    node = owner._recording.note_function(func, args, kwargs, inputs, before, start, result)
-                    if costs is not None:
-                        costs.note(node, func, args, kwargs, ended - called)
-                        costs.overhead_s += called - begun + time.perf_counter() - ended
-            except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
-                owner._break(error)
-        return result
+def _is_compiled(kind: type) -> bool:
+    return kind.__name__ == "OptimizedModule"
 
 
 class _CaptureHook(ModuleHook):
@@ -407,44 +359,3 @@ class _CaptureHook(ModuleHook):
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
-
-
-def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
-    """Call a module once and return the graph of the call.
-
-    The module keeps its train or eval mode and runs under the caller's grad mode and autocast.
-
-    Args:
-        module: The model.
-        args: Its positional arguments. A single tensor becomes the input node ``input``, several become ``input[0]``,
-            ``input[1]``, ….
-        kwargs: Its keyword arguments. A tensor becomes the input node ``input.<keyword>``.
-
-    Raises:
-        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
-
-    Example:
-        >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))
-        >>> [node.name for node in graph.nodes]
-        ['', 'input', 'weight', 'bias', 'linear', 'output']
-    """
-    return capture_call(module, args, kwargs)
-
-
-def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, costs: bool = False) -> Graph:
-    """Call a module once and return the graph of the call; see :func:`capture_graph` and :class:`GraphCapture`."""
-    single = len(args) == 1 and not kwargs
-    inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
-    recording = GraphCapture(module, inputs, costs=costs)
-    try:
-        with recording:
-            recording.add_outputs(module(*args, **kwargs))
-    except Exception as error:
-        graph = recording.graph()
-        raise ForwardError(f"{_where_it_failed(graph)} raised {describe_error(error)}", graph) from error
-    return recording.graph()
-
-
-def _where_it_failed(graph: Graph) -> str:
-    inner = [graph.root, *(node for node in graph.nodes if node.failed and node.kind == "module")][-1]
-    return f"module {inner.name!r} ({inner.type_name})" if inner.name else f"the model itself ({inner.type_name})"

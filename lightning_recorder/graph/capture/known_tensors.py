@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from lightning_recorder.graph.model import TensorMeta
@@ -21,13 +21,17 @@ _WITH_SHAPES = (Tensor, Parameter)
 
 
 class KnownTensor(weakref.ref[Tensor]):
-    """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype."""
+    """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype.
 
-    __slots__ = ("dtype", "meta", "node", "time")
+    ``has_meta`` is False if the shape may be something else than a tuple of integers.
+    """
+
+    __slots__ = ("dtype", "has_meta", "meta", "node", "time")
 
     node: int
     time: int
-    meta: TensorMeta | None
+    has_meta: bool
+    meta: TensorMeta
     dtype: torch.dtype
 
 
@@ -59,28 +63,45 @@ class KnownTensors:
             tensor: Any tensor.
             node: The node.
             wrote: True if the node wrote into the memory of the tensor.
-            meta: The shape and dtype of the tensor; see :meth:`fast_path`.
+            meta: The shape and dtype of the tensor; see :meth:`find`.
         """
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
-        known.node, known.time, known.meta = node, time, None
+        known.node, known.time, known.has_meta = node, time, False
         # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
-            known.meta, known.dtype = meta, tensor.dtype
+            known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
         if wrote:
             self._last_write = time
-        storage = storage_of(tensor if not in_transform() else unwrapped(tensor))
+        storage = storage_of(unwrapped(tensor) if in_transform() else tensor)
         if storage is None:
             return
         address = address_of(storage)
         if address not in self._storages:
-            hold_address(storage)
-            self._storages[address] = (time << 32) + node
-            self._young.append(address)
-            if len(self._young) >= 2 * _SWEEP_AFTER:
-                self._sweep()
+            self._hold(storage, address, (time << 32) + node)
         elif wrote:
             self._storages[address] = (time << 32) + node
+
+    def bind_plain(self, tensor: Tensor, node: int, meta: TensorMeta) -> None:
+        """Remember the node that returned an instance of ``Tensor`` outside of transforms; see :meth:`bind`."""
+        self._time = time = self._time + 1
+        known = self._tensors[id(tensor)] = KnownTensor(tensor)
+        known.node, known.time, known.meta, known.dtype = node, time, meta, tensor.dtype
+        known.has_meta = bool(meta.shape) or not tensor.is_nested
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # as in ``storage_of``
+            return
+        address = address_of(storage)
+        if address not in self._storages:
+            self._hold(storage, address, (time << 32) + node)
+
+    def _hold(self, storage: UntypedStorage, address: int, value: int) -> None:
+        hold_address(storage)
+        self._storages[address] = value
+        self._young.append(address)
+        if len(self._young) >= 2 * _SWEEP_AFTER:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Release storages whose memory is freed.
@@ -100,13 +121,13 @@ class KnownTensors:
             del self._storages[address]
             release_address(address)
 
-    def fast_path(self, tensor: Tensor) -> KnownTensor | None:
+    def find(self, tensor: Tensor) -> KnownTensor | None:
         """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
         known = self._tensors.get(id(tensor))
-        if known is None or (meta := known.meta) is None or known.time < self._last_write or known() is not tensor:
+        if known is None or not known.has_meta or known.time < self._last_write or known() is not tensor:
             return None
         # A tensor may be resized, or get other data.
-        return known if meta.shape == tensor.shape and known.dtype is tensor.dtype else None
+        return known if known.meta.shape == tensor.shape and known.dtype is tensor.dtype else None
 
     def is_bound(self, tensor: Tensor) -> bool:
         """Return True if a tensor itself was bound to a node."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_recorder.graph.capture.parameters import is_initialized
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.names import named_submodules
 
@@ -19,10 +20,11 @@ _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 
 
 class _NamedModule(weakref.ref[nn.Module]):
-    """A weak reference to a module with its name."""
+    """A weak reference to a module with its name and the number of its own submodules and parameters."""
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "size")
     name: str
+    size: int
 
 
 class _NamedTensor(weakref.ref[Tensor]):
@@ -39,18 +41,19 @@ class ModelNames:
     such as ``blocks[0]``. A module that does not belong to the model is named by its class when it is called.
 
     Args:
-        root: The model.
+        registered: The modules of the model by name, starting with the root.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, registered: Mapping[str, nn.Module]) -> None:
         # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
         self._names: dict[int, _NamedModule] = {}
         self._tensors: dict[int, _NamedTensor] = {}
         self._aliases: dict[int, tuple[str, ...]] = {}
         self._counts: dict[str, int] = {}
-        registered = named_submodules(root)
         for name, each in registered.items():
             self._introduce(name, each)
+        self._registered = list(self._names.values())
+        self._own = list(self._tensors.values())
         for name, each in list(_in_plain_containers(registered)):
             if self.of(each) is None:
                 self._welcome(name, each)
@@ -87,34 +90,78 @@ class ModelNames:
         """Return the other names of a parameter or buffer that several modules register."""
         return self._aliases.get(id(tensor), ()) if self._aliases and self.tensor(tensor) is not None else ()
 
-    def clear(self) -> None:
-        """Forget all modules and tensors."""
-        self._names.clear()
-        self._tensors.clear()
-        self._aliases.clear()
+    def trained(self) -> dict[str, bool]:
+        """Return the name of each parameter of the model, and True if it requires a gradient.
+
+        A shared parameter has its first name. Uninitialized ones are left out.
+        """
+        return {name: each.requires_grad for name, each in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for reference in self._own:
+            kind, name, _ = reference.known
+            if kind == "parameter" and (tensor := reference()) is not None and is_initialized(tensor):
+                yield name, tensor
+
+    def parameter_counts(self) -> dict[int, tuple[int, int]]:
+        """Return the numbers of elements of the own parameters of each registered module, and of all below it, by id.
+
+        The result is empty if a parameter or a module has several places in the model, or if the model has changed.
+        """
+        inner = 0
+        for reference in self._registered:
+            module = reference()
+            if module is None:
+                return {}
+            submodules = len(module._modules)
+            if submodules + len(module._parameters) != reference.size:
+                return {}
+            inner += submodules
+        if self._aliases or inner != len(self._registered) - 1:
+            return {}
+        own: dict[str, int] = {}
+        for path, tensor in self._parameters():
+            around = path.rpartition(".")[0]
+            own[around] = own.get(around, 0) + tensor.numel()
+        below = dict(own)
+        for reference in reversed(self._registered):  # the inner ones come first
+            name = reference.name
+            if name and (number := below.get(name)):
+                around = name.rpartition(".")[0]
+                below[around] = below.get(around, 0) + number
+        return {key: (own.get(each.name, 0), below.get(each.name, 0)) for key, each in self._names.items()}
+
+    def registered(self) -> set[str]:
+        """Return the names of the registered modules."""
+        return {reference.name for reference in self._registered}
 
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Register a module and its own tensors under their names."""
-        reference = self._names[id(module)] = _NamedModule(module)
-        reference.name = name
+        key = id(module)
+        reference = self._names[key] = _NamedModule(module)
+        reference.name, reference.size = name, len(module._modules) + len(module._parameters)
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
         if isinstance(module, torch.jit.ScriptModule):
             own = [("parameter", module.named_parameters("", False)), ("buffer", module.named_buffers("", False))]
-        else:
+        elif module._buffers:
             own = [("parameter", module._parameters.items()), ("buffer", module._buffers.items())]
+        else:
+            own = [("parameter", module._parameters.items())] if module._parameters else []
+        around = f"{name}." if name else ""
         for kind, tensors in own:
-            for key, tensor in tensors:
+            for path, tensor in tensors:
                 if tensor is None:
                     continue
-                path = f"{name}.{key}" if name else key
+                known = self._tensors.get(id(tensor))
                 # Another tensor may have had the same id before.
-                if id(tensor) not in self._tensors or self.tensor(tensor) is None:
+                if known is None or known() is not tensor:
                     known = self._tensors[id(tensor)] = _NamedTensor(tensor)
-                    known.known = kind, path, id(module)
-                    self._aliases.pop(id(tensor), None)
+                    known.known = kind, around + path, key
+                    if self._aliases:
+                        self._aliases.pop(id(tensor), None)
                 else:
-                    self._aliases[id(tensor)] = (*self._aliases.get(id(tensor), ()), path)
+                    self._aliases[id(tensor)] = (*self._aliases.get(id(tensor), ()), around + path)
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Register a module that the model does not register, and its submodules, under a unique name."""
@@ -132,8 +179,11 @@ def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[
     for name, module in registered.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        for attribute, value in vars(module).items():
-            if attribute in _OWN or not isinstance(value, (list, tuple, dict)) or attribute in nn.Module.__dict__:
+        attributes = vars(module)
+        if not any(isinstance(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
+            continue  # the usual case
+        for attribute, value in attributes.items():
+            if attribute in _OWN or not isinstance(value, _CONTAINERS) or attribute in nn.Module.__dict__:
                 continue
             for suffix, each in _modules_in(value):
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each
@@ -142,6 +192,8 @@ def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[
 # The attributes in which a module keeps its registered objects, including hooks.
 _OWN = frozenset(vars(nn.Module()))
 
+
+_CONTAINERS = (list, tuple, dict)
 
 # A longer container holds data of a model rather than layers.
 _MOST_NESTED = 1000
@@ -159,7 +211,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
     for key, each in pairs:
         if isinstance(each, nn.Module):
             yield f"[{key!r}]", each
-        elif nested and isinstance(each, (list, tuple, dict)) and len(each) <= _MOST_NESTED:
+        elif nested and isinstance(each, _CONTAINERS) and len(each) <= _MOST_NESTED:
             yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
 
 

@@ -25,7 +25,7 @@ IGNORED = -1
 """The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """A module call in progress."""
 
@@ -58,23 +58,22 @@ class TensorOrigins:
     def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
         self._builder = builder
         self._calls = calls
-        self._known_tensors = KnownTensors()
-        self._owners = AutogradOwners()
+        self.known_tensors = KnownTensors()
+        self.owners = AutogradOwners()
         self.custom: CustomNode | None = None
         """The last custom call, until something outside of it happens."""
         self._customs: dict[int, int] = {}
         self._buffers: dict[int, int] = {}
         """The nodes of the model's buffers, by the id of the tensor."""
         self.names: ModelNames | None = None
-        self.bind = self._known_tensors.bind
-        self.is_bound = self._known_tensors.is_bound
+        self.bind = self.known_tensors.bind
+        self.is_bound = self.known_tensors.is_bound
 
     def forget(self) -> None:
         """Forget all tensors and modules."""
         self.custom = None
-        self._known_tensors.clear()
-        if self.names is not None:
-            self.names.clear()
+        self.known_tensors.clear()
+        self.names = None
 
     def is_known(self, tensor: Tensor) -> bool:
         """Return True if the node that gave a tensor its values was observed."""
@@ -91,19 +90,19 @@ class TensorOrigins:
             outputs: The tensors that it returned.
             start: The sequence number of the backward graph before the function ran.
         """
-        complete = self._owners.complete_until == start
+        complete = self.owners.complete_until == start
         nodes: list[int] = []
         metas: list[TensorMeta] = []
         new: set[int] | None = None
         differentiable = False
-        find = self._known_tensors.fast_path
+        find = self.known_tensors.find
         for tensor in tensors:
             known = find(tensor) if complete else None
-            if known is not None and known.meta is not None:
+            if known is not None:
                 nodes.append(known.node)
                 metas.append(known.meta)
                 continue
-            if complete and type(tensor) is Parameter and (node := self._first_use(tensor)) is not None:
+            if complete and type(tensor) is Parameter and (node := self.first_use(tensor)) is not None:
                 nodes.append(node)
                 metas += self._builder.nodes[node].outputs
                 continue
@@ -138,7 +137,7 @@ class TensorOrigins:
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
-        return self._owners.sources(tensors)[0]
+        return self.owners.sources(tensors)[0]
 
     def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
         """Return the node of a custom call in which a function was called; add the node if the call is new."""
@@ -195,15 +194,15 @@ class TensorOrigins:
         """
         known = self.known(tensor)
         if known is None:
-            known = self._owners.of(tensor)
+            known = self.owners.of(tensor)
             if known is not None:
                 self._add_result(tensor, known)
             else:
-                is_new = self._owners.is_new(tensor)
+                is_new = self.owners.is_new(tensor)
                 known = (
                     self._add_unseen(tensor) if is_new else self._add_from_outside(tensor, self.model_tensor(tensor))
                 )
-        elif settled and self._owners.is_new(tensor):
+        elif settled and self.owners.is_new(tensor):
             # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
             self.claim([tensor], known)
         return known
@@ -214,7 +213,7 @@ class TensorOrigins:
             # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
             return IGNORED
         own = self.model_tensor(tensor)
-        node = self._known_tensors.of(tensor, own=own is not None)
+        node = self.known_tensors.of(tensor, own=own is not None)
         if own is not None and node is not None and (buffer := self._buffers.get(id(tensor), node)) != node:
             # State that an earlier call of the module has updated, such as running statistics, is no data flow.
             return node if self._is_inside(node, own[2]) else buffer
@@ -231,7 +230,7 @@ class TensorOrigins:
     def _add_unseen(self, tensor: Tensor) -> int:
         """Add a node for an unobserved computation of a tensor, based on its part of the backward graph."""
         function = function_behind(tensor)
-        if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
+        if function is not None and (known := self._customs.get(self.owners.number(tensor) + 1)) is not None:
             # Part of this custom call was observed inside it, but not this output.
             self.claim([tensor], known)
             self._add_result(tensor, known)
@@ -242,7 +241,7 @@ class TensorOrigins:
         for source, meta in sources:
             self.connect(source, node, meta)
         self.claim([tensor], node)
-        self._known_tensors.bind(tensor, node)
+        self.known_tensors.bind(tensor, node)
         return node
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
@@ -251,23 +250,26 @@ class TensorOrigins:
             self.custom.results.append(weakref.ref(tensor))
         elif node != IGNORED:
             self._builder.nodes[node].outputs += (meta_of(tensor),)
-        self._known_tensors.bind(tensor, node)
+        self.known_tensors.bind(tensor, node)
 
-    def _first_use(self, parameter: Parameter) -> int | None:
+    def first_use(self, parameter: Parameter) -> int | None:
         """Add the node of a parameter of the model at its first use; return ``None`` for any other."""
-        own = None if parameter.grad_fn is not None or self.is_bound(parameter) else self.model_tensor(parameter)
+        if parameter.grad_fn is not None or self.names is None or self.is_bound(parameter):
+            return None
+        own = self.names.tensor(parameter)
         return None if own is None else self._add_from_outside(parameter, own)
 
     def _add_from_outside(self, tensor: Tensor, own: tuple[Kind, str, int] | None) -> int:
         kind, name, owner = own or ("tensor", "", None)
-        parent = self._calls[-1].node if owner is None else self._owning_call(name, owner)
+        call = self._calls[-1]
+        parent = call.node if owner is None or id(call.module) == owner else self._owning_call(name, owner)
         metas = metas_of([tensor])
         node = self._builder.add(kind, name, parent, metas)
         if kind == "buffer":
             self._buffers[id(tensor)] = node
         if owner is not None and self.names is not None:
             self._builder.nodes[node].tied = self.names.aliases(tensor)
-        self._known_tensors.bind(tensor, node, meta=metas[0])
+        self.known_tensors.bind(tensor, node, meta=metas[0])
         return node
 
     def _owning_call(self, name: str, owner: int) -> int:
@@ -295,7 +297,7 @@ class TensorOrigins:
             node: The node.
             start: The sequence number of the backward graph before the node ran, if it is a function.
         """
-        owners = self._owners
+        owners = self.owners
         names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)
         if names and node >= 0:
             draft = self._builder.nodes[node]
@@ -303,11 +305,11 @@ class TensorOrigins:
 
     def autograd_nodes(self, tensors: Iterable[Tensor], node: int) -> Iterator[AutogradNode]:
         """Yield the nodes of torch's backward graph behind some tensors that were assigned to a recorded node."""
-        return self._owners.owned(tensors, node)
+        return self.owners.owned(tensors, node)
 
     def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
         """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""
-        leaves, owners = self._owners.sources(tensors)
+        leaves, owners = self.owners.sources(tensors)
         found = [(self.of(leaf), meta_of(leaf)) for leaf in leaves]
         # It is unknown which of an owner's outputs was used, so the first one is taken.
         return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]

@@ -23,9 +23,9 @@ _MOST_NODES = 15_000
 
 
 @lru_cache(1024)
-def _alone(name: str) -> tuple[str, ...]:
+def _shared(*names: str) -> tuple[str, ...]:
     """Return a tuple that all functions of a kind share, to save memory."""
-    return (name,)
+    return names
 
 
 class AutogradOwners:
@@ -58,6 +58,26 @@ class AutogradOwners:
         node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
+    def claim_usual(self, tensor: Tensor, owner: int, start: int, end: int) -> tuple[str, ...]:
+        """Return the result of :meth:`claim_new` for one result outside of transforms, if all other nodes have owners.
+
+        Args:
+            tensor: The result.
+            owner: The recorded node.
+            start: The sequence number before the recorded node ran.
+            end: The sequence number after it.
+        """
+        if end <= start + 2 and len(self._owners) < _MOST_NODES and (node := tensor.grad_fn) is not None:
+            names: tuple[str, ...] = ()
+            # A function usually creates one node, or two as ``linear`` does.
+            if sequence_number_of(node) == end - 1:
+                names = _shared(node.name()) if end == start + 1 else _pair(node, start)
+            if names:
+                self._owners[start] = self._owners[end - 1] = owner
+                self.complete_until = end
+                return names
+        return self.claim_new((tensor,), owner, start)
+
     def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
         """Assign all nodes that were created since a number to one recorded node, and those behind the tensors.
 
@@ -73,13 +93,6 @@ class AutogradOwners:
         complete = self.complete_until == start
         if complete and end == start:
             return ()
-        if complete and end == start + 1 and len(tensors) == 1:
-            node = self._made_by(tensors[0])
-            if node is not None and sequence_number_of(node) == start:
-                # The usual case: the function has created one node.
-                self._owners[start] = owner
-                self.complete_until = end
-                return _alone(node.name())
         # All new nodes are known to be new, so the search ends with the last one.
         names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
@@ -155,3 +168,11 @@ class AutogradOwners:
             # A torch.func wrapper has a backward graph of its own, which ends with the transform.
             tensor = unwrapped(tensor)
         return tensor.grad_fn if tensor.requires_grad else None
+
+
+def _pair(node: AutogradNode, number: int) -> tuple[str, ...]:
+    """Return the types of a node and of the one before it that has a number; empty if there is no such node."""
+    for before, _ in node.next_functions:
+        if before is not None and sequence_number_of(before) == number:
+            return _shared(node.name(), before.name())
+    return ()

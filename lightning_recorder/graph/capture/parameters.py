@@ -3,103 +3,88 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph.capture.builder import Draft
+from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.internals.storage import is_uninitialized
 
-__all__ = ["ParameterCounts", "count", "note_used", "own_parameters"]
+__all__ = ["around", "count", "count_below", "count_own", "is_initialized", "note_used"]
 
 
 def count(parameters: Iterable[Tensor]) -> int:
     """Return the number of elements, without uninitialized parameters."""
-    # A lazy parameter has a class of its own. This runs for each module of a recording.
-    return sum([each.numel() for each in parameters if type(each) is nn.Parameter or not is_uninitialized(each)])
+    return sum(each.numel() for each in parameters if is_initialized(each))
 
 
-def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the module's own parameters with their names, even if its class overrides ``named_parameters``."""
+def is_initialized(parameter: Tensor) -> bool:
+    """Return False for a lazy parameter that has no shape yet."""
+    return type(parameter) is nn.Parameter or not is_uninitialized(parameter)
+
+
+def own_parameters(module: nn.Module) -> list[Tensor]:
+    """Return the module's own parameters, even if its class overrides ``parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
-        return list(module.named_parameters(recurse=False))
-    own = module._parameters
-    return [(name, each) for name, each in own.items() if each is not None] if own else []
+        return list(module.parameters(recurse=False))
+    return [each for each in module._parameters.values() if each is not None]
 
 
-class ParameterCounts:
-    """The numbers of parameters below modules, each of which is counted at the end of its first call.
-
-    At that time its lazy submodules are initialized.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[nn.Module], dict[int, int]]] = {}
-        """For each module the numbers of elements of all parameters below it, by the id of the parameter."""
-
-    def of(self, module: nn.Module) -> int:
-        """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-        known = self._known.get(id(module))
-        if known is None or known[0]() is not module:
-            known = self._known[id(module)] = weakref.ref(module), self._below(module, set())
-        return sum(known[1].values())
-
-    def now(self, module: nn.Module) -> int:
-        """Return the present number for a module whose call has not ended."""
-        self._known.pop(id(module), None)
-        return sum(self._below(module, set()).values())
-
-    def _below(self, module: nn.Module, around: set[int]) -> dict[int, int]:
-        around.add(id(module))  # a module may contain itself
-        found = {
-            id(each): each.numel()
-            for _, each in own_parameters(module)
-            if type(each) is nn.Parameter or not is_uninitialized(each)
-        }
-        for inner in module._modules.values():
-            if inner is not None and id(inner) not in around:
-                known = self._known.get(id(inner))
-                found |= self._below(inner, around) if known is None or known[0]() is not inner else known[1]
-        return found
+def count_own(module: nn.Module) -> int:
+    """Return the number of elements of a module's own parameters."""
+    return count(own_parameters(module))
 
 
-def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[int]) -> None:
+def count_below(module: nn.Module) -> int:
+    """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
+    found = {id(each): each for inner in module.modules() for each in own_parameters(inner)}
+    return count(found.values())
+
+
+def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int]) -> None:
     """Set the number of used parameters of each module call.
 
     A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
     own name, or one of its other names, begins.
 
     Args:
-        nodes: All nodes of the recording.
-        sources: The nodes that edges leave.
+        builder: All nodes of the recording, and the edges.
+        registered: The names of the model's parameters.
         unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
             them stay unknown.
     """
-    used = {node.name: node for node in map(nodes.__getitem__, sources) if node.kind == "parameter"}
-    own: dict[tuple[str, ...], int] = {}  # the numbers for each module, or for each group of modules that share some
-    sizes: dict[tuple[int, ...], int] = {}
-    for name, node in used.items():
-        owners = (name.rpartition(".")[0], *[each.rpartition(".")[0] for each in node.tied])
-        for meta in node.outputs:
-            if meta.shape not in sizes:
-                sizes[meta.shape] = math.prod(meta.shape)
-            own[owners] = own.get(owners, 0) + sizes[meta.shape]
-    below: dict[str, int] = {}
-    for owners, number in own.items():
-        for each in _around(owners[0]) if len(owners) == 1 else {name for owner in owners for name in _around(owner)}:
-            below[each] = below.get(each, 0) + number
+    nodes, sources = builder.nodes, builder.used()
+    if nodes[0].failed:
+        return
+    used = {nodes[number].name: nodes[number] for number in builder.of_kind("parameter") if number in sources}
+    # Usually all parameters are used.
+    below = None if used.keys() == registered else _count_below(used)
     unknown = set(unobserved)
     for number in unobserved:
         while (parent := nodes[number].parent) is not None:
             unknown.add(number := parent)
-    for number, node in enumerate(nodes) if not nodes[0].failed else ():
-        if node.kind == "module" and number not in unknown:
-            node.used_parameters = min(below.get(node.name, 0), node.total_parameters)
+    for number in builder.of_kind("module"):
+        if number not in unknown:
+            node = nodes[number]
+            total = node.total_parameters
+            node.used_parameters = total if below is None else min(below.get(node.name, 0), total)
 
 
-def _around(module: str) -> list[str]:
-    """Return the names of a module and of those around it, from the innermost to the root."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+def _count_below(parameters: Mapping[str, Draft]) -> dict[str, int]:
+    """Return the number of elements of some parameters below each module."""
+    below: dict[str, int] = {}
+    for name, node in parameters.items():
+        size = sum(math.prod(meta.shape) for meta in node.outputs)
+        for each in {one for path in (name, *node.tied) for one in around(path)}:
+            below[each] = below.get(each, 0) + size
+    return below
+
+
+def around(name: str) -> list[str]:
+    """Return the names of the modules around a parameter or a module, from the innermost to the root."""
+    found = []
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(name)
+    return found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from lightning_recorder.graph.capture.builder import Draft
+from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 
 __all__ = ["Scopes"]
 
@@ -14,24 +13,23 @@ class Scopes:
     """The parts of a training step: the nodes that lead to each backward pass, and the loss among them.
 
     Args:
-        nodes: The nodes in the order of time.
-        edges: The edges as pairs of source and target.
+        builder: The nodes in the order of time, and the edges.
         scope: The recorded method of the model.
     """
 
-    def __init__(self, nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
-        self._nodes = nodes
+    def __init__(self, builder: GraphBuilder, scope: str) -> None:
+        self._nodes = builder.nodes
         self._scope = scope
-        self._edges = edges
+        self._builder = builder
         self._targets: dict[int, list[int]] = {}
         self._sources: dict[int, list[int]] = {}
 
     def named(self) -> dict[int, str]:
         """Return the scope of each node except the root; empty if there is no backward pass."""
-        passes = [number for number, node in enumerate(self._nodes) if node.kind == "backward" and _is_backward(node)]
+        passes = [number for number in self._builder.of_kind("backward") if _is_backward(self._nodes[number])]
         if not passes:
             return {}
-        for source, target in self._edges:
+        for source, target in self._builder.ends:
             self._targets.setdefault(source, []).append(target)
             self._sources.setdefault(target, []).append(source)
         leading = self._leading()

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
-from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
+from lightning_recorder.graph.capture.call_arguments import Given, plain_arguments
+from lightning_recorder.graph.capture.called_modules import CalledModules
 from lightning_recorder.graph.capture.costs import Costs
+from lightning_recorder.graph.capture.fast_path import FastPath
 from lightning_recorder.graph.capture.find_unused import find_unused
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
-from lightning_recorder.graph.capture.parameters import ParameterCounts, count, note_used, own_parameters
+from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
@@ -66,25 +68,27 @@ class StepRecording:
         self._origins = TensorOrigins(self._builder, self._calls)
         self._counts: dict[str, int] = {}
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
+        self._failed_at = 0
+        """The number of nodes when the failure was noted. If there are more, the model has handled the error."""
         self._known: dict[str, weakref.ref[nn.Module]] = {}
-        """The named modules, after :meth:`forget`."""
+        self._trained: dict[str, bool] = {}
+        """The name of each parameter, with True for those that require a gradient."""
+        self._registered: set[str] = set()
+        """The names of the registered modules."""
         self.gradients = Gradients(self._builder, self._origins, root)
-        self._modules: dict[int, int] = {}
-        """The id of the module of each call."""
-        self._first_calls: dict[int, int] = {}
-        """The first call of each module, by its id."""
+        self._called = CalledModules(self._builder.nodes, self._calls)
         self._opaque: set[int] = set()
         """The calls whose inside was not observed."""
         self.costs = Costs(self._builder, self._origins, root) if costs else None
         self._outermost = outermost
-        self._counts_below = ParameterCounts()
         self._unobserved: set[int] = set()
         """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
-        self._describe(0, root)
+        self._builder.nodes[0].type_name = type(root).__name__
+        self.fast_path = FastPath(self._builder, self._origins, self._calls, outermost)
 
-    def name_modules(self, root: nn.Module) -> None:
-        """Use the names of the model's modules and tensors from now on."""
-        self._origins.names = ModelNames(root)
+    def name_modules(self, registered: Mapping[str, nn.Module]) -> None:
+        """Use the names of the model's modules and tensors from now on; see :class:`ModelNames`."""
+        self._origins.names = ModelNames(registered)
 
     def stop(self) -> None:
         """Record the outputs of the last custom ``autograd.Function``, if one is in progress."""
@@ -92,38 +96,30 @@ class StepRecording:
 
     def forget(self) -> None:
         """Forget all tensors and modules, except for weak references to the modules."""
-        self._known = self._references()
-        self._describe_arguments()
+        self._read_model()
         self._origins.forget()
 
-    def _references(self) -> dict[str, weakref.ref[nn.Module]]:
-        """Return weak references to the named modules."""
+    def _read_model(self) -> None:
+        """Read the properties of the model that are needed to finish the graph, unless that was done before."""
         names = self._origins.names
-        return self._known | ({} if names is None else names.references())
+        if names is not None:
+            self._called.describe(names)
+            self._known = names.references()
+            self._trained, self._registered = names.trained(), names.registered()
 
     def finish(self, scope: str, *, ended: bool) -> Graph:
         """Return the graph recorded so far; see :meth:`GraphBuilder.finish`."""
-        root = self._calls[0].module
-        for call in self._calls:
-            self._builder.nodes[call.node].total_parameters = self._counts_below.now(call.module)
-        note_used(self._builder.nodes, self._builder.used(), self._unobserved)
-        self._describe_arguments()
+        self._read_model()
+        builder = self._builder
+        note_used(builder, self._trained.keys(), self._unobserved)
         if self.costs is not None:
             self.costs.finish()
-        scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
-        unused = find_unused(root, self._builder, self._opaque, self.gradients.given)
-        graph = self._builder.finish(scope, self._builder.nodes[0].total_parameters, scopes, unused, ended=ended)
-        return replace(graph, modules=self._references())
-
-    def _describe_arguments(self) -> None:
-        """Add the settings of the modules to their calls, after the step, since user code may take any time there."""
-        names, known = self._origins.names, dict[int, tuple[tuple[str, str], ...]]()
-        for node, key in self._modules.items():
-            if key not in known:
-                module = None if names is None else names.module(key)
-                known[key] = () if module is None else describe_module(module)
-            self._builder.nodes[node].arguments = known[key]
-        self._modules.clear()
+        scopes = Scopes(builder, scope).named()
+        unused = find_unused(
+            self._calls[0].module, self._registered, self._trained, builder, self._opaque, self.gradients.given
+        )
+        graph = builder.finish(scope, builder.nodes[0].total_parameters, scopes, unused, ended=ended)
+        return replace(graph, modules=self._known)
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
@@ -153,40 +149,22 @@ class StepRecording:
             return  # a callback calls the model
         names = self._origins.names
         name = None if names is None else names.of(module)
-        stranger = name is None
-        if stranger and names is not None and not caller.trainer:
+        registered = name is not None and not isinstance(module, torch.jit.ScriptModule)
+        if name is None and names is not None and not caller.trainer:
             name = names.of_stranger(module)
-            # The id of a module that was freed is reused.
-            self._first_calls.pop(id(module), None)
         if name is None:
             return
-        self._counts[name] = self._counts.get(name, 0) + 1
+        number = self._counts[name] = self._counts.get(name, 0) + 1
         node = self._builder.add("module", name, self._calls[-1].node, source=caller.source)
-        self._describe(node, module)
-        self._builder.nodes[node].call = self._counts[name]
-        if isinstance(module, torch.jit.ScriptModule):
-            pass  # TorchScript returns a new object for each call
-        elif stranger:
-            # A module that is created in a step may be freed in it.
-            self._builder.nodes[node].arguments = describe_module(module)
-        else:
-            self._modules[node] = id(module)
-        self._calls.append(Call(node, module, self._clock()))
+        if number > 1:
+            self._builder.nodes[node].call = number
+        if registered:
+            self._called.note(node, module)
+        self._calls.append(Call(node, module, self._clock() if self._times else 0.0))
 
     def _clock(self) -> float:
         """Return the time in seconds, without the time that the recording itself has taken if that is known."""
-        if not self._times:
-            return 0.0
         return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
-
-    def _describe(self, node: int, module: nn.Module) -> None:
-        nodes = self._builder.nodes
-        draft = nodes[node]
-        draft.type_name = type(module).__name__
-        first = nodes[self._first_calls.setdefault(id(module), node)]
-        # The class of a lazy module, and with it the number of its parameters, changes during its first call.
-        same = first is not draft and first.type_name == draft.type_name
-        draft.parameters = first.parameters if same else count([each for _, each in own_parameters(module)])
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -198,35 +176,37 @@ class StepRecording:
             failed: True if the call raised.
         """
         self._origins.leave_custom()
-        place = len(self._calls) - 1
-        while place > 0 and self._calls[place].module is not module:
+        calls = self._calls
+        place = len(calls) - 1
+        while place > 0 and calls[place].module is not module:
             place -= 1
         if place == 0:
             return
-        call = self._calls[place]
+        call = calls[place]
         if failed:
-            self.note_failed(len(self._calls) - place)
+            self.note_failed(len(calls) - place)
         # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
         # it.
-        del self._calls[place + 1 :]
-        given, taken = tensors_in([output]), _arguments(inputs)
-        draft = self._builder.nodes[call.node]
-        if draft.type_name != type(module).__name__:
-            # A lazy module has changed its class and created its parameters during the call.
-            self._describe(call.node, module)
-        draft.total_parameters = self._counts_below.of(module) if module._modules else draft.parameters
+        del calls[place + 1 :]
+        given = [output] if type(output) is Tensor else tensors_in([output])
+        taken = _arguments(inputs)
+        node = call.node
+        draft = self._builder.nodes[node]
+        self._called.leave(node, module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3
-        empty = call.node == len(self._builder.nodes) - 1
-        self._note_unseen(call.node, module, taken, given, empty=empty)
-        self._calls.pop()
+        empty = node == len(self._builder.nodes) - 1
+        if empty or not all(map(self._origins.is_bound, given)):
+            self._note_unseen(node, module, taken, given, empty=empty)
+        calls.pop()
 
     def leave_opaque_root(self, inputs: Any, output: Any) -> None:
         """Record a call of the model itself, if its computation is not observed at all."""
         root = self._calls[0]
-        if root.module is not None:
-            self._note_unseen(root.node, root.module, _arguments(inputs), tensors_in([output]))
+        given = tensors_in([output])
+        if not all(map(self._origins.is_bound, given)):
+            self._note_unseen(root.node, root.module, _arguments(inputs), given)
 
     def note_compiled(self, name: str, inputs: Any, result: Any) -> None:
         """Record a call of a compiled function as one node."""
@@ -245,8 +225,6 @@ class StepRecording:
         self, call: int, module: nn.Module, taken: list[Tensor], given: list[Tensor], *, empty: bool = False
     ) -> None:
         """Add a node for unobserved outputs of a call: from a fused function, TorchScript, or code outside of torch."""
-        if not empty and all(map(self._origins.is_bound, given)):
-            return  # the usual case
         took = set(map(id, taken))
         unseen = [tensor for tensor in given if id(tensor) not in took and not self._origins.is_known(tensor)]
         if unseen:
@@ -255,7 +233,7 @@ class StepRecording:
             used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
                 # No submodule calls are observed, so this call counts all of the parameters.
-                self._builder.nodes[call].parameters = count(used)
+                self._called.note_hidden(call, count(used))
             elif not used:
                 self._unobserved.add(call)
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
@@ -323,6 +301,13 @@ class StepRecording:
         for tensor in written:
             tensors.bind(tensor, node, wrote=True)
         return node
+
+    @staticmethod
+    def usual_name(func: Any) -> str:
+        """Return the name of a function that needs no special treatment, or an empty text."""
+        name = function_name(func)
+        special = name in _ZEROES or name == "grad"
+        return "" if special or func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad) else name
 
     def note_function(
         self,
@@ -407,7 +392,7 @@ class StepRecording:
 
     def backward_failed(self, node: int | None) -> None:
         """Record that the backward pass of a node raised."""
-        self._failure = node
+        self._failure, self._failed_at = node, len(self._builder.nodes)
 
     def suspect(self, func: Any, inputs: list[Tensor]) -> None:
         """Remember a function that raised, until it is known whether the model handles the error."""
@@ -419,11 +404,14 @@ class StepRecording:
         else:
             origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor in inputs]
             self._failure = _Failure(function_name(func), origins, self._calls[-1].node, caller.source)
+        self._failed_at = len(self._builder.nodes)
 
     def note_failed(self, calls: int | None = None) -> None:
         """Mark the innermost calls, or all of them, as failed, together with the function that raised."""
         self._origins.leave_custom()
         failure, self._failure = self._failure, None
+        if self._failed_at != len(self._builder.nodes):
+            failure = None
         if isinstance(failure, _Failure):
             node = self._builder.add("op", failure.name, failure.parent, source=failure.source)
             for origin, meta in failure.origins:
@@ -437,7 +425,7 @@ class StepRecording:
 
 def _arguments(inputs: Any) -> list[Tensor]:
     """Return the tensors among positional and keyword arguments."""
-    if inputs and type(inputs[0]) is tuple and not any(inputs[1:]):
+    if type(inputs[0]) is tuple and (len(inputs) == 1 or not inputs[1]):
         return tensors_in(inputs[0])
     return tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
 

@@ -1,0 +1,74 @@
+"""The classes, settings and numbers of parameters of the modules that a recording has called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_recorder.graph.capture.builder import Draft
+from lightning_recorder.graph.capture.call_arguments import describe_module
+from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.origins import Call
+from lightning_recorder.graph.capture.parameters import count_below, count_own
+
+__all__ = ["CalledModules"]
+
+_Description = tuple[str, int, int, tuple[tuple[str, str], ...]]
+"""Class, number of own parameter elements, number of those below, settings."""
+
+
+class CalledModules:
+    """Describes the modules of calls after the step.
+
+    Lazy modules then have their final class and parameters, and the ``extra_repr`` of users may take any time.
+
+    Args:
+        nodes: The nodes so far.
+        calls: The module calls in progress, starting with the root.
+    """
+
+    def __init__(self, nodes: Sequence[Draft], calls: Sequence[Call]) -> None:
+        self._nodes = nodes
+        self._calls = calls
+        self._modules: dict[int, int] = {}
+        """The id of the module of each call that is described later."""
+        self._hidden: dict[int, int] = {}
+        """The number of all parameters below the module of each call whose inside is not observed."""
+
+    def note(self, node: int, module: nn.Module) -> None:
+        """Remember the module of a call, which is described if it lives until the end of the step."""
+        self._nodes[node].type_name = type(module).__name__
+        self._modules[node] = id(module)
+
+    def note_hidden(self, node: int, parameters: int) -> None:
+        """Count all parameters below a module for its call, since no calls of its submodules are observed."""
+        self._hidden[node] = self._nodes[node].parameters = parameters
+
+    def leave(self, node: int, module: nn.Module) -> None:
+        """Describe a module that is not registered at the end of its call, since it may be freed in the step."""
+        if node not in self._modules:
+            script = isinstance(module, torch.jit.ScriptModule)
+            draft = self._nodes[node]
+            draft.type_name, draft.arguments = type(module).__name__, () if script else describe_module(module)
+            draft.parameters, draft.total_parameters = count_own(module), count_below(module)
+
+    def describe(self, names: ModelNames) -> None:
+        """Describe the modules of the calls that have ended and of those in progress."""
+        counts = names.parameter_counts()
+        known: dict[int, _Description] = {}
+        nodes, hidden = self._nodes, self._hidden
+        for node, key in ({call.node: id(call.module) for call in self._calls} | self._modules).items():
+            found = known.get(key)
+            if found is None:
+                module = names.module(key)
+                if module is None:
+                    continue
+                own, below = counts.get(key) or (count_own(module), count_below(module))
+                found = known[key] = type(module).__name__, own, below, describe_module(module)
+            draft = nodes[node]
+            draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
+            if node in hidden:
+                draft.parameters = hidden[node]
+        nodes[0].arguments = ()
