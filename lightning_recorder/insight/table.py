@@ -42,6 +42,7 @@ _MOST_ROWS = 512
 _FEWEST_ROWS = 128
 _MOST_VALUES = 2**21  # 16 MB; with more than 315 sites, fewer than 512 rows have them
 _KEPT_AT_THE_END = 64
+_MANY_SITES = 200
 _MOST_COLUMNS = 6  # in memory at a time; a rule compares fewer statistics of a table
 _WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
 
@@ -162,10 +163,35 @@ class SiteRecords:
 
 
 class _Cell(NamedTuple):
-    """The part of a row that one recorder has written."""
+    """The part of a row that one recorder has written.
+
+    Args:
+        places: The places of its sites in the table, ``[sites]``.
+        shared: The statistics of the first site, ``[statistics]``.
+        columns: The indices of the statistics that differ between sites.
+        values: The values of these, ``[sites, columns]``.
+    """
 
     places: NDArray[np.intp]
+    shared: Floats
+    columns: NDArray[np.intp]
     values: Floats
+
+    @classmethod
+    def of(cls, places: NDArray[np.intp], values: Floats) -> Self:
+        """Return the part of a record, ``[sites, statistics]``. About half of the statistics are the same for all."""
+        if len(values) < _MANY_SITES:  # a copy would take more time than it saves memory
+            return cls(places, np.zeros(0), np.arange(len(STATISTICS)), values)
+        differs = ~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))).all(axis=0)
+        columns = differs.nonzero()[0]
+        return cls(places, values[0].copy(), columns, values.take(columns, axis=1))
+
+    def column(self, statistic: int) -> Floats:
+        """Return a statistic by its index, ``[sites]``, or ``[]`` if it is the same for all sites."""
+        where = np.searchsorted(self.columns, statistic)
+        if where < len(self.columns) and self.columns[where] == statistic:
+            return self.values[:, where]
+        return np.asarray(self.shared[statistic])
 
 
 class Table:
@@ -217,7 +243,7 @@ class Table:
             self.steps.insert(where, record.step)
             self._numbers.insert(where, self._numbers[-1] + 1 if self._numbers else 0)
             self._rows.insert(where, {})
-        self._rows[where][record.recorder] = _Cell(places, record.values)
+        self._rows[where][record.recorder] = _Cell.of(places, record.values)
         self.about = record.about or self.about
         same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
@@ -265,7 +291,7 @@ class Table:
     def first_bad_row(self) -> int | None:
         """Return the index of the first row with a NaN or an infinity; None if there is none."""
         for row, cells in enumerate(self._rows):
-            if any(_is_bad(cell.values) for cell in cells.values()):
+            if any(_is_bad(cell) for cell in cells.values()):
                 return row
         return None
 
@@ -277,7 +303,7 @@ class Table:
             found = np.full((len(self.steps), len(self.places)), np.nan)
             for row, cells in enumerate(self._rows):
                 for cell in cells.values():
-                    found[row, cell.places] = cell.values[:, place]
+                    found[row, cell.places] = cell.column(place)
             while len(self._columns) >= _MOST_COLUMNS:
                 del self._columns[next(iter(self._columns))]  # the one that was read least recently
         self._columns[statistic] = found
@@ -317,6 +343,5 @@ class Table:
         return part
 
 
-def _is_bad(values: Floats) -> bool:
-    counts = values[:, (_NAN, _INF)]
-    return bool((counts > 0).any())
+def _is_bad(cell: _Cell) -> bool:
+    return any(bool((cell.column(statistic) > 0).any()) for statistic in (_NAN, _INF))

@@ -22,6 +22,7 @@ _WORTH_A_PLACE = 0.5  # sites from this degree on come before evenly spread ones
 _FEWEST = 4  # the smallest number of sites with a meaningful median
 _AROUND = 8  # the number of neighbors in depth that a block is compared with
 _MOST_STEPS = 64
+_MOST_VALUES = 2**17  # of neighbors at once, which bounds the memory
 _MOSTLY_ZERO = 0.9
 
 # A size stands out if its distance from the median, in powers of ten, exceeds the first number and this multiple of the
@@ -183,10 +184,10 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
     """
     found = np.zeros(len(logs))
     for group in groups.equal:
-        some = logs[..., -1:][group] if is_latest else logs[group]
-        apart = _unless_common_zero(some, _around(some), floor)
-        each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
-        each[[0, -1]] /= _AT_THE_END
+        steps = logs[..., -1:] if is_latest else logs
+        at_once = max(1, _MOST_VALUES // (group.size * logs.shape[1] * _AROUND))
+        parts = [steps[..., first : first + at_once][group] for first in range(0, steps.shape[-1], at_once)]
+        each = np.concatenate([_among_equals(part, floor) for part in parts], axis=-1)
         np.maximum.at(found, group, _over_steps(each))  # a site may be in several families
     for group in groups.paths:
         some = logs[group]
@@ -196,6 +197,15 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
+    return found
+
+
+def _among_equals(logs: Floats, floor: Floats) -> Floats:
+    """Return the largest degree of any statistic among the nearest blocks, ``[blocks, families, 1, steps]``."""
+    apart = _unless_common_zero(logs, _around(logs), floor)
+    each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
+    each[[0, -1]] /= _AT_THE_END
+    found: Floats = np.fmax.reduce(each, axis=-2, keepdims=True)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -267,9 +267,9 @@ class History:
         ]
         return np.array(steps, dtype=np.int64)
 
-    def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
-        """Return the latest counts of each site that has any, ``[2048]``."""
-        return {site: self._latest[site].dense() for site in self._rows if site in self._latest}
+    def latest_counts(self) -> Iterator[tuple[Hashable, NDArray[np.int64]]]:
+        """Yield each site that has counts, with the latest ones, ``[2048]``."""
+        return ((site, self._latest[site].dense()) for site in self._rows if site in self._latest)
 
 
 def _counts(bins: Tensor | NDArray[np.int64]) -> _Counts:

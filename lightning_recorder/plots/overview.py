@@ -158,7 +158,7 @@ def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
     low, high = _ends(history)
     return {
         site: histogram_of(counts, float(low[rows[site], -1]), float(high[rows[site], -1]))
-        for site, counts in history.latest_counts().items()
+        for site, counts in history.latest_counts()
     }
 
 

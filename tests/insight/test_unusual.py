@@ -51,6 +51,17 @@ def test_a_sick_site_ranks_first_wherever_it_is(place: int, kind: str, seed: int
     assert place in choose(degrees, 4)
 
 
+@pytest.mark.parametrize("is_latest", [False, True])
+def test_steps_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch, is_latest: bool) -> None:
+    """Many sites and steps are compared piece by piece, with the same result."""
+    sites, rms = blocks(steps=40)
+    rms[5, 20] *= 1000
+    whole = unusualness(sites, {"rms": rms}, is_latest=is_latest)
+    assert whole.any()
+    monkeypatch.setattr("lightning_recorder.insight.unusual._MOST_VALUES", 4000)
+    assert unusualness(sites, {"rms": rms}, is_latest=is_latest).tolist() == whole.tolist()
+
+
 def test_a_layer_that_has_recovered_ranks_behind_one_that_is_sick_now() -> None:
     """A spike in the past still stands out, but less than the same deviation at the last step."""
     sites, rms = blocks()

@@ -100,7 +100,7 @@ def test_counts_are_held_of_some_sites() -> None:
     for site in (0, 3, 6, 9):
         expected = np.stack([bins(100 * step + site).numpy() for step in steps])
         assert (history.counts(site) == expected).all()
-    latest = history.latest_counts()
+    latest = dict(history.latest_counts())
     assert list(latest) == list(range(10))
     assert all((latest[site] == bins(500 + site).numpy()).all() for site in range(10))
 
