@@ -28,6 +28,7 @@ def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
         ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
 
     Example:
+        >>> import torch
         >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))
         >>> [node.name for node in graph.nodes]
         ['', 'input', 'weight', 'bias', 'linear', 'output']
