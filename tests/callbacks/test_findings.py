@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -28,6 +29,7 @@ from lightning_recorder import (
     RecorderWarning,
     open_recording,
 )
+from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.insight import findings_to_json
 from lightning_recorder.outputs import RunFindings, pipeline
 from lightning_recorder.outputs.findings import REPORT
@@ -83,6 +85,16 @@ def recorders(outputs: Outputs = QUIET) -> list[Callback]:
     return [GraphRecorder(formats=()), *(kind(**every) for kind in kinds)]
 
 
+class InStep(Callback):
+    """Lets each training step wait until the records of all recorders are written and examined."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *arguments: object) -> None:
+        for each in trainer.callbacks:  # type: ignore[attr-defined]  # a property of the trainer, without a type
+            if isinstance(each, StatisticsCallback):
+                each._pipeline.wait()
+
+
 def make_trainer(folder: Path, callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
     """Return a trainer with a TensorBoard logger and no other output."""
     return Trainer(
@@ -125,7 +137,7 @@ def test_the_last_lines_name_the_culprit(
 
     The culprit is logged before, after five records if it cannot settle.
     """
-    make_trainer(tmp_path).fit(Net(fault=fault), batches())
+    make_trainer(tmp_path, [*recorders(), InStep()]).fit(Net(fault=fault), batches())
     findings = open_recording(tmp_path).findings
     bad = [each for each in findings if not each.is_note]
     lines = caplog.records[-1].getMessage().splitlines()
