@@ -151,6 +151,26 @@ def test_columns_inside_a_call_stand_from_left_to_right(tmp_path: Path) -> None:
     assert len(starts) == 2
 
 
+def test_a_skip_from_outside_stays_beside_its_column(tmp_path: Path) -> None:
+    """An edge from outside into the middle of the first column of a call is not led around the other columns."""
+
+    def chain(net: Any, x: Tensor) -> Tensor:
+        for number, part in enumerate(net.children()):
+            x = part(x) if number else part(x) + x
+        return x
+
+    parts = {f"part{number}": nn.Sequential(linear(), nn.ReLU(), nn.Tanh(), linear()) for number in range(9)}
+    net = Net(lambda net, x: net.chain(net.one(x)), one=linear(), chain=Net(chain, **parts))
+    drawing = draw(net, X, fold=False)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view) if "chain." in node.name]
+    second = next(after for before, after in pairwise(nodes) if after.top < before.top)
+    (total,) = (node for node in drawing.view.nodes if node.name == "add")
+    lines = [each for each in picture.items if each.kind == "edge" and each.name.endswith(f"->n{total.id}")]
+    assert len(lines) == 2
+    assert all(line.right < second.left for line in lines)
+
+
 def test_functions_of_parameters_do_not_make_a_chain_broad(tmp_path: Path) -> None:
     """A long chain is divided although each step uses a value computed from a parameter, which is drawn beside it."""
 

@@ -71,10 +71,13 @@ class Columns:
         same = [edge for edge in inner if column[edge.source] == column[edge.target] and not edge.relates("next")]
         fed, used = {edge.target for edge in same}, {edge.source for edge in same}
         first = [(number, at) for number, at in column.items() if number not in fed]
+        entering = [edge for edge in graph.edges if edge.target in column and edge.source not in column]
+        sources = {edge.source for edge in entering if (edge.target, 0) in first and not edge.relates("next")}
+        # Also those further down. From outside, they would be led around all columns.
         entries = [
             (edge.source, edge.target)
-            for edge in graph.edges
-            if (edge.target, 0) in first and edge.source not in column and not edge.relates("next")
+            for edge in entering
+            if edge.source in sources and not column[edge.target] and not edge.relates("next")
         ]
         return Ends(
             number=1 + max(column.values()),
@@ -86,8 +89,8 @@ class Columns:
                 for edge in inner
                 if (edge.source, edge.target) in self.detours and column[edge.source] != column[edge.target]
             },
-            entries=entries if len({source for source, _ in entries}) == 1 else [],
-            before=list(dict.fromkeys(e.source for e in graph.edges if e.target in column and e.source not in column)),
+            entries=entries if len(sources) == 1 else [],
+            before=list(dict.fromkeys(edge.source for edge in entering)),
             after=list(dict.fromkeys(e.target for e in graph.edges if e.source in column and e.target not in column)),
         )
 
@@ -101,7 +104,7 @@ class Ends:
         first: The nodes without a source in their column, and their columns.
         last: The nodes without a user in their column, and their columns.
         detours: The sources of the edges that are led around, and their columns.
-        entries: The edges from outside into the first nodes of the first column, if they have the same source.
+        entries: The edges into the first column from the source outside that its first nodes share, if they share one.
         before: The sources outside of the call.
         after: The users outside of the call.
     """
