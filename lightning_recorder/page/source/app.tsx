@@ -1,7 +1,7 @@
 /** The page: the verdict first, then all layers over steps, the graph, and the history of one layer. */
 
 import { render, type ComponentChildren } from "preact";
-import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
 import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
@@ -70,7 +70,8 @@ function App(props: { data: PageData }) {
     if (state.layer) parts.set("layer", state.layer);
     try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame inside a notebook has no address */ }
   }, [state]);
-  useEffect(() => {
+  // A layout effect runs before the page is painted, so that no key and no address is missed.
+  useLayoutEffect(() => {
     const follow = (): void => change(readHash());
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
@@ -124,7 +125,7 @@ function App(props: { data: PageData }) {
     const steps = run.steps, at = Math.max(0, steps.findIndex((each) => each >= now.step));
     return { ...now, step: steps[Math.min(steps.length - 1, Math.max(0, at + by))] ?? 0 };
   });
-  useEffect(() => {
+  useLayoutEffect(() => {
     const press = (event: KeyboardEvent): void => {
       const target = event.target as HTMLElement;
       if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) { if (event.key === "Escape") target.blur(); return; }
