@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import re
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 from typing_extensions import override
 
 from lightning_recorder.disk import append, attempt
@@ -38,7 +40,11 @@ __all__ = [
     "safe_segment",
     "shortened",
     "to_pillow",
+    "to_png",
 ]
+
+# The default level of 6 takes half as long again, for files that are smaller by an eighth.
+_PNG_LEVEL = 3
 
 _LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are appended
 
@@ -187,9 +193,7 @@ class FilesSink(Sink):
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         for tag, pixels in images.items():
-            file = io.BytesIO()
-            to_pillow(pixels).save(file, "png")
-            self._write("images", tag, step, ".png", file.getvalue())
+            self._write("images", tag, step, ".png", to_png(pixels))
         return True
 
     @override
@@ -235,6 +239,23 @@ def to_pillow(pixels: Image) -> Picture:
     from PIL import Image as Pictures
 
     return Pictures.fromarray(pixels)
+
+
+def to_png(pixels: Image) -> bytes:
+    """Return the pixels as a PNG file.
+
+    Pillow tries five filters on each row, which takes as long as the compression and makes plots no smaller. It also
+    holds the GIL, which zlib releases.
+    """
+    height, width, _ = pixels.shape
+    rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # the first byte of each row is its filter: none
+    rows[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.data, _PNG_LEVEL)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    )
 
 
 def histogram_to_json(histogram: Histogram) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import socket
@@ -25,7 +24,7 @@ from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.custom_scalars import Dashboard
 from lightning_recorder.sinks.events import ScalarTags, event, histogram_summary
-from lightning_recorder.sinks.files import SharedFiles, to_pillow
+from lightning_recorder.sinks.files import SharedFiles, to_png
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -162,9 +161,6 @@ def _masked(checksum: int) -> bytes:
 # TensorBoard draws a histogram in 30 bins. More than twice as many enlarge the event file and do not change the plot.
 _MAX_BINS = 64
 
-# The default level of 6 takes half as long again, for files that are smaller by an eighth.
-_PNG_LEVEL = 3
-
 # The overhead of an event in the file: a length and two checksums.
 _RECORD_BYTES = 16
 
@@ -258,9 +254,7 @@ class TensorBoardSink(Sink):
 
         for tag, pixels in images.items():
             height, width, _ = pixels.shape
-            file = io.BytesIO()
-            to_pillow(pixels).save(file, "png", compress_level=_PNG_LEVEL)
-            proto = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=file.getvalue())
+            proto = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=to_png(pixels))
             self._add(step, Summary(value=[Summary.Value(tag=tag, image=proto)]).SerializeToString())
         return True
 

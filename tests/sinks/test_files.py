@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from lightning_recorder import ArgumentError, Graph
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.sinks import FilesSink
-from lightning_recorder.sinks.files import copy_file, path_below, path_of_tag, safe_segment, shortened
+from lightning_recorder.sinks.files import copy_file, path_below, path_of_tag, safe_segment, shortened, to_png
 from tests.sinks.samples import ODD_TAGS, OUTSIDE, graph, histogram, picture
 
 
@@ -148,6 +152,15 @@ def test_images_texts_and_graphs_have_a_file_each(tmp_path: Path) -> None:
     assert (tmp_path / "texts/group/note-step3.md").read_text(encoding="utf-8") == "# ünïcode"
     data = json.loads((tmp_path / "graphs/graph-step3.json").read_text(encoding="utf-8"))
     assert Graph.from_json(data) == graph()
+
+
+@given(arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3))), st.booleans())
+def test_pixels_survive_a_png_file(pixels: Any, turned: bool) -> None:
+    """A PNG file has the pixels that were written, also those of a view such as a transposed image."""
+    pixels = pixels.transpose(1, 0, 2) if turned else pixels
+    with Image.open(io.BytesIO(to_png(pixels))) as read:
+        assert read.mode == "RGB"
+        assert np.array_equal(np.asarray(read), pixels)
 
 
 def test_files_are_copied(tmp_path: Path) -> None:
