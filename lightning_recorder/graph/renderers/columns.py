@@ -71,14 +71,16 @@ class Columns:
         same = [edge for edge in inner if column[edge.source] == column[edge.target] and not edge.relates("next")]
         fed, used = {edge.target for edge in same}, {edge.source for edge in same}
         first = [(number, at) for number, at in column.items() if number not in fed]
-        entering = [edge for edge in graph.edges if edge.target in column and edge.source not in column]
-        sources = {edge.source for edge in entering if (edge.target, 0) in first and not edge.relates("next")}
-        # Also those further down. From outside, they would be led around all columns.
-        entries = [
-            (edge.source, edge.target)
-            for edge in entering
-            if edge.source in sources and not column[edge.target] and not edge.relates("next")
-        ]
+        # An edge from another column of a call around this one does not place its target below its source.
+        beside = self.detours | self.crossing
+        other = [edge for edge in graph.edges if (edge.source, edge.target) not in beside]
+        entering = [edge for edge in other if edge.target in column and edge.source not in column]
+        entries: dict[tuple[int, int], int] = {}
+        for number in range(1 + max(column.values())):
+            into = [e for e in entering if column[e.target] == number and not e.relates("next")]
+            sources = {edge.source for edge in into if number or (edge.target, 0) in first}
+            if len(sources) == 1:
+                entries |= {(edge.source, edge.target): number for edge in into if edge.source in sources}
         return Ends(
             number=1 + max(column.values()),
             first=first,
@@ -89,9 +91,9 @@ class Columns:
                 for edge in inner
                 if (edge.source, edge.target) in self.detours and column[edge.source] != column[edge.target]
             },
-            entries=entries if len(sources) == 1 else [],
+            entries=entries,
             before=list(dict.fromkeys(edge.source for edge in entering)),
-            after=list(dict.fromkeys(e.target for e in graph.edges if e.source in column and e.target not in column)),
+            after=list(dict.fromkeys(e.target for e in other if e.source in column and e.target not in column)),
         )
 
 
@@ -104,16 +106,17 @@ class Ends:
         first: The nodes without a source in their column, and their columns.
         last: The nodes without a user in their column, and their columns.
         detours: The sources of the edges that are led around, and their columns.
-        entries: The edges into the first column from the source outside that its first nodes share, if they share one.
-        before: The sources outside of the call.
-        after: The users outside of the call.
+        entries: The edges from outside that enter a column by its head, with the column. They have the same source:
+            that of the first nodes of the first column, and the only one of a later column.
+        before: The sources outside of the call, but not those in other columns of a call around it.
+        after: The users outside of the call, but not those in other columns of a call around it.
     """
 
     number: int
     first: Sequence[tuple[int, int]]
     last: Sequence[tuple[int, int]]
     detours: Mapping[int, int]
-    entries: Sequence[tuple[int, int]]
+    entries: Mapping[tuple[int, int], int]
     before: Sequence[int]
     after: Sequence[int]
 

@@ -199,14 +199,22 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                     row.node(name, **_INVISIBLE)
                 for one, other in pairwise(names):
                     row.edge(one, other, style="invis")
-        between = self._columns.detours | self._columns.crossing
-        entries = [ends for ends in ends.entries if ends not in between and ends not in self._entries]
-        self._entries |= dict.fromkeys(entries, tops[0])
-        for source in dict.fromkeys(source for source, _ in entries):
-            weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main.intersection(entries)) else "8"
-            self._around.append((f"n{source}", tops[0], {"dir": "none", "headclip": "false", "weight": weight}))
+        for around in (call, *self.graph.ancestors(call)):
+            if (column := self._columns.column.get(around.id)) is not None:  # inside a column of another call
+                canvas.edge(f"top_{around.parent}_{column}", tops[0], **_HIDDEN)
+                canvas.edge(bottoms[0], f"bottom_{around.parent}_{column}", **_HIDDEN)
+                break
+        # From outside, an edge into the middle of a column would be led around all columns.
+        entries = {
+            edge: f"top_{call.id}_{number}" for edge, number in ends.entries.items() if edge not in self._entries
+        }
+        self._entries |= entries
+        for source, top in dict.fromkeys((source, top) for (source, _), top in entries.items()):
+            is_main = any(one == source and self._entries.get((one, other)) == top for one, other in self._main)
+            weight = _MAIN_WEIGHT if is_main else "8" if top == tops[0] else "1"
+            self._around.append((f"n{source}", top, {"dir": "none", "headclip": "false", "weight": weight}))
         for node, number in ends.first:
-            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="16" if number else "8")
+            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="24")
         for node, number in ends.last:
             canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", **_HIDDEN)
         for source in ends.detours:
@@ -214,7 +222,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{source}", f"bottom_{source}", weight="8", **line)
             canvas.edge(f"top_{source}", f"bottom_{source}", tailclip="false", weight="50", **line)
         # Outside of the frame, since Graphviz would move the other node into it.
-        led = {source for source, _ in entries}
+        led = {source for (source, _), top in entries.items() if top == tops[0]}
         self._around += [(f"n{source}", tops[0], _HIDDEN) for source in ends.before if source not in led]
         bottom = f"bottom_{call.id}_{ends.number - 1}"
         self._around += [(bottom, f"n{target}", _HIDDEN) for target in ends.after]
