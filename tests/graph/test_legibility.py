@@ -171,6 +171,51 @@ def test_a_skip_from_outside_stays_beside_its_column(tmp_path: Path) -> None:
     assert all(line.right < second.left for line in lines)
 
 
+def test_columns_of_nested_calls(tmp_path: Path) -> None:
+    """If a call inside a column is divided as well, the columns of both stand from left to right, with equal tops.
+
+    An edge from outside into a later column enters it from above, and is not led around all columns.
+    """
+
+    def block(length: int) -> nn.Module:
+        return nn.Sequential(*(kind() for _ in range(length) for kind in (linear, nn.ReLU)))
+
+    def attention(inner: nn.Module, length: int) -> nn.Module:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            up = net.up(net.inner(x))
+            merged: Tensor = net.merge(net.gate(up) + net.skip(x) + up)
+            return merged
+
+        parts = {"up": block(length), "gate": block(2), "skip": block(2), "merge": block(length)}
+        return Net(forward, inner=inner, **parts)
+
+    inside = attention(block(6), 3)
+    net = nn.Sequential(block(4), attention(nn.Sequential(block(5), inside), 3), linear())
+    drawing = draw(net, X, fold=False)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    places = {node.name: picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view)}
+    inner, outer = ("1.inner.1.inner.0", "1.inner.1.gate.0"), ("1.inner.0.0", "1.up.0")
+    for first, second in (inner, outer):
+        assert places[first].right < places[second].left
+        assert places[first].top == pytest.approx(places[second].top, abs=30)
+    source = next(node.id for node in drawing.view.nodes if node.name == "0.7")
+    lines = [each for each in picture.items if each.name.startswith(f"n{source}->")]
+    assert len(lines) == 2
+    assert max(line.bottom for line in lines) < places["1.up.0"].top
+
+
+def test_the_longest_part_is_divided_first(tmp_path: Path) -> None:
+    """A further column of a call that would have a single node is no substitute for columns in its longest child."""
+
+    def chain(length: int) -> nn.Module:
+        return nn.Sequential(*(kind() for _ in range(length) for kind in (linear, nn.ReLU)))
+
+    drawing = draw(nn.Sequential(chain(24), linear(), chain(26)), X, fold=False)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    *_, last, output = (picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view))
+    assert output.top > last.bottom
+
+
 def test_functions_of_parameters_do_not_make_a_chain_broad(tmp_path: Path) -> None:
     """A long chain is divided although each step uses a value computed from a parameter, which is drawn beside it."""
 

@@ -17,6 +17,7 @@ _RATIO = 3.1  # of the longer to the shorter side, from which a picture is divid
 # Rows of parallel nodes, and pictures whose data flows across the page, get longer than estimated.
 _BROAD = 2.2
 _ROUNDS = 24
+_WORTHWHILE = 0.9  # of the length that is left; a further column that saves less comes after one in the longest child
 # A picture whose longer side is shorter than this, in points, is shown in full anyway, and gets wider margins instead.
 _SMALL, _NARROW, _PAD = 620.0, 3.2, 0.2
 _RANK_GAP, _NODE_GAP, _COLUMN_GAP = 25.0, 18.0, 44.0  # points
@@ -221,15 +222,18 @@ class _Plan:
         if largest is not None and extents[largest.id] > 0.6 * self._extent(call, long) and own == 1:
             return self._divide(largest, long=long)
         before = self._extent(call, long)
-        # Three columns for four equal parts are as long as two.
-        for more in range(own + 1, min(own + 2, number) + 1):
-            counts[call.id] = more
+        for share in (_WORTHWHILE, 1.0):
+            # Three columns for four equal parts are as long as two.
+            for more in range(own + 1, min(own + 2, number) + 1):
+                counts[call.id] = more
+                self._known.clear()
+                if self._extent(call, long) < share * before:
+                    return True
+            counts[call.id] = own
             self._known.clear()
-            if self._extent(call, long) < before:
+            if largest is not None and share < 1 and self._divide(largest, long=long):
                 return True
-        counts[call.id] = own
-        self._known.clear()
-        return largest is not None and self._divide(largest, long=long)
+        return False
 
     def _extent(self, node: Node, long: bool) -> float:
         size = self._size(node)
