@@ -29,16 +29,27 @@ _COLUMN = re.compile(r"subgraph cluster_column_(?P<call>\d+)_")
 _DETOUR = re.compile(r"((?P<top>top_\w+) -> bottom_\w+ \[[^\]]*weight=)\d+")
 _HEADS = re.compile(r"(?:top_(?P<call>\d+)_\d+|top_\d+) -> (?P<next>top_\w+) \[style=invis\]")
 _ENDS = re.compile(r"^\s*(?:top_(\d+)_\d+ -> n\d+|n\d+ -> bottom_(\d+)_\d+) \[style=invis weight=\d+\]\n", re.MULTILINE)
+_ANGLE = re.compile(r"^(\s*(\w+ -> \w+) \[[^\n]*labelangle=)(-?\d+)", re.MULTILINE)
+# The angles, in degrees, between an edge and the labels at its ends; the earlier ones are preferred.
+_ANGLES = (15, -15, 35, -35, 55, -55, 75, -75)
 # The number of equal edges to the heads and ends of columns that outweigh the edges which cross the columns.
 _STRONG = 20
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
-# The weights of the four control points of a piece of a spline, at 25 places along it.
-_WEIGHTS = [((1 - at) ** 3, 3 * at * (1 - at) ** 2, 3 * at**2 * (1 - at), at**3) for at in (k / 24 for k in range(25))]
+
+
+def weights_at(place: float) -> tuple[float, float, float, float]:
+    """Return the weights of the control points of a piece of a spline, at a place from 0 to 1 along it."""
+    return (1 - place) ** 3, 3 * place * (1 - place) ** 2, 3 * place**2 * (1 - place), place**3
+
+
+_WEIGHTS = [weights_at(k / 24) for k in range(25)]
 
 Interval = tuple[float, float]
 Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""The left, lower, right and upper border, in points."""
 Line = list[tuple[Point, ...]]
 """The pieces of a spline: four control points each, or the point of an arrowhead."""
 Widths = dict[str, dict[str, int]]
@@ -85,6 +96,8 @@ def main(renderer: str, document: str, *pictures: str) -> None:
         now = time.monotonic()
         if now - start + (now - before) > _QUICK_S:
             break
+    if _ANGLE.search(source):
+        source = with_free_labels(source, json.loads(draw(renderer, source, ["json0"])[0]))
     made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures])
     for path, picture in zip(pictures, made, strict=True):
         Path(path).write_bytes(picture)
@@ -185,6 +198,73 @@ def with_strong_ends(source: str, calls: Container[str]) -> str:
 def without_column_frames(source: str, calls: Container[str]) -> str:
     """Return the document without the invisible frames of some columns, which then have the order of their nodes."""
     return _COLUMN.sub(lambda part: part[0].replace("cluster_", "") if part["call"] in calls else part[0], source)
+
+
+def with_free_labels(source: str, layout: Any) -> str:
+    """Return the document with angles at which the labels at the ends of edges cover as little as possible."""
+    objects = layout.get("objects", ())
+    taken = [
+        _box(each["pos"], 72 * float(each["width"]), 72 * float(each["height"]))
+        for each in objects
+        if "pos" in each and "width" in each and each.get("style") != "invis"
+    ]
+    titled = [each for each in (*objects, layout) if "lp" in each]
+    taken += [_box(each["lp"], 72 * float(each["lwidth"]), 72 * float(each["lheight"])) for each in titled]
+    edges = layout.get("edges", ())
+    taken += [_box(edge["lp"], *_label_size(edge, edge.get("label", ""))) for edge in edges if "lp" in edge]
+    angles: dict[str, int] = {}
+    for edge in edges:
+        if "labelangle" not in edge or "pos" not in edge:
+            continue
+        options = {angle: end_labels(edge, angle) for angle in _ANGLES}
+        covered = {
+            angle: sum(_common(one, other) for one in boxes for other in taken) for angle, boxes in options.items()
+        }
+        best = min(covered, key=lambda angle: covered[angle])
+        taken += options[best]
+        angles[f"{objects[edge['tail']]['name']} -> {objects[edge['head']]['name']}"] = best
+    return _ANGLE.sub(lambda part: f"{part[1]}{angles.get(part[2], part[3])}", source)
+
+
+def end_labels(edge: Any, angle: float) -> list[Box]:
+    """Return the boxes of the labels at the tail and the head of an edge, as dot places them at an angle to it."""
+    line = line_of(edge["pos"])
+    tips = [piece[0] for piece in line if len(piece) == 1]
+    pieces = [piece for piece in line if len(piece) == 4]
+    ends = {"taillabel": (pieces[0][0], _point(pieces[0], 0.1))}
+    last = pieces[-1]
+    ends["headlabel"] = (tips[0], last[3]) if tips else (last[3], _point(last, 0.9))
+    found = []
+    for name, (end, before) in ends.items():
+        turn = math.atan2(before[1] - end[1], before[0] - end[0]) + math.radians(angle)
+        away = 10 * float(edge.get("labeldistance", 1))
+        center = end[0] + away * math.cos(turn), end[1] + away * math.sin(turn)
+        if name in edge:
+            found.append(_box(center, *_label_size(edge, edge[name])))
+    return found
+
+
+def _point(piece: tuple[Point, ...], at: float) -> Point:
+    """Return the point of a piece of a spline at a place from 0 to 1."""
+    x, y = (sum(weight * point[axis] for weight, point in zip(weights_at(at), piece, strict=True)) for axis in (0, 1))
+    return x, y
+
+
+def _label_size(edge: Any, label: str) -> tuple[float, float]:
+    """Return the estimated width and height of a label of an edge, in points."""
+    size = float(edge.get("fontsize", 10))
+    return 0.6 * size * len(label), 1.2 * size
+
+
+def _box(center: str | Point, width: float, height: float) -> Box:
+    x, y = map(float, center.split(",")[:2]) if isinstance(center, str) else center
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _common(one: Box, other: Box) -> float:
+    """Return the area that two boxes have in common."""
+    across, up = (min(one[axis + 2], other[axis + 2]) - max(one[axis], other[axis]) for axis in (0, 1))
+    return max(across, 0.0) * max(up, 0.0)
 
 
 def frames_of(layout: Any) -> Iterator[tuple[str, Frame]]:

@@ -208,6 +208,21 @@ ARCHITECTURES: dict[str, Callable[[], Case]] = {
         hf.ConvNextConfig(hidden_sizes=[4, 8, 12, 16], depths=[1, 1, 2, 1]),
         torch.zeros(1, 3, 32, 32),
     ),
+    "DPT": _of(
+        hf.DPTForDepthEstimation,
+        hf.DPTConfig(
+            image_size=32,
+            patch_size=8,
+            hidden_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=37,
+            backbone_out_indices=[0, 1, 2, 3],
+            neck_hidden_sizes=[8, 8, 16, 16],
+            fusion_hidden_size=16,
+        ),
+        pixel_values=torch.zeros(1, 3, 32, 32),
+    ),
     "Swin": _of(
         hf.SwinModel,
         hf.SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),

@@ -6,11 +6,13 @@ from lightning_recorder.graph.layout_process import (
     Frame,
     calls_with_reversed_columns,
     crossings,
+    end_labels,
     line_of,
     lines_of,
     place,
     points_of,
     with_bent_detours,
+    with_free_labels,
     with_strong_ends,
     without_column_frames,
 )
@@ -101,3 +103,19 @@ def test_only_the_ends_of_reversed_columns_are_strong() -> None:
     numbers = [strong.count(f"\t{each} [") for each in [*ends, *others]]
     assert numbers[0] == numbers[1] > 1
     assert numbers[2:] == [1, 1, 1]
+
+
+def test_a_label_at_the_end_of_an_edge_covers_nothing() -> None:
+    """It gets the first angle at which it covers neither a node nor another label."""
+    node = {"name": "n1", "pos": "100,100", "width": "0.5", "height": "0.5"}
+    beside = {"name": "n2", "pos": "60,40", "width": "1", "height": "0.3"}
+    edge = {"tail": 1, "head": 0, "labelangle": "15", "labeldistance": "8", "headlabel": "from n2"}
+    edge["pos"] = "e,100,82 100,-20 100,10 100,40 100,72"
+    ((left, bottom, right, top),) = end_labels(edge, 15)
+    assert top < 82
+    assert (left + right) / 2 > 100  # on the right of the line
+    source = "\tn2 -> n1 [headlabel=x labelangle=15]\n\tn2 -> n3 [labelangle=15]\n"
+    assert with_free_labels(source, {"objects": [node, beside], "edges": [edge]}) == source
+    covered = {"name": "n3", "pos": f"{(left + right) / 2},{(bottom + top) / 2}", "width": "0.3", "height": "0.3"}
+    moved = with_free_labels(source, {"objects": [node, beside, covered], "edges": [edge]})
+    assert moved == source.replace("x labelangle=15", "x labelangle=-15")

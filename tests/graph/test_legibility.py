@@ -21,7 +21,8 @@ from tests.graph.nets import Net, X, linear
 from tests.graph.svg import Picture, read_svg
 
 _SVG = "{http://www.w3.org/2000/svg}"
-# Ordered by what they have of: long chains, broad rows, nested frames, skips around frames, several inputs.
+# Ordered by what they have of: long chains, broad rows, nested frames, skips around frames, several inputs, skips
+# between columns of several calls.
 PICTURES = [
     "MLP",
     "chain of 30",
@@ -46,6 +47,7 @@ PICTURES = [
     "ResNet",
     "ConvNeXt",
     "Swin",
+    "DPT",
 ]
 
 
@@ -83,7 +85,8 @@ def covered_labels(picture: Picture) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "direction"), [*((name, "TB") for name in PICTURES), ("U-Net", "LR"), ("ALBERT", "LR"), ("T5", "LR")]
+    ("name", "direction"),
+    [*((name, "TB") for name in PICTURES), *((name, "LR") for name in ("U-Net", "ALBERT", "T5", "DPT"))],
 )
 def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -> None:
     """No edge crosses the title of a frame, no label covers a text, and no text is too small.
