@@ -154,19 +154,26 @@ def test_columns_inside_a_call_stand_from_left_to_right(tmp_path: Path) -> None:
     assert len(starts) == 2
 
 
-def test_a_skip_from_outside_stays_beside_its_column(tmp_path: Path) -> None:
-    """An edge from outside into the middle of the first column of a call is not led around the other columns."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_skip_from_outside_stays_beside_its_column(scaled: bool, tmp_path: Path) -> None:
+    """An edge from outside into the middle of the first column of a call is not led around the other columns.
+
+    This also holds if the first node is a parameter.
+    """
 
     def chain(net: Any, x: Tensor) -> Tensor:
+        first = x * net.scale if scaled else x
         for number, part in enumerate(net.children()):
-            x = part(x) if number else part(x) + x
+            x = part(x) if number else part(first) + x
         return x
 
     parts = {f"part{number}": nn.Sequential(linear(), nn.ReLU(), nn.Tanh(), linear()) for number in range(9)}
-    net = Net(lambda net, x: net.chain(net.one(x)), one=linear(), chain=Net(chain, **parts))
+    inner = Net(chain, **parts)
+    inner.scale = nn.Parameter(torch.ones(4))
+    net = Net(lambda net, x: net.chain(net.one(x)), one=linear(), chain=inner)
     drawing = draw(net, X, fold=False)
     picture = read_svg(drawing.save(tmp_path / "graph.svg"))
-    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view) if "chain." in node.name]
+    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view) if "chain.part" in node.name]
     second = next(after for before, after in pairwise(nodes) if after.top < before.top)
     (total,) = (node for node in drawing.view.nodes if node.name == "add")
     lines = [each for each in picture.items if each.kind == "edge" and each.name.endswith(f"->n{total.id}")]

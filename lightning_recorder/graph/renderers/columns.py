@@ -79,7 +79,8 @@ class Columns:
         entries: dict[tuple[int, int], int] = {}
         for number in range(1 + max(column.values())):
             into = [e for e in entering if column[e.target] == number and not e.relates("next")]
-            sources = {edge.source for edge in into if number or (edge.target, 0) in first}
+            sources = {edge.source for edge in into if (edge.target, number) in first} if not number else set()
+            sources = sources or {edge.source for edge in into}
             if len(sources) == 1:
                 entries |= {(edge.source, edge.target): number for edge in into if edge.source in sources}
         return Ends(
@@ -108,7 +109,7 @@ class Ends:
         last: The nodes without a user in their column, and their columns.
         detours: The sources of the edges that are led around, and their columns.
         entries: The edges from outside that enter a column by its head, with the column. They have the same source:
-            that of the first nodes of the first column, and the only one of a later column.
+            that of the first nodes of the first column if there is one, else the only one of the column.
         before: The sources outside of the call, but not those in other columns of a call around it.
         after: The users outside of the call, but not those in other columns of a call around it.
     """
