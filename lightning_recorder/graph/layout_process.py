@@ -151,42 +151,68 @@ def with_widths(source: str, widths: Widths) -> str:
 def with_columns_in_order(renderer: str, source: str, layout: Any) -> tuple[str, Any]:
     """Return a document, and its layout, in which each column is to the right of the one before, if dot succeeds.
 
-    dot orders columns by the edges that cross, more than by the order of the nodes at their heads. It is left more
-    choice if the lines that are led around need not be straight, and still more without the frames of the columns. At
-    last, the edges between the columns and their heads outweigh those that cross.
+    The lines that are led around are then between the columns. dot orders columns by the edges that cross, more than by
+    the order of the nodes at their heads. It is left more choice if these lines need not be straight, and still more
+    without the frames of the columns. At last, the edges between the columns and their heads outweigh those that cross,
+    and further edges are added.
     """
-    calls = calls_with_reversed_columns(layout)
+    calls = set[str]().union(*calls_out_of_order(source, layout))
+    if not calls:
+        return source, layout
     bent = with_bent_detours(source, calls)
-    for other in (bent, without_column_frames(bent, calls), with_strong_ends(bent, calls)) if calls else ():
+    strong, free = with_strong_ends(bent, calls), without_column_frames(bent, calls)
+    fans = [with_fans(each, layout, calls, number) for each, number in ((strong, 4), (strong, 8), (free, 8))]
+    best = tuple(map(len, calls_out_of_order(source, layout)))
+    start = time.monotonic()
+    for other in (bent, free, strong, *fans):
         changed = json.loads(draw(renderer, other, ["json0"])[0])
+        faults = tuple(map(len, calls_out_of_order(other, changed)))
         # For some graphs, dot then finds no way for an edge.
-        complete = all("pos" in edge for edge in changed.get("edges", ()))
-        if complete and not calls_with_reversed_columns(changed):
-            return other, changed
+        if faults < best and all("pos" in edge for edge in changed.get("edges", ())):
+            best, source, layout = faults, other, changed
+        if best == (0, 0) or time.monotonic() - start > _QUICK_S:
+            break
     return source, layout
 
 
-def calls_with_reversed_columns(layout: Any) -> set[str]:
-    """Return the calls with a column that is to the left of the one before, if the data flows down or up the page."""
+def calls_out_of_order(source: str, layout: Any) -> tuple[set[str], set[str]]:
+    """Return the calls with a column that is to the left of the one before, and those with a line beside the wrong one.
+
+    Both are empty if the data flows across the page.
+    """
     if layout.get("rankdir", "TB") in ("LR", "RL"):
-        return set()
+        return set(), set()
     objects = layout.get("objects", ())
-    middles: dict[str, list[tuple[int, float]]] = {}
+    places = {each["name"]: float(each["pos"].split(",")[0]) for each in objects if "pos" in each}
     for each in objects:
-        if column := re.search(r"column_(\d+)_(\d+)$", each["name"]):
-            places = [float(objects[node]["pos"].split(",")[0]) for node in each.get("nodes", ())]
-            middles.setdefault(column[1], []).append((int(column[2]), sum(places) / max(len(places), 1)))
-    return {call for call, each in middles.items() if [at for _, at in sorted(each)] != sorted(at for _, at in each)}
+        if (column := re.search(r"column_(\d+_\d+)$", each["name"])) and each.get("nodes"):
+            inside = [places[objects[node]["name"]] for node in each["nodes"]]
+            places[f"top_{column[1]}"] = sum(inside) / len(inside)
+    columns, lines = set(), set()
+    for call, heads in heads_of(source).items():
+        at = [places[head] for head in heads]
+        of_columns = [place for head, place in zip(heads, at, strict=True) if head.startswith(f"top_{call}_")]
+        if of_columns != sorted(of_columns):
+            columns.add(call)
+        if at != sorted(at):
+            lines.add(call)
+    return columns, lines
+
+
+def heads_of(source: str) -> dict[str, list[str]]:
+    """Return the nodes at the heads of the columns of each call, and of the lines between them, from left to right."""
+    found: dict[str, list[str]] = {}
+    call = ""
+    for heads in _HEADS.finditer(source):
+        # A row of heads begins with that of the first column.
+        call = heads["call"] or call
+        found.setdefault(call, [f"top_{call}_0"]).append(heads["next"])
+    return found
 
 
 def with_bent_detours(source: str, calls: Container[str]) -> str:
     """Return the document in which the lines that are led around the columns of some calls need not be straight."""
-    bent, call = set(), ""
-    for heads in _HEADS.finditer(source):
-        # A row of heads begins with that of the first column.
-        call = heads["call"] or call
-        if call in calls:
-            bent.add(heads["next"])
+    bent = {head for call, heads in heads_of(source).items() if call in calls for head in heads}
     return _DETOUR.sub(lambda part: f"{part[1]}1" if part["top"] in bent else part[0], source)
 
 
@@ -198,6 +224,21 @@ def with_strong_ends(source: str, calls: Container[str]) -> str:
 def without_column_frames(source: str, calls: Container[str]) -> str:
     """Return the document without the invisible frames of some columns, which then have the order of their nodes."""
     return _COLUMN.sub(lambda part: part[0].replace("cluster_", "") if part["call"] in calls else part[0], source)
+
+
+def with_fans(source: str, layout: Any, calls: Container[str], number: int) -> str:
+    """Return the document with invisible edges from the head of each column of some calls to a number of its nodes."""
+    objects = layout.get("objects", ())
+    edges = []
+    for each in objects:
+        column = re.search(r"column_(\d+)_\d+$", each["name"])
+        if column and column[1] in calls:
+            inside = [objects[node]["name"] for node in each.get("nodes", ())]
+            step = max(1, len(inside) // number)
+            head = "top" + column[0].removeprefix("column")
+            edges += [f"\t{head} -> {name} [style=invis weight=0 constraint=false]\n" for name in inside[::step]]
+    body, end, _ = source.rpartition("}")
+    return f"{body}{''.join(edges)}{end}\n"
 
 
 def with_free_labels(source: str, layout: Any) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from lightning_recorder.graph.layout_process import (
     Frame,
-    calls_with_reversed_columns,
+    calls_out_of_order,
     crossings,
     end_labels,
     line_of,
@@ -12,6 +14,7 @@ from lightning_recorder.graph.layout_process import (
     place,
     points_of,
     with_bent_detours,
+    with_fans,
     with_free_labels,
     with_strong_ends,
     without_column_frames,
@@ -73,16 +76,30 @@ def test_a_wide_frame_with_nearly_enough_room_gets_wider() -> None:
     assert place(wide, WIDTHS, [longer], 0) == WIDTHS
 
 
-def test_columns_from_right_to_left_lose_their_frames() -> None:
-    """The columns of a call stand from left to right, or lose their frames; those of a flow across the page stay."""
+def test_columns_and_lines_out_of_order() -> None:
+    """The columns of a call stand from left to right, with the lines between them; a flow across the page stays."""
     nodes = [{"name": f"n{x}", "pos": f"{x},10"} for x in (10, 20, 90, 100)]
-    columns = {"cluster_column_3_0": [2, 3], "cluster_column_3_1": [0, 1], "cluster_column_7_0": [0, 3]}
-    columns |= {"cluster_column_7_1": [1, 3], "cluster_7": [0]}
-    objects = [*nodes, *({"name": name, "nodes": each} for name, each in columns.items())]
-    assert calls_with_reversed_columns({"objects": objects}) == {"3"}
-    assert calls_with_reversed_columns({"objects": objects, "rankdir": "LR"}) == set()
+    lines = [{"name": name, "pos": f"{x},10"} for name, x in (("top_41", 50), ("top_51", 50), ("top_61", 120))]
+    columns = {"3_0": [2, 3], "3_1": [0, 1], "7_0": [0, 1], "7_1": [2, 3], "8_0": [0, 1], "8_1": [2, 3]}
+    framed = [{"name": f"cluster_column_{name}", "nodes": each} for name, each in columns.items()]
+    heads = "".join(
+        f"top_{call}_0 -> top_{line} [style=invis] top_{line} -> top_{call}_1 [style=invis]"
+        for call, line in ((3, 41), (7, 51), (8, 61))
+    )
+    objects = [*nodes, *lines, *framed, {"name": "cluster_7", "nodes": [0]}]
+    assert calls_out_of_order(heads, {"objects": objects}) == ({"3"}, {"3", "8"})
+    assert calls_out_of_order(heads, {"objects": objects, "rankdir": "LR"}) == (set(), set())
     source = "subgraph cluster_column_3_1 {} subgraph cluster_column_7_0 {} subgraph cluster_3 {}"
     assert without_column_frames(source, {"3"}) == source.replace("cluster_column_3", "column_3")
+
+
+def test_fans_lead_from_heads_to_nodes_of_their_columns() -> None:
+    """Some nodes of each column of a call are connected with the head of the column."""
+    objects = [{"name": f"n{number}"} for number in range(8)]
+    columns = [{"name": "column_3_1", "nodes": [*range(8)]}, {"name": "cluster_column_7_0", "nodes": [1]}]
+    fans = with_fans("digraph {\n}\n", {"objects": [*objects, *columns]}, {"3"}, 4)
+    assert re.findall(r"(\w+) -> (\w+) ", fans) == [("top_3_1", f"n{number}") for number in (0, 2, 4, 6)]
+    assert fans.endswith("]\n}\n")
 
 
 def test_only_the_lines_around_reversed_columns_may_bend() -> None:

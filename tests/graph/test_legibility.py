@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_recorder.graph import Direction, Graph, GraphPicture, capture_graph, draw, fit_view
 from lightning_recorder.graph.layout_process import line_of, points_of
@@ -224,6 +225,19 @@ def test_the_longest_part_is_divided_first(tmp_path: Path) -> None:
     picture = read_svg(drawing.save(tmp_path / "graph.svg"))
     *_, last, output = (picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view))
     assert output.top > last.bottom
+
+
+def test_the_columns_of_a_decoder_layer_stand_from_left_to_right(tmp_path: Path) -> None:
+    """The attention of a layer is to the left of its MLP, although the residual path would be shorter otherwise."""
+    config: Any = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 37, "head_dim": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(**config, num_attention_heads=4, num_key_value_heads=2))
+    drawing = draw(model, input_kwargs={"input_ids": torch.ones(1, 8, dtype=torch.long)})
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    places = {node.name.partition("layers.0.")[2]: picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view)}
+    attention = [each for name, each in places.items() if name.startswith("self_attn")]
+    mlp = [each for name, each in places.items() if name.startswith("mlp")]
+    assert len(attention) == 6
+    assert max(each.right for each in attention) < min(each.left for each in mlp)
 
 
 def test_functions_of_parameters_do_not_make_a_chain_broad(tmp_path: Path) -> None:
