@@ -34,6 +34,8 @@ _ANGLE = re.compile(r"^(\s*(\w+ -> \w+) \[[^\n]*labelangle=)(-?\d+)", re.MULTILI
 _ANGLES = (15, -15, 35, -35, 55, -55, 75, -75)
 # The number of equal edges to the heads and ends of columns that outweigh the edges which cross the columns.
 _STRONG = 20
+# A picture in which only the lines between columns are in another order may be larger by this factor.
+_MORE_ROOM = 1.25
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
@@ -163,16 +165,24 @@ def with_columns_in_order(renderer: str, source: str, layout: Any) -> tuple[str,
     strong, free = with_strong_ends(bent, calls), without_column_frames(bent, calls)
     fans = [with_fans(each, layout, calls, number) for each, number in ((strong, 4), (strong, 8), (free, 8))]
     best = tuple(map(len, calls_out_of_order(source, layout)))
+    room = _MORE_ROOM * area_of(layout)
     start = time.monotonic()
     for other in (bent, free, strong, *fans):
         changed = json.loads(draw(renderer, other, ["json0"])[0])
         faults = tuple(map(len, calls_out_of_order(other, changed)))
+        is_better = faults < best and (faults[0] < best[0] or area_of(changed) <= room)
         # For some graphs, dot then finds no way for an edge.
-        if faults < best and all("pos" in edge for edge in changed.get("edges", ())):
+        if is_better and all("pos" in edge for edge in changed.get("edges", ())):
             best, source, layout = faults, other, changed
         if best == (0, 0) or time.monotonic() - start > _QUICK_S:
             break
     return source, layout
+
+
+def area_of(layout: Any) -> float:
+    """Return the area of a picture, in square points."""
+    left, bottom, right, top = map(float, layout["bb"].split(","))
+    return (right - left) * (top - bottom)
 
 
 def calls_out_of_order(source: str, layout: Any) -> tuple[set[str], set[str]]:
