@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
+import pygraphviz
+import pytest
+import torch
+
+from lightning_recorder.graph import capture_graph, draw, layout_process
 from lightning_recorder.graph.layout_process import (
     Frame,
     calls_out_of_order,
@@ -19,6 +26,7 @@ from lightning_recorder.graph.layout_process import (
     with_strong_ends,
     without_column_frames,
 )
+from tests.graph.architectures import ARCHITECTURES
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
 FRAME = Frame(left=0, right=200, middle=35, width=62, bottom=80, top=100)
@@ -91,6 +99,26 @@ def test_columns_and_lines_out_of_order() -> None:
     assert calls_out_of_order(heads, {"objects": objects, "rankdir": "LR"}) == (set(), set())
     source = "subgraph cluster_column_3_1 {} subgraph cluster_column_7_0 {} subgraph cluster_3 {}"
     assert without_column_frames(source, {"3"}) == source.replace("cluster_column_3", "column_3")
+
+
+@pytest.mark.parametrize(("name", "is_reordered"), [("Llama", True), ("BART", False)])
+def test_a_picture_without_more_room(name: str, is_reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are put in order whatever room this takes; lines between them, only if the picture does not grow by much.
+
+    Llama has a reversed column. BART has only a line beside the wrong column.
+    """
+    renderer = str(Path(pygraphviz.__file__).parent.parent)  # another dot may order the columns differently
+    net, batch, keywords = ARCHITECTURES[name]()
+    with torch.no_grad():
+        source = draw(capture_graph(net, *batch, **keywords)).visual_graph.source
+    layout = json.loads(layout_process.draw(renderer, source, ["json0"])[0])
+    assert any(calls_out_of_order(source, layout))
+    _, ordered = layout_process.with_columns_in_order(renderer, source, layout)
+    assert calls_out_of_order(source, ordered) == (set(), set())
+    monkeypatch.setattr(layout_process, "_MORE_ROOM", 0.0)
+    _, found = layout_process.with_columns_in_order(renderer, source, layout)
+    assert (found != layout) == is_reordered
+    assert calls_out_of_order(source, found)[0] == set()
 
 
 def test_fans_lead_from_heads_to_nodes_of_their_columns() -> None:
