@@ -105,6 +105,9 @@ class StateBank(Generic[Key]):
         """Keys that have a state."""
         return list(dict.fromkeys(key for key, _ in self._rows))
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     @property
     def nbytes(self) -> int:
         """Size of the states on all devices, in bytes."""
@@ -129,6 +132,11 @@ class StateBank(Generic[Key]):
         """Return the CPU state of a key as a view of the bank, or ``None`` if the key has no state on the CPU."""
         row = self._rows.get((key, _CPU))
         return None if row is None else row.state
+
+    def put(self, key: Key, state: Tensor) -> None:
+        """Set the CPU state of a key that has none, ``[width]`` float64."""
+        with self._lock:
+            self._place(key, _CPU, self.reduction).state.copy_(state)
 
     def _allocate(self, key: Key, values: Values) -> _Row:
         seen_on = values.raw.device

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Iterator
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +18,12 @@ from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.kernels.fused import compact_states
 from lightning_recorder.reductions.row import HISTOGRAM
 
-__all__ = ["CompactStates", "compacted"]
+__all__ = ["CompactStates", "RecycledRows", "compacted"]
 
 Key = TypeVar("Key", bound=Hashable)
+
+_BLOCKS = 2
+_ROWS = 64  # of a block, 1 MiB
 
 
 class CompactStates(Collected[Key]):
@@ -70,11 +74,15 @@ def _split(block: NDArray[np.float64], rows: int, width: int) -> tuple[NDArray[A
     return block[:slots].reshape(rows, width - BINS), sizes, bins, block[first : first + found]
 
 
-def compacted(bank: StateBank[Key]) -> CompactStates[Key] | None:
+def compacted(bank: StateBank[Key], further: RecycledRows[Key] | None = None) -> CompactStates[Key] | None:
     """Return a copy of the states of default statistics, or None if it needs :meth:`StateBank.collect`.
 
     Takes a fraction of the time and of the memory traffic of a whole copy. Needs states in host memory, with one state
     for each key, and the compiled function.
+
+    Args:
+        bank: The bank of states.
+        further: Rows with the states of further keys.
     """
     found = bank.on_host()
     if found is None:
@@ -86,4 +94,143 @@ def compacted(bank: StateBank[Key]) -> CompactStates[Key] | None:
         if block is None:
             return None
         blocks.append((block, len(each)))
+    for block, theirs in () if further is None else further.blocks():
+        blocks.append((block, len(theirs)))
+        keys = keys + theirs
     return CompactStates(reduction, keys, blocks)
+
+
+class RecycledRows(Generic[Key]):
+    """Rows of state for any number of keys, of which only the latest 64 to 128 are in memory as a whole.
+
+    A key takes a free row when its first tensor comes. When no row is free, the half of the rows that were taken first
+    is copied without the empty bins of the histograms, and becomes free. This suits keys that get one tensor, or a few
+    in a row, between two resets, as the sites of a model do in a step.
+
+    Needs host memory and the compiled function.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._initial = np.empty(0)
+        self._taken: list[_Rows[Key]] = []  # in the order in which they were first used
+        self._spare: list[_Rows[Key]] = []
+        self._packed: list[tuple[NDArray[np.float64], list[Key]]] = []
+        self._rows: dict[Key, Tensor] = {}
+        self._gone: set[Key] = set()  # the keys in the copies
+        self._thread: int | None = None
+
+    @property
+    def is_allocated(self) -> bool:
+        """True if there are rows."""
+        return bool(self._taken or self._spare)
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys that have a state, in the order of their first tensors."""
+        return [key for _, keys in self._packed for key in keys] + [*self._rows]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the rows and of the copies in bytes."""
+        copies = sum(block.nbytes for block, _ in self._packed)
+        return copies + sum(rows.states.nbytes for rows in (*self._taken, *self._spare))
+
+    def allocate(self) -> bool:
+        """Allocate the rows. Return False if there is no compiled function. Must not be called in a dispatch mode."""
+        initial = self._reduction.initial()
+        if compact_states(initial[None]) is not None:
+            self._initial = initial.numpy()
+            self._spare = [_Rows(initial.repeat(_ROWS, 1)) for _ in range(_BLOCKS)]
+        return self.is_allocated
+
+    def take(self, key: Key) -> Tensor | None:
+        """Return the row of a key, to be updated at once. No torch operation runs.
+
+        Returns:
+            The row, ``[width]`` float64; None if there are no rows, if that of the key has been copied, or if another
+            thread takes rows.
+        """
+        row = self._rows.get(key)
+        if row is None and key not in self._gone and self.is_allocated:
+            if self._thread is None:
+                self._thread = threading.get_ident()
+            if self._thread == threading.get_ident():  # otherwise this might copy a row that is being updated
+                row = self._rows[key] = self._next_row(key)
+        return row
+
+    def _next_row(self, key: Key) -> Tensor:
+        rows = self._taken[-1] if self._taken else None
+        if rows is None or len(rows.keys) == _ROWS:
+            if not self._spare:
+                self._pack(self._taken.pop(0))
+            rows = self._spare.pop()
+            self._taken.append(rows)
+        rows.keys.append(key)
+        return rows.rows[len(rows.keys) - 1]
+
+    def _pack(self, rows: _Rows[Key]) -> None:
+        """Copy rows without empty bins, and make them free. No torch operation runs if all of them are taken."""
+        packed = rows.packed()
+        if packed is not None:
+            self._packed.append((packed, rows.keys))
+        self._gone.update(rows.keys)
+        for key in rows.keys:
+            del self._rows[key]
+        self._clear(rows)
+
+    def _clear(self, rows: _Rows[Key]) -> None:
+        rows.array[: len(rows.keys)] = self._initial
+        rows.keys = []
+        self._spare.append(rows)
+
+    def blocks(self) -> Iterator[tuple[NDArray[np.float64], list[Key]]]:
+        """Yield copies of all states without empty bins, as :func:`compact_states` returns them, with their keys."""
+        yield from self._packed
+        for rows in self._taken:
+            packed = rows.packed()
+            if packed is not None:
+                yield packed, [*rows.keys]
+
+    def pop(self, key: Key) -> Tensor | None:
+        """Remove a key, and return its state, ``[width]`` float64; None if it has none."""
+        if key not in self._gone and key not in self._rows:
+            return None
+        while self._taken:
+            self._pack(self._taken.pop(0))
+        place, (block, keys) = next((place, each) for place, each in enumerate(self._packed) if key in each[1])
+        states = CompactStates(self._reduction, keys, [(block, len(keys))]).states
+        row = keys.index(key)
+        found = states[row].clone()
+        rest = compact_states(torch.cat((states[:row], states[row + 1 :])))
+        if rest is not None:
+            self._packed[place] = rest, keys[:row] + keys[row + 1 :]
+        self._gone.discard(key)
+        return found
+
+    def states(self) -> Iterator[tuple[Key, Tensor]]:
+        """Yield each key with a copy of its state, ``[width]`` float64."""
+        for block, keys in self.blocks():
+            yield from zip(keys, CompactStates(self._reduction, keys, [(block, len(keys))]).states, strict=True)
+
+    def reset(self) -> None:
+        """Forget all keys and their states."""
+        while self._taken:
+            self._clear(self._taken.pop())
+        self._packed, self._thread = [], None
+        self._rows.clear()
+        self._gone.clear()
+
+
+class _Rows(Generic[Key]):
+    """Some rows, and the keys that have taken the first of them."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
+        self.array: NDArray[np.float64] = states.numpy()
+        self.rows: list[Tensor] = [*states]
+        self.keys: list[Key] = []
+
+    def packed(self) -> NDArray[np.float64] | None:
+        """Return a copy of the taken rows, as :func:`compact_states` does."""
+        return compact_states(self.states if len(self.keys) == len(self.rows) else self.states[: len(self.keys)])

@@ -13,12 +13,14 @@ from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions import (
     Collected,
     Combined,
+    RecycledRows,
     Reduction,
     StateBank,
     Statistics,
     Values,
     add_tensor,
     compacted,
+    is_fast,
 )
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
@@ -26,6 +28,8 @@ from lightning_recorder.statistics.user_states import UserStates
 from lightning_recorder.taps import Site
 
 __all__ = ["SiteStates"]
+
+_LASTING = 256  # sites with rows of their own, 4 MiB; further sites share rows
 
 
 class SiteStates:
@@ -71,6 +75,8 @@ class SiteStates:
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._calls: dict[Site, int] = {}
         self._rows: dict[Site, Tensor] = {}
+        self._recycled: RecycledRows[Site] = RecycledRows(statistics)
+        self._can_recycle = not self._extra and are_scalars_enough(statistics)
         self._warned: set[int] = set()
 
     def new_empty(self) -> SiteStates:
@@ -95,19 +101,28 @@ class SiteStates:
     @property
     def sites(self) -> list[Site]:
         """The sites that have a state."""
-        return self._banks[0].keys
+        return self._banks[0].keys + self._recycled.keys
 
     @property
     def nbytes(self) -> int:
         """The size of the states on all devices, in bytes."""
-        return sum(each.nbytes for each in self._stores)
+        return sum(each.nbytes for each in self._stores) + self._recycled.nbytes
 
     def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
         """Update the statistics of a site with a tensor multiplied by a factor."""
         if tensor.device.type == "meta":
             return
+        bank = self._banks[0]
+        if self._recycled.is_allocated:  # there are no extra reductions then
+            if is_fast(tensor) and self.try_fast_path(site, tensor, factor):
+                return
+            state = self._recycled.pop(site)
+            if state is not None:
+                bank.put(site, state)
         values = Values(tensor, factor)
-        self._banks[0].add(site, values)
+        bank.add(site, values)
+        if self._can_recycle and len(bank) >= _LASTING and not self._recycled.is_allocated:
+            self._can_recycle = self._recycled.allocate()
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1
         for place in range(1, len(self._banks)):
@@ -125,9 +140,12 @@ class SiteStates:
         row = self._rows.get(site)
         if row is None:
             row = None if self._extra else self._banks[0].row(site)
+            if row is not None:
+                self._rows[site] = row
+            elif self._can_recycle and is_fast(tensor):
+                row = self._recycled.take(site)
             if row is None:
                 return False
-            self._rows[site] = row
         kind = tensor.dtype, tensor.shape  # may raise, so it comes before the update
         if not add_tensor(row, tensor, factor, self._sample):
             return False
@@ -164,7 +182,11 @@ class SiteStates:
             device: The device of the copies. Copies on the CPU synchronize the device of the tensors.
             compact: Leave out the empty bins of the histograms, if the states are on the CPU.
         """
-        small = compacted(self._banks[0]) if compact and are_scalars_enough(self._reductions[0]) else None
+        small = None
+        if compact and are_scalars_enough(self._reductions[0]):
+            small = compacted(self._banks[0], self._recycled)
+        if small is None:
+            self._settle()
         groups: list[list[Collected[Site]]] = [
             [small] if small is not None and place == 0 else [*bank.collect(device)]
             for place, bank in enumerate(self._banks)
@@ -181,9 +203,16 @@ class SiteStates:
             strict=self.strict,
         )
 
+    def _settle(self) -> None:
+        """Give each site that shares rows one of its own, which it keeps."""
+        for site, state in self._recycled.states():
+            self._banks[0].put(site, state)
+        self._recycled.reset()
+
     @torch.no_grad()
     def saved(self) -> tuple[list[Any], dict[Site, int]]:
         """Return a copy of all states on their devices, for :meth:`restore`."""
+        self._settle()
         return [each.saved() for each in self._stores], dict(self._calls)
 
     @torch.no_grad()
@@ -191,6 +220,7 @@ class SiteStates:
         """Restore the states from :meth:`saved`."""
         banks, calls = saved
         self._calls = dict(calls)
+        self._recycled.reset()
         for store, states in zip(self._stores, banks, strict=True):
             store.restore(states)
 
@@ -198,6 +228,7 @@ class SiteStates:
     def reset(self) -> None:
         """Discard the recorded statistics."""
         self._calls.clear()
+        self._recycled.reset()
         for store in self._stores:
             store.reset()
 
@@ -209,6 +240,7 @@ class SiteStates:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain Python objects and CPU tensors. Recording continues bit-exactly after a reload."""
+        self._settle()
         return {
             "banks": [bank.state_dict() for bank in self._banks],
             "left_out": [[list(site) for site in sorted(sites)] for sites in self._left_out],

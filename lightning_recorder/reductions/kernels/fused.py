@@ -32,7 +32,7 @@ from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, P
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "compact_states", "norm_of", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "compact_states", "is_fast", "norm_of", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -98,6 +98,11 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     for part in _Loaded.missing:
         part.add(row, values)
     return True
+
+
+def is_fast(tensor: Tensor) -> bool:
+    """Return True if the compiled function supports the device, the dtype and the layout of a tensor."""
+    return tensor.is_cpu and tensor.dtype in _KINDS and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
