@@ -19,8 +19,6 @@ __all__ = ["SHOWN", "Found", "History"]
 
 AnySite = TypeVar("AnySite", bound=Hashable)
 
-_FEW = 16
-
 SHOWN = tuple(name for name in SCALAR_STATISTICS if name != "count")
 """The statistics that are kept by default."""
 
@@ -66,8 +64,8 @@ class History:
         ArgumentError: If a number is too small.
 
     Note:
-        :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to two and a
-        half times as much because the arrays grow in large steps, and its first and latest counts. Counts take 320
+        :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, and its
+        first and latest counts. Counts take 320
         bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only
         ``max_histograms`` sites take the counts of ``max_steps`` records. A history can be pickled. It is not
         thread-safe.
@@ -98,8 +96,9 @@ class History:
         self._added = 0
         self._latest_stays = True
         self._rows: dict[Hashable, int] = {}
-        self._values: Floats = np.full((len(self.statistics), _FEW, min(_FEW, max_steps)), np.nan)
-        self._recorded = np.zeros((_FEW, min(_FEW, max_steps)), dtype=bool)
+        # Of each kept record. The sites that came later are missing at the end.
+        self._values: list[Floats] = []  # [statistics, sites] each
+        self._recorded: list[NDArray[np.bool_]] = []  # [sites] each
         self._latest: dict[Hashable, _Counts] = {}
         self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
@@ -119,7 +118,7 @@ class History:
         """The size of all arrays in bytes."""
         over_time = {id(each) for found in self._counts.values() for each in found.values()}
         latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
-        return self._values.nbytes + self._recorded.nbytes + self._count_bytes + latest
+        return sum(each.nbytes for each in (*self._values, *self._recorded)) + self._count_bytes + latest
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -149,11 +148,12 @@ class History:
         column = self._next_column()
         replaced = self._steps[column:]
         self._steps[column:] = [step]
-        self._grow(sites, column)
-        self._values[:, :, column], self._recorded[:, column] = np.nan, False
-        rows = [self._rows[site] for site in sites]
-        self._recorded[rows, column] = True
-        self._values[:, rows, column] = values.T
+        rows = [self._rows.setdefault(site, len(self._rows)) for site in sites]
+        recorded = np.zeros(len(self._rows), dtype=bool)
+        recorded[rows] = True
+        found = np.full((len(self.statistics), len(self._rows)), np.nan)
+        found[:, rows] = values.T
+        self._values[column:], self._recorded[column:] = [found], [recorded]
         self._take_counts(step, replaced, taken)
         self._latest_stays = self._added % self._every == 0
         self._added += 1
@@ -165,23 +165,9 @@ class History:
         if len(self._steps) < self.max_steps:
             return len(self._steps)
         self._every *= 2
-        self._steps = self._steps[::2]
-        held = len(self._steps)
-        self._values[:, :, :held] = self._values[:, :, ::2].copy()
-        self._recorded[:, :held] = self._recorded[:, ::2].copy()
+        self._steps, self._values, self._recorded = self._steps[::2], self._values[::2], self._recorded[::2]
         self._drop_counts([*(self._counts.keys() - set(self._steps))])
-        return held
-
-    def _grow(self, sites: Sequence[AnySite], column: int) -> None:
-        for site in sites:
-            self._rows.setdefault(site, len(self._rows))
-        rows, columns = self._recorded.shape
-        more_rows = max(len(self._rows) - rows, rows // 4) if len(self._rows) > rows else 0
-        more_columns = min(columns, self.max_steps - columns) if column >= columns else 0
-        if more_rows or more_columns:
-            more = ((0, more_rows), (0, more_columns))
-            self._values = np.pad(self._values, ((0, 0), *more), constant_values=np.nan)
-            self._recorded = np.pad(self._recorded, more)
+        return len(self._steps)
 
     def _take_counts(self, step: int, replaced: Sequence[int], taken: Mapping[Any, _Counts]) -> None:
         self._drop_counts(replaced)
@@ -218,13 +204,21 @@ class History:
         """
         if statistic not in self.statistics:
             raise ArgumentError(f"the history holds {', '.join(self.statistics)}; got {statistic!r}")
-        found = self._values[self.statistics.index(statistic), : len(self._rows), : len(self._steps)]
-        return found.copy()
+        place = self.statistics.index(statistic)
+        return self._together([values[place] for values in self._values], np.nan)
 
     @property
     def recorded(self) -> NDArray[np.bool_]:
         """A mask that is True if a site was recorded at a step, ``[sites, steps]``."""
-        return self._recorded[: len(self._rows), : len(self._steps)].copy()
+        return self._together(self._recorded, False)
+
+    def _together(self, columns: Sequence[NDArray[Any]], missing: float) -> NDArray[Any]:
+        """Return arrays over the sites as one, ``[sites, columns]``."""
+        sites = len(self._rows)
+        if not columns:
+            return np.empty((sites, 0))
+        whole = [np.pad(each, (0, sites - len(each)), constant_values=missing) for each in columns if len(each) < sites]
+        return np.stack([*whole, *columns[len(whole) :]], axis=1)  # sites only become more
 
     @property
     def degrees(self) -> Floats:
@@ -259,7 +253,7 @@ class History:
         """
         if not any(site in found for found in self._counts.values()):
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        recorded = self._recorded[self._rows[site]]
+        recorded = self.recorded[self._rows[site]]
         steps = [
             step
             for column, step in enumerate(self._steps)
