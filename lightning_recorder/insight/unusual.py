@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -29,11 +29,12 @@ _MOSTLY_ZERO = 0.9
 # median distance. Modules at the same place of repeated blocks resemble each other; any two modules of a healthy
 # network differ by a power of ten or more.
 _AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
-_AT_THE_END = 2.0  # the first and the last block have other neighbors, so twice the distance is normal there
+_AT_THE_END = 1.5  # the first and the last block have other neighbors, so a larger distance is normal there
 _MISSING = 2.0  # the degree of a site that is not recorded any more
 _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind one that is unusual now
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
+_SQUARES = ("exp_avg_sq", "square_avg")  # the ends of the paths of optimizer states that are means of squares
 _NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 
 
@@ -41,7 +42,8 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
     """Return how unusual each site is, ``[sites]`` float64; from 1 on it stands out.
 
     The logarithm of each size is compared with that of the same tensor in the neighboring blocks (modules at the same
-    place of repeated blocks), with that of all sites of the same path, and with the site's own past. A distance counts
+    place of repeated blocks), and with the site's own past. A site that is in no such block is compared with all sites
+    of the same path. A distance counts
     in units of the median distance of the compared values, so a noisy statistic needs a larger one. Values of earlier
     steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. A site
     that is not recorded any more, while most others are, stands out as well. The degree of a site with NaN or
@@ -69,7 +71,9 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
     groups = _groups(tuple(sites))
     with np.errstate(all="ignore"):
         if sizes := _sizes(tables):
-            degrees = _degrees(*_log10(np.stack(sizes, axis=1)), groups, is_latest=is_latest)
+            stacked = np.stack(sizes, axis=1)
+            stacked[groups.squares] **= 0.5
+            degrees = _degrees(*_log10(stacked), groups, is_latest=is_latest)
         if "zero_fraction" in tables:
             degrees = np.maximum(degrees, _empty(tables["zero_fraction"][:, -1], groups))
         degrees = np.maximum(degrees, _missing(list(tables.values()), groups))
@@ -128,6 +132,17 @@ class _Groups:
                 by_length[len(family)].append([places[name] for name in family])
         self.equal = [np.array(group).T for group in by_length.values()]
         """The sites at the same place of repeated blocks, ``[blocks, families]`` for each number of blocks."""
+        self.squares = np.array([place for place, (_, path) in enumerate(names) if path.endswith(_SQUARES)], dtype=int)
+        self.is_single = np.ones(len(names), dtype=bool)
+        """True for the sites that are not at the same place of repeated blocks."""
+        for group in self.equal:
+            self.is_single[group] = False
+
+    def like(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """Yield sites that resemble each other, with a mask of those that have no others that resemble them more."""
+        for group in self.equal:
+            yield from ((family, np.ones(len(family), dtype=bool)) for family in group.T)
+        yield from ((group, self.is_single[group]) for group in self.paths)
 
 
 @lru_cache(maxsize=64)  # the same sites recur in every record
@@ -195,6 +210,7 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
         apart = _unless_common_zero(last, _median(last), floor)
         each = _in_units(apart, _median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
+        each[~groups.is_single[group]] = 0.0  # a family may differ from all others, such as the biases of keys
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
     return found
@@ -259,22 +275,23 @@ def _against_the_past(logs: Floats) -> Floats:
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
-    """Return 1 for sites of nearly all zeros, unless most sites of their path are."""
+    """Return 1 for sites of nearly all zeros, unless most sites like them are."""
     found = np.zeros(len(zero_fraction))
-    for group in groups.paths:
+    for group, chosen in groups.like():
         empty = zero_fraction[group] >= _MOSTLY_ZERO
         if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # the majority is not unusual: new biases are zero
-            found[group] = empty
+            found[group[chosen]] = empty[chosen]
     return found
 
 
 def _missing(tables: list[Floats], groups: _Groups) -> Floats:
-    """Return the degree of sites that were recorded before, but not at the last step, unless most of their path are."""
+    """Return the degree of sites that were recorded before, but not at the last step, unless most like them are."""
     known: NDArray[np.bool_] = np.any([~np.isnan(table) for table in tables], axis=0)
     found = np.zeros(len(known))
-    for group in groups.paths:
+    for group, chosen in groups.like():
         if 2 * known[group, -1].sum() > len(group):
-            found[group] = np.where(known[group, -1] | ~known[group].any(axis=1), 0.0, _MISSING)
+            gone = ~known[group, -1] & known[group].any(axis=1)
+            found[group[chosen]] = np.where(gone[chosen], _MISSING, 0.0)
     return found
 
 

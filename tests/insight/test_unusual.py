@@ -97,6 +97,42 @@ def test_paths_are_compared_with_their_like() -> None:
     assert standing_out(unusualness(sites, {"rms": rms})) == [9]
 
 
+FAMILIES = ("q", "k", "v", "proj", "fc1", "fc2", "norm1", "norm2")
+
+
+def biases(seed: int = 0) -> tuple[list[tuple[str, str]], Any]:
+    """Return the biases of 24 layers and their rms: those of the keys are tiny, and those of the norms are zero."""
+    generator = np.random.default_rng(seed)
+    sites = [(f"layers.{i}.{part}", "bias") for i in range(24) for part in FAMILIES]
+    size = np.tile([0.1, 1e-7, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0], 24)
+    return sites, (size * np.exp(0.5 * generator.standard_normal(len(sites))))[:, None]
+
+
+def test_a_family_that_differs_from_all_others_does_not_stand_out() -> None:
+    """The gradients of key biases are rounding noise, and the biases of new norms are zero, in every layer."""
+    sites, rms = biases()
+    zeros = {"zero_fraction": 1.0 * (rms == 0)}
+    assert standing_out(unusualness(sites, {"rms": rms, **zeros})) == []
+
+
+@given(st.integers(0, 23), st.sampled_from(FAMILIES[:6]), st.integers(0, 20))
+def test_the_sick_member_of_any_family_ranks_first(layer: int, part: str, seed: int) -> None:
+    """Only the one that differs from its own family stands out, whatever the others are like."""
+    sites, rms = biases(seed)
+    place = sites.index((f"layers.{layer}.{part}", "bias"))
+    rms[place] *= 1e3
+    assert standing_out(unusualness(sites, {"rms": rms, "zero_fraction": 1.0 * (rms == 0)}))[0] == place
+
+
+def test_means_of_squares_are_compared_as_sizes() -> None:
+    """A gradient that is ten times larger is as unusual as the mean of its squares, which is a hundred times larger."""
+    sites = [(f"layers.{i}.fc", path) for i in range(8) for path in ("weight.exp_avg", "weight.exp_avg_sq")]
+    rms = np.array([[1.0], [1.0]] * 8)
+    rms[[6, 7], 0] = 10.0, 100.0
+    degrees = unusualness(sites, {"rms": rms})
+    assert degrees[6] == degrees[7] > 1
+
+
 def test_the_largest_magnitude_is_compared() -> None:
     """One extreme value stands out even if the rms is like that of the others."""
     sites = [(f"layers.{i}", "out") for i in range(8)]
