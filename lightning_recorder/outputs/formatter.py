@@ -12,7 +12,7 @@ from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.sinks import Sink
+from lightning_recorder.sinks import RankedScalars, Sink
 from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, SiteStatistics, StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
@@ -33,6 +33,8 @@ class _Plan(NamedTuple):
     scalar_tags: Sequence[str]
     scalar_places: tuple[NDArray[np.int64], NDArray[np.int64]]
     """The rows and the columns of their values."""
+    tags: Mapping[Site, str]
+    """A tag of each site with scalars."""
     histogram_tags: Sequence[str]
     candidates: tuple[Site, ...]
     """The sites among which the budget chooses."""
@@ -122,7 +124,12 @@ class SinkFormatter:
             self._write_overflow(sink, record, found)
             return
         plan = self._plan(record, found)
-        scalars = dict(zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True))
+        pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
+        if self._budget is None or self._budget.is_complete:
+            scalars = dict(pairs)
+        else:  # the sites that are shown are too few to compare them with each other alone
+            degrees = self._budget.degrees
+            scalars = RankedScalars(pairs, {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees})
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
@@ -171,7 +178,8 @@ class SinkFormatter:
         size = 0 if self._budget is None else self._budget.size
         sites = tuple(found.sites[row] for row in rows)
         places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
-        scalars = tuple(tags), (places[:, 0], places[:, 1])
+        by_site = {found.sites[row]: tag for tag, (row, _) in tags.items()}
+        scalars = tuple(tags), (places[:, 0], places[:, 1]), by_site
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: StatisticsTable) -> list[int]:

@@ -68,6 +68,8 @@ class TagBudget:
         self._refused: dict[str, bool] = {}
         """The unusual modules that did not fit; True if the whole reserve was open to them."""
         self._has_warned = False
+        self.degrees: dict[Site, float] = {}
+        """The degrees of the sites that stand out, from the latest call of :meth:`unusual`."""
 
     def clear(self) -> None:
         """Discard the choice, for another run."""
@@ -76,6 +78,7 @@ class TagBudget:
         self._left_out.clear()
         self._refused.clear()
         self._past.clear()
+        self.degrees = {}
         self._has_warned = False
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
@@ -160,9 +163,10 @@ class TagBudget:
         table = np.stack(steps, axis=-1)
         columns = {name: table[:, column] for column, name in enumerate(COMPARED)}
         degrees = unusualness(sites, columns, is_latest=True)
+        self.degrees = {sites[place]: float(degrees[place]) for place in standing_out(degrees)}
         most: dict[str, float] = {}
-        for place in standing_out(degrees):
-            most.setdefault(self._key(sites[place]), float(degrees[place]))
+        for site, degree in self.degrees.items():
+            most.setdefault(self._key(site), degree)
         return most
 
     def may_show(self, unusual: Mapping[str, float]) -> bool:

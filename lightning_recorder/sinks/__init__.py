@@ -4,6 +4,7 @@ from lightning_recorder.sinks.background import BackgroundQueue, DeferredSink, f
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
+from lightning_recorder.sinks.custom_scalars import RankedScalars
 from lightning_recorder.sinks.files import FilesSink
 from lightning_recorder.sinks.loggers import register_sink, sink_for_logger, sinks_for_loggers
 from lightning_recorder.sinks.memory import MemorySink
@@ -26,6 +27,7 @@ __all__ = [
     "MetricsSink",
     "MlflowSink",
     "MultiSink",
+    "RankedScalars",
     "Sink",
     "TensorBoardSink",
     "WandbSink",

@@ -7,6 +7,7 @@ import mmap
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.unusual import choose, standing_out, unusualness
 
-__all__ = ["Dashboard"]
+__all__ = ["Dashboard", "RankedScalars"]
 
 _TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
 _LOADER = re.compile(r"dataloader_idx_\d+")
@@ -24,6 +25,24 @@ _NUMBER = re.compile(r"^[0-9]+_")  # the position of a module in the order of ex
 
 # TensorBoard colors lines by run and tells those of one run apart by six symbols only.
 _MOST_LINES = 6
+
+
+_EARLIER = 0.5  # the weight of earlier records
+_BY_FAR = 1.25  # a module gets into the titles if its degree exceeds that of the one there by this factor
+_MOST_TITLES = 20  # the layouts that are written for the sake of the titles alone
+
+
+class RankedScalars(dict[str, float]):
+    """Scalars of some of the sites of a record, by tag, with the ranking of all its sites.
+
+    Args:
+        scalars: The scalars by tag.
+        degrees: The degree of each site that stands out and has scalars, by one of its tags.
+    """
+
+    def __init__(self, scalars: Iterable[tuple[str, float]], degrees: Mapping[str, float]) -> None:
+        super().__init__(scalars)
+        self.degrees = degrees
 
 
 class _Line(NamedTuple):
@@ -93,7 +112,10 @@ class Dashboard:
         self._directory = None if directory is None else Path(directory)
         self._charts: dict[str, dict[str, _Chart]] = {}
         self._comparisons: list[_Comparison] = []
-        self._degrees: dict[tuple[str, str], float] = {}  # of the modules that stand out, by group and module
+        # The degrees of the modules that stand out, by group and module: in the latest record, and the largest one.
+        self._degrees: dict[str, dict[str, tuple[float, float]]] = {}
+        self._titled: dict[str, str] = {}  # the most unusual module of each group when the layout was written
+        self._titles: list[str] = []  # the modules for whose sake it was written again
         self._seen: set[str] = set()
         self._may_write: bool | None = None
         self._is_changed = False
@@ -103,7 +125,7 @@ class Dashboard:
         """Write the layout if it has changed.
 
         Args:
-            scalars: The scalars that were written, by tag.
+            scalars: The scalars that were written, by tag. Without a ranking, the sites are compared with each other.
             write: A callback that writes a layout, group to title to tag patterns, and returns False if it failed.
         """
         with self._lock:
@@ -131,23 +153,49 @@ class Dashboard:
         return is_new
 
     def _note_unusual(self, scalars: Mapping[str, float]) -> bool:
-        """Note the modules that stand out. Return True if there is a new one."""
-        before = len(self._degrees)
-        for compared in self._comparisons:
-            if any(tag in scalars for tags in compared.tags.values() for tag in tags):
-                degrees = compared.degrees(scalars)
-                for place in standing_out(degrees):
-                    key = compared.group, compared.sites[place][0]
-                    self._degrees[key] = max(self._degrees.get(key, 0.0), float(degrees[place]))
-        return len(self._degrees) > before
+        """Note the modules that stand out. Return True if there is a new one, or one for the titles."""
+        now: dict[str, dict[str, float]] = {}  # the degrees of this record, by group and module
+        if isinstance(scalars, RankedScalars):
+            for tag, degree in {**dict.fromkeys(islice(scalars, 1), 0.0), **scalars.degrees}.items():
+                group, _, line = _parsed(tag)
+                if line is not None:
+                    _raise(now.setdefault(group, {}), line.module, degree)
+        else:
+            for compared in self._comparisons:
+                if any(tag in scalars for tags in compared.tags.values() for tag in tags):
+                    degrees, modules = compared.degrees(scalars), now.setdefault(compared.group, {})
+                    for place in standing_out(degrees):
+                        _raise(modules, compared.sites[place][0], float(degrees[place]))
+        is_new = False
+        for group, modules in now.items():
+            is_new |= self._add_degrees(group, modules)
+        return is_new
+
+    def _add_degrees(self, group: str, degrees: Mapping[str, float]) -> bool:
+        known = self._degrees.setdefault(group, {})
+        is_new = any(degree and module not in known for module, degree in degrees.items())
+        for module, (_, most) in known.items():
+            known[module] = degrees.get(module, 0.0), most
+        for module, degree in degrees.items():
+            if degree:
+                known[module] = degree, max(degree, known.get(module, (0.0, 0.0))[1])
+        titled = self._titled.get(group)
+        if known and titled is not None and len(self._titles) < _MOST_TITLES and not is_new:
+            first = max(known, key=lambda module: _combined(*known[module]))
+            if _combined(*known[first]) > _BY_FAR * _combined(*known.get(titled, (0.0, 0.0))):
+                self._titles.append(first)
+                return True
+        return is_new
 
     def _layout(self) -> dict[str, dict[str, list[str]]]:
         """Return the patterns of each chart, by group and title."""
         found: dict[str, dict[str, list[str]]] = {}
         for group, charts in sorted(self._charts.items()):
-            found[group] = {}
+            found[group], known = {}, self._degrees.get(group, {})
+            if known:
+                self._titled[group] = max(known, key=lambda module: _combined(*known[module]))
             for title, chart in charts.items():
-                degrees = np.array([self._degrees.get((group, line.module), 0.0) for line in chart.lines])
+                degrees = np.array([_combined(*known.get(line.module, (0.0, 0.0))) for line in chart.lines])
                 places = choose(degrees, _MOST_LINES)
                 # The list of the lines below a chart is closed at first, so the title has the name that matters.
                 first = "".join(f": {chart.lines[place].module}" for place in standing_out(degrees)[:1])
@@ -155,6 +203,15 @@ class Dashboard:
                 tags = [chart.lines[place].tag for place in places]
                 found[group][title + first + part] = [rf"^{re.escape(tag)}(/dataloader_idx_\d+)?$" for tag in tags]
         return found
+
+
+def _raise(degrees: dict[str, float], module: str, degree: float) -> None:
+    degrees[module] = max(degree, degrees.get(module, 0.0))
+
+
+def _combined(latest: float, most: float) -> float:
+    """Return the degree of a module for the charts: one that has recovered ranks behind one that is unusual now."""
+    return max(latest, _EARLIER * most)
 
 
 def _parsed(tag: str) -> tuple[str, str, _Line | None]:

@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.graph import capture_graph, to_graph_def
 from lightning_recorder.reductions import SCALAR_STATISTICS, Histogram, Statistics, to_histogram
-from lightning_recorder.sinks import TensorBoardSink
+from lightning_recorder.sinks import RankedScalars, TensorBoardSink
 from lightning_recorder.sinks.tensorboard import frame_record, patch_crc32c
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
@@ -368,6 +368,24 @@ def test_an_outlier_is_in_every_chart(place: int, value: float, since: int) -> N
             tag = f"{MODULES[place]}/{title[:3]}"
             assert sum(bool(re.match(pattern, tag)) for pattern in patterns) == 1
         assert len(layouts(Path(folder))) == (1 if since == 0 else 2)
+
+
+def test_a_ranking_of_all_sites_chooses_the_lines_and_the_title(tmp_path: Path) -> None:
+    """If few sites of a record are shown, what is known of all ranks them. The title has the one that is sick now."""
+    tags = [f"{module}/rms" for module in MODULES]
+    sick = [{tags[40]: 2.0}, {tags[40]: 2.1, tags[7]: 1.0}, {}, {tags[7]: 1.5}, {tags[7]: 1.5}]
+    with TensorBoardSink(tmp_path) as sink:
+        for step, degrees in enumerate(sick):
+            sink.write_scalars(step, RankedScalars(dict.fromkeys(tags, 1.0).items(), degrees))
+    written = [layout["activations"] for layout in layouts(tmp_path)]
+    assert [title for charts in written for title in charts] == [
+        "rms: blocks.13.mlp.fc1 (6 of 72)",
+        "rms: blocks.13.mlp.fc1 (6 of 72)",
+        "rms: blocks.2.mlp.fc1 (6 of 72)",
+    ]
+    for charts in written[1:]:
+        (patterns,) = charts.values()
+        assert all(any(re.match(pattern, tags[place]) for pattern in patterns) for place in (7, 40))
 
 
 def test_the_first_update_of_a_zero_bias_is_not_unusual(tmp_path: Path) -> None:
