@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,10 +94,16 @@ def standing_out(degrees: Floats) -> list[int]:
     return [int(place) for place in order if degrees[place] >= STANDS_OUT]
 
 
-def choose(degrees: Floats, most: int) -> list[int]:
+def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[int]:
     """Return at most ``most`` places in ascending order: those that stand out, and an even selection of the others.
 
     Sites that nearly stand out take up to half of the places.
+
+    Args:
+        degrees: The degree of each site, ``[sites]``.
+        most: The maximum number of places.
+        sites: The sites, as for :func:`unusualness`. With them, the nearest two of the equal sites in other blocks come
+            with each site that stands out, as far as there is room, so that one can see what is unusual about it.
 
     Example:
         >>> choose(np.array([0.0, 0.1, 3.0, 0.0, 0.0, 0.2, 0.0]), 4)
@@ -106,10 +112,15 @@ def choose(degrees: Floats, most: int) -> list[int]:
     if len(degrees) <= most:
         return list(range(len(degrees)))
     order = np.argsort(-degrees, kind="stable")
-    first = max(min(int((degrees >= STANDS_OUT).sum()), most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2))
+    outstanding = int((degrees >= STANDS_OUT).sum())
+    first = max(min(outstanding, most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2))
     taken = {int(place) for place in order[:first]}
+    if sites:
+        nearest = _groups(tuple(sites)).nearest
+        for place in order[: min(outstanding, first)].tolist():
+            taken.update(nearest.get(place, ())[: most - len(taken)])
     rest = [place for place in range(len(degrees)) if place not in taken]
-    spread = np.linspace(0, len(rest) - 1, most - first).round().astype(int)
+    spread = np.linspace(0, len(rest) - 1, most - len(taken)).round().astype(int)
     return sorted({*taken, *(rest[place] for place in spread)})
 
 
@@ -137,6 +148,17 @@ class _Groups:
         """True for the sites that are not at the same place of repeated blocks."""
         for group in self.equal:
             self.is_single[group] = False
+
+    @cached_property
+    def nearest(self) -> dict[int, list[int]]:
+        """The nearest two of the sites at the same place of other blocks."""
+        found: dict[int, list[int]] = {}
+        for group in self.equal:
+            for family in group.T.tolist():
+                for row, place in enumerate(family):
+                    first = min(max(row - 1, 0), len(family) - 3)
+                    found.setdefault(place, [each for each in family[first : first + 3] if each != place])
+        return found
 
     def like(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Yield sites that resemble each other, with a mask of those that have no others that resemble them more."""
@@ -210,6 +232,8 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
         apart = _unless_common_zero(last, _median(last), floor)
         each = _in_units(apart, _median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
+        is_zero = last <= floor
+        each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # as the biases of norms are at first
         each[~groups.is_single[group]] = 0.0  # a family may differ from all others, such as the biases of keys
         found[group] = np.maximum(found[group], _over_steps(each))
         found[group] = np.maximum(found[group], _against_the_past(some))
@@ -275,10 +299,12 @@ def _against_the_past(logs: Floats) -> Floats:
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
-    """Return 1 for sites of nearly all zeros, unless most sites like them are."""
+    """Return 1 for sites of nearly all zeros, unless most sites like them are, or for a single one several others."""
     found = np.zeros(len(zero_fraction))
     for group, chosen in groups.like():
         empty = zero_fraction[group] >= _MOSTLY_ZERO
+        if not chosen.all() and empty.sum() > _FEWEST:
+            continue
         if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # the majority is not unusual: new biases are zero
             found[group[chosen]] = empty[chosen]
     return found

@@ -207,6 +207,7 @@ def _font(px: int, bold: bool) -> FreeTypeFont:
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
 
 _NUMBERED = re.compile(r"^(?:[^.\s]+\.)+?(?=[0-9]+(?:\.|\s|$))")  # the parts of a name before the number of a block
+_WITH_NUMBER = re.compile(r"^(?:[^.\s]+\.)*?[0-9]+\.")  # the parts of a name up to the number of a block
 # The lengths to which the parts of a name before and after the last number are shortened, in the order of the attempts.
 _PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1, 4), (1, 2), (1, 1))
 
@@ -239,66 +240,114 @@ def _cut(name: str, kept: int, head: float) -> str:
     return f"{name[:first]}…{name[len(name) - (kept - first) :]}"
 
 
-def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[str]:
+def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Sequence[str] = ()) -> list[str]:
     """Return names that fit and stay distinct.
 
     If a name is too long, the parts that its neighbors share are left out, first those that all names begin with, then
-    those before the number of a block. If that is not enough, parts between the number and the last part are shortened.
-    As a last resort, the middle of a name is replaced by an ellipsis.
+    those before the number of a block, unless these tell it from another block. If that is not enough, parts other than
+    the number are shortened, alike for all tensors of a module. As a last resort, an ellipsis replaces some of what
+    follows the number.
+
+    Args:
+        names: The names, in the order of their rows.
+        room: The available width in pixels.
+        px: The font size in pixels.
+        among: The names of all layers, if not all of them are drawn. A shortened name stands for one of them only.
 
     Example:
         >>> fitted(["model.layers.11.attention.qkv", "model.layers.12.mlp", "model.head"], 120)
         ['11.attention.qkv', '12.mlp', 'head']
         >>> fitted(["encoder.layers.11.attention.qkv", "decoder.layers.11.attention.qkv"], 120)
-        ['enc.lay.11.attent.qkv', 'dec.lay.11.attent.qkv']
+        ['enc.11.attention.qkv', 'dec.11.attention.qkv']
     """
     names = [literal(name) for name in names]
     if all(text_width(name, px) <= room for name in names):
         return names
-    names = _without_numbered_prefix(_without_shared_parts(names))
-    shown = [_abbreviated(name, room, px) for name in names]
-    shown = [each if shown.count(each) == 1 else name for each, name in zip(shown, names, strict=True)]
-    return _distinct(shown, room, px)
+    prefixes = _prefixes(tuple(map(literal, among)) or tuple(names))
+    return _distinct(_abbreviated(_unless_equal([prefixes.shorter(name) for name in names], names), room, px), room, px)
 
 
-def _without_shared_parts(names: list[str]) -> list[str]:
-    """Leave out the parts that all names begin with; the last part stays."""
-    shared = [set(parts) for parts in zip(*(_module_parts(name)[:-1] for name in names), strict=False)]
-    count = next((place for place, parts in enumerate(shared) if len(parts) > 1), len(shared))
-    return [name.split(".", count)[-1] for name in names] if len(names) > 1 else names
+def _unless_equal(shorter: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the shorter names, and the whole ones where two shorter ones are equal."""
+    times = Counter(shorter)
+    return [each if times[each] == 1 else name for each, name in zip(shorter, names, strict=True)]
 
 
-def _without_numbered_prefix(names: list[str]) -> list[str]:
-    """Leave out the parts before the number of a block, unless two names would become equal."""
-    short = [_NUMBERED.sub("", name) for name in names]
-    times = Counter(short)
-    unclear = {name[: -len(less)] for name, less in zip(names, short, strict=True) if times[less] > 1}
-    return [
-        less if less == name or name[: -len(less)] not in unclear else name
-        for name, less in zip(names, short, strict=True)
-    ]
+class _Prefixes:
+    """The beginnings of names that need not be drawn.
+
+    Args:
+        names: The names of all layers.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        shared = [set(parts) for parts in zip(*(_module_parts(name)[:-1] for name in names), strict=False)]
+        self._shared = 0  # the number of parts that all names begin with; the last part of a name stays
+        if len(names) > 1:
+            self._shared = next((place for place, parts in enumerate(shared) if len(parts) > 1), len(shared))
+        parts = [self._split(name) for name in dict.fromkeys(names)]
+        times = Counter(rest for _, rest in parts)
+        self._kept = _telling({prefix for prefix, rest in parts if prefix and times[rest] > 1})
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Return what precedes the number of a block, without the shared parts, and the rest of the name."""
+        name = name.split(".", self._shared)[-1] if self._shared else name
+        rest = _NUMBERED.sub("", name)
+        return name[: len(name) - len(rest)], rest
+
+    def shorter(self, name: str) -> str:
+        """Return a name without what tells it from no other name."""
+        prefix, rest = self._split(name)
+        last = prefix.rstrip(".").rpartition(".")[2]
+        # A number alone says nothing.
+        nothing = f"{last}." if prefix and _module_parts(rest)[0] == rest.partition(" ")[0] else ""
+        return (self._kept.get(prefix) or nothing) + rest
+
+
+def _telling(prefixes: set[str]) -> dict[str, str]:
+    """Return the parts of each prefix that tell it from the others."""
+    split = [prefix.rstrip(".").split(".") for prefix in sorted(prefixes)]
+    if not split:
+        return {}
+    least = min(map(len, split)) - 1
+    first = next((place for place in range(least) if len({parts[place] for parts in split}) > 1), least)
+    least -= first
+    last = next((place for place in range(least) if len({parts[-1 - place] for parts in split}) > 1), least)
+    return {
+        prefix: ".".join(parts[first : len(parts) - last]) + "."
+        for prefix, parts in zip(sorted(prefixes), split, strict=True)
+    }
+
+
+_prefixes = lru_cache(maxsize=16)(_Prefixes)  # the pictures of a run have the same names
 
 
 def _module_parts(name: str) -> list[str]:
     return name.partition(" ")[0].split(".")
 
 
-def _abbreviated(name: str, room: float, px: int) -> str:
-    """Shorten the parts of a name other than numbers and the last one, those before a number more than the others."""
+def _abbreviated(names: Sequence[str], room: float, px: int) -> list[str]:
+    """Shorten the parts of names other than numbers and the last one, those before a number more than the others."""
+    needed: dict[str, int] = {}  # by module
+    for name in names:
+        module = name.partition(" ")[0]
+        fits = (level for level in range(len(_PART_LENGTHS)) if text_width(_at_level(name, level), px) <= room)
+        needed[module] = max(needed.get(module, 0), next(fits, len(_PART_LENGTHS) - 1))
+    return _unless_equal([_at_level(name, needed[name.partition(" ")[0]]) for name in names], names)
+
+
+def _at_level(name: str, level: int) -> str:
     module, space, path = name.partition(" ")
     *parts, last = module.split(".")
     number = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
-    for lengths in _PART_LENGTHS:
-        shorter = [part if part.isdigit() else part[: lengths[place > number]] for place, part in enumerate(parts)]
-        short = ".".join([*shorter, last]) + space + path
-        if text_width(short, px) <= room:
-            return short
-    return short
+    lengths = _PART_LENGTHS[level]
+    shorter = [part if part.isdigit() else part[: lengths[place > number]] for place, part in enumerate(parts)]
+    return ".".join([*shorter, last]) + space + path
 
 
 def _distinct(names: list[str], room: float, px: int) -> list[str]:
-    """Shorten names in the middle; if that makes two equal, move the ellipsis or append a number."""
-    shown = [shortened(name, room, px=px) for name in names]
+    """Shorten names after the number of a block; if that makes two equal, move the ellipsis or append a number."""
+    shown = [_shortened_after_number(name, room, px=px) for name in names]
     for head in (*_SPLITS[1:], None):
         same = {each for each, times in Counter(shown).items() if times > 1}
         if not same:
@@ -306,8 +355,19 @@ def _distinct(names: list[str], room: float, px: int) -> list[str]:
         for row, name in enumerate(names):
             if shown[row] in same and text_width(name, px) > room:
                 ending = "" if head is not None else f" #{row}"
-                shown[row] = shortened(name, room, px=px, head=_SPLITS[0] if head is None else head, ending=ending)
+                share = _SPLITS[0] if head is None else head
+                shown[row] = _shortened_after_number(name, room, px=px, head=share, ending=ending)
     return shown
+
+
+def _shortened_after_number(name: str, room: float, *, px: int, head: float = _SPLITS[0], ending: str = "") -> str:
+    """Return a name that fits, as :func:`shortened` does, with its first part up to the number of a block."""
+    found = _WITH_NUMBER.match(name)
+    kept = found.group() if found is not None else ""
+    width = text_width(kept, px)
+    if text_width(name + ending, px) <= room or not 0 < width < room / 2:
+        return shortened(name, room, px=px, head=head, ending=ending)
+    return kept + shortened(name[len(kept) :], room - width, px=px, head=head, ending=ending)
 
 
 def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:

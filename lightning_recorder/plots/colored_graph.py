@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_recorder.graph.drawing import Drawing, draw
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.escape import dot_label
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
-from lightning_recorder.insight.unusual import standing_out, unusualness
+from lightning_recorder.insight.unusual import STANDS_OUT, unusualness
 from lightning_recorder.insight.wiring import families
 from lightning_recorder.names import closest_names
 from lightning_recorder.plots.axes import number, scale_of
@@ -39,7 +40,8 @@ _LOOK = "statistic"  # the name of an argument that keeps modules of other color
 class StatisticStyler(GraphvizStyler):
     """Fills module boxes with the color of a statistic and writes the value into them.
 
-    Modules without a value are light grey. Functions and tensors keep their usual style. A legend below the title shows
+    Modules without a value are light grey. A closed box without a value of its own has that of its most unusual module,
+    or a typical one, and names it. Functions and tensors keep their usual style. A legend below the title shows
     five values of the scale with their colors, and the meaning of grey and black. A box that represents several equal
     modules has the color of their median and shows their smallest and largest value.
 
@@ -107,11 +109,31 @@ class StatisticStyler(GraphvizStyler):
                 places[np.abs(values - middle) <= _NOISE * abs(middle)] = 0
             for name, each in zip(group, places.tolist(), strict=True):
                 found[name] = _LOOK_NOT_FINITE if math.isnan(each) else int(each)
+        for name, degree in self._degrees.items():
+            if degree >= STANDS_OUT:
+                found[name] = found[name] or _LOOK_STANDS_OUT
+        return found
+
+    @cached_property
+    def _degrees(self) -> dict[str, float]:
+        """How unusual each module is."""
         what = self.statistic if self.statistic == "zero_fraction" else "size"
         names = list(self.values)
-        for place in standing_out(unusualness(names, {what: np.array([*self.values.values()])[:, None]})):
-            found[names[place]] = found[names[place]] or _LOOK_STANDS_OUT
-        return found
+        degrees = unusualness(names, {what: np.array([*self.values.values()])[:, None]})
+        return dict(zip(names, degrees.tolist(), strict=True))
+
+    def _inside(self, node: Node) -> str | None:
+        """Return the module inside a closed box whose value it shows: the most unusual one, or the one in the middle.
+
+        Without a value of the module itself, a box would look as if nothing in it was recorded.
+        """
+        start = f"{node.name}." if node.name else ""
+        names = [name for name in self.values if name.startswith(start) and name != node.name]
+        degrees = {name: self._degrees[name] if math.isfinite(self.values[name]) else math.inf for name in names}
+        first = max(names, key=degrees.__getitem__, default=None)
+        if first is None or degrees[first] >= STANDS_OUT:
+            return first
+        return sorted(names, key=self.values.__getitem__)[len(names) // 2]
 
     def color(self, value: float) -> str:
         """Return the color of a value, for example ``#21918c``; black if it is not finite."""
@@ -126,9 +148,15 @@ class StatisticStyler(GraphvizStyler):
         style = super().style_node(_unmarked(node), graph)
         if node.kind != "module":
             return style
-        if node.name not in self.values:
+        inner = None if node.name in self.values else self._inside(node)
+        if node.name not in self.values and inner is None:
             return {**style, "fillcolor": _NOT_RECORDED, **self.attributes}
-        fill = self.color(_middle(self._values_of(node, graph)))
+        if inner is None:
+            value, words = _middle(self._values_of(node, graph)), self._words(node, graph)
+        else:
+            value = self.values[inner]
+            words = f"{self.statistic} {number(value)} ({inner[len(node.name) :].lstrip('.')})"
+        fill = self.color(value)
         text = legible_on(fill)
         # The grey details of a label would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
@@ -136,7 +164,7 @@ class StatisticStyler(GraphvizStyler):
             **style,
             "fillcolor": fill,
             "fontcolor": text,
-            "label": _with_row(label, f'<td><font color="{text}">{_text(self._words(node, graph))}</font></td>'),
+            "label": _with_row(label, f'<td><font color="{text}">{_text(words)}</font></td>'),
             **self.attributes,
         }
 

@@ -45,6 +45,7 @@ __all__ = [
     "chosen_rows",
     "color_bar",
     "evenly",
+    "fitted_names",
     "fitting_ticks",
     "marks_of",
     "new_canvas",
@@ -227,8 +228,13 @@ def rows_room(names: Sequence[str]) -> int:
     return int(widest) + MARGIN + _ROW_GAP
 
 
-def _row_names(names: Sequence[str]) -> list[str]:
-    return fitted(names, _MOST_ROOM / _BOLDER)  # the names of rows that stand out are bold
+def fitted_names(rows: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Return the names of some rows as they fit on the left. Each stands for one of all the names only."""
+    return _row_names([names[row] for row in rows], names)
+
+
+def _row_names(names: Sequence[str], among: Sequence[str] = ()) -> list[str]:
+    return fitted(names, _MOST_ROOM / _BOLDER, among=among)  # the names of rows that stand out are bold
 
 
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float, marked: Sequence[int] = ()) -> None:
@@ -267,10 +273,13 @@ def _apart(places: Sequence[float], last: float) -> list[float]:
     return found
 
 
-def chosen_rows(degrees: Floats, most: int, always: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
+def chosen_rows(
+    names: Sequence[str], degrees: Floats, most: int, always: Sequence[int] = ()
+) -> tuple[list[int], list[int], list[str]]:
     """Choose the layers to draw.
 
     Args:
+        names: The names of all layers.
         degrees: The degree of unusualness of each layer, ``[layers]``.
         most: The maximum number of rows.
         always: Layers that are drawn in any case, as far as there is room.
@@ -280,11 +289,11 @@ def chosen_rows(degrees: Floats, most: int, always: Sequence[int] = ()) -> tuple
     """
     raised = degrees.copy()
     raised[list(always)] = np.inf
-    rows = choose(raised, most)
+    rows = choose(raised, most, names)
     marked = standing_out(degrees[rows])
     notes = []
     if len(rows) < len(degrees):
-        first = f"the {len(marked)} most unusual and others " if marked else ""
+        first = f"the {len(marked)} most unusual with neighbors, others " if marked else ""
         hidden = len(degrees) - len(rows)
         notes.append(f"{len(rows)} of {len(degrees):,} layers: {first}evenly spread; {hidden:,} not shown")
     if marked:

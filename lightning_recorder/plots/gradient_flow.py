@@ -20,6 +20,7 @@ from lightning_recorder.plots.frame import (
     blank,
     bottom_room,
     chosen_rows,
+    fitted_names,
     fitting_ticks,
     new_canvas,
     notes_below,
@@ -88,9 +89,9 @@ def gradient_flow(
         sizes = {"average": means[:, None], "largest": maxima[:, None]}
         bad = (~(np.isfinite(means) & np.isfinite(maxima))).astype(np.float64)[:, None]
         degrees = unusualness(names, {**sizes, "nan_count": bad})
-    rows, marked, notes = chosen_rows(checked_degrees(degrees, len(names)), _MOST_ROWS)
+    rows, marked, notes = chosen_rows(names, checked_degrees(degrees, len(names)), _MOST_ROWS)
     means, maxima = means[rows], maxima[rows]
-    return _drawn(title, [names[row] for row in rows], means, maxima, (statistic, largest), notes, marked)
+    return _drawn(title, fitted_names(rows, names), means, maxima, (statistic, largest), notes, marked)
 
 
 def _drawn(

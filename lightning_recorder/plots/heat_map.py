@@ -34,6 +34,7 @@ from lightning_recorder.plots.frame import (
     chosen_rows,
     color_bar,
     cover,
+    fitted_names,
     marks_of,
     new_canvas,
     notes_below,
@@ -114,8 +115,8 @@ def heat_map(
         what = statistic if statistic == "zero_fraction" else "size"
         degrees = unusualness(names, {what: np.where(recorded, values, np.nan), "nan_count": bad})
     always = [each.row for each in findings if each.row is not None]
-    rows, marked, chosen = chosen_rows(checked_degrees(degrees, len(names)), min(max_layers, _MOST_ROWS), always)
-    names, values, recorded = [names[row] for row in rows], values[rows], recorded[rows]
+    rows, marked, chosen = chosen_rows(names, checked_degrees(degrees, len(names)), min(max_layers, _MOST_ROWS), always)
+    names, values, recorded = fitted_names(rows, names), values[rows], recorded[rows]
     columns = columns_of(steps)
     cells, there = _joined(values, recorded, columns)
     scale = Scale("linear", 0.0, 1.0) if _is_share(statistic, cells) else scale_of(cells[there], log=log)

@@ -37,6 +37,7 @@ from lightning_recorder.plots.frame import (
     chosen_rows,
     color_bar,
     cover,
+    fitted_names,
     new_canvas,
     notes_below,
     notes_on_findings,
@@ -134,7 +135,7 @@ def ridge(
     found = to_histograms(histograms)
     names = checked_names(names, len(found), "histograms")
     degrees = unusualness(names, _sizes(found)) if degrees is None else checked_degrees(degrees, len(found))
-    chosen, marked, why = chosen_rows(degrees, min(max_layers, _MOST_LAYERS))
+    chosen, marked, why = chosen_rows(names, degrees, min(max_layers, _MOST_LAYERS))
     drawn = bins_of([found[row] for row in chosen])
     axis = value_axis(drawn)
     title = title if step is None else f"{title}, step {step:,}"
@@ -144,7 +145,8 @@ def ridge(
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
         notes.append("a bell that is wider than the linear part has two peaks")
-    names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
+    shown = zip(fitted_names(chosen, names), chosen, strict=True)
+    names = [name if found[row].count else f"{name} (none)" for name, row in shown]
     edges = edges_along(axis, _RIDGE_BINS)
     parts = shares(drawn, edges)
     value = f"{value} (symlog)" if axis.kind == "symlog" else value

@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.insight.finding import Finding
@@ -106,17 +107,35 @@ def _heat_map(
     marks: Sequence[FoundAt],
     max_layers: int = 260,
 ) -> Image:
+    values = history.table(statistic)
+    rows = np.flatnonzero(_have(history, values)).tolist()
+    places = {row: place for place, row in enumerate(rows)}
     return heat_map(
         history.steps,
-        names,
-        history.table(statistic),
+        [names[row] for row in rows],
+        values[rows],
         statistic=statistic,
         title=title,
-        recorded=history.recorded,
-        degrees=degrees,
+        recorded=history.recorded[rows],
+        degrees=degrees[rows],
         max_layers=max_layers,
-        findings=marks,
+        findings=[
+            each if each.row is None else each._replace(row=places[each.row])
+            for each in marks
+            if each.row is None or each.row in places
+        ],
     )
+
+
+def _have(history: History, values: Floats) -> NDArray[np.bool_]:
+    """Return a mask of the sites that have a statistic, as buffers have no ratio of an update, ``[sites]``.
+
+    Args:
+        history: The recorded statistics.
+        values: The values of the statistic, ``[sites, steps]``.
+    """
+    others = [np.isfinite(history.table(name)).any(axis=1) for name in history.statistics]
+    return np.asarray(~np.isnan(values).all(axis=1) | ~np.any(others, axis=0))
 
 
 def _most_telling(history: History, degrees: Floats) -> str | None:

@@ -96,6 +96,20 @@ def test_a_folded_box_has_the_range_of_its_values() -> None:
     assert all(node.arguments == drawing.graph[node.id].arguments for node in drawing.view.nodes if node.name)
 
 
+@pytest.mark.parametrize(
+    ("odd", "expected"),
+    [({}, "rms 1 (1)"), ({"2.1": 1e4}, f"rms {axes.number(1e4)} (1)"), ({"2.1": math.nan}, "rms NaN (1)")],
+)
+def test_a_closed_box_has_a_value_of_what_is_in_it(odd: dict[str, float], expected: str) -> None:
+    """A closed box without a value of its own has that of its most unusual module, and names it."""
+    values = {f"{i}.{j}": 1.0 for i in range(6) for j in (0, 1)} | odd
+    drawing = color_graph(blocks(6), values, statistic="rms", depth=1, fold=False)
+    source = drawing.visual_graph.source
+    assert {node.name for node in drawing.view.module_calls()} == {f"{i}" for i in range(6)}
+    assert source.count(f">{expected}</font>") == (1 if odd else 6)
+    assert 'fillcolor="#f0f0f0"' not in source
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 23), st.sampled_from([1e4, 1e-4, 0.0, 8.0, float("nan")]))
 def test_a_sick_block_is_drawn_apart(place: int, factor: float) -> None:

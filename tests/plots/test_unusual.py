@@ -92,7 +92,7 @@ def test_a_picture_says_what_it_leaves_out() -> None:
     with drawn_texts() as (texts, _):
         heat_map([0], NAMES, values, statistic="rms", title="", max_layers=20)
     said = " ".join(texts)
-    assert "20 of 288 layers: the 1 most unusual and others evenly spread; 268 not shown" in said
+    assert "20 of 288 layers: the 1 most unusual with neighbors, others evenly spread; 268 not shown" in said
     assert "bold: 1 layer unlike its neighbors or past" in said
 
 
@@ -115,7 +115,53 @@ def test_labels_keep_the_number_of_the_block_and_the_last_part() -> None:
     both = [f"{part}.layers.{block}.mlp.fc1" for part in ("encoder", "decoder") for block in range(24)]
     shown = fitted(both, 100)
     assert len(set(shown)) == 48
-    assert shown[17] == "en.la.17.mlp.fc1"
+    assert shown[17] == "enco.17.mlp.fc1"
+
+
+BOTH = [f"net.t.{part}.layers.{block}.linear1" for part in ("encoder", "decoder") for block in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("names", "among", "room", "expected"),
+    [
+        (BOTH[15:17], BOTH, 114, ["decoder.3.linear1", "decoder.4.linear1"]),
+        ([f"{BOTH[15]} weight", "net.emb"], [*BOTH, "net.emb"], 114, ["de.3.linear1 weight", "emb"]),
+        (
+            ["net.right_tower.blocks.7.up", "net.head"],
+            ["net.left_tower.blocks.7.up"],
+            114,
+            ["right_tower.7.up", "head"],
+        ),
+        (["net.norms.9 weight", "net.gru.8 bias_hh_l0"], [], 95, ["norms.9 weight", "gru.8 bias_hh_l0"]),
+        ([f"model.net.{layer}" for layer in (8, 9)], [], 40, ["8", "9"]),
+        (
+            [f"bert.encoder.layer.10.intermediate.dense{path}" for path in ("", " weight", " bias")] + ["bert.pooler"],
+            [],
+            114,
+            ["10.in.dense", "10.in.dense weight", "10.in.dense bias", "pooler"],
+        ),
+    ],
+)
+def test_a_label_stands_for_one_layer_only(names: list[str], among: list[str], room: int, expected: list[str]) -> None:
+    """A label tells its layer from all others, drawn or not, and abbreviates the module alike for its tensors."""
+    assert fitted(names, room, among=[*among, *names] if among else ()) == expected
+
+
+def test_the_number_of_the_block_stays_in_a_label_that_does_not_fit() -> None:
+    """An ellipsis replaces some of what follows the number."""
+    name = "net.t.decoder.layers.16.self_attention_output_projection.parametrizations.weight.original0 grad"
+    (label, _) = fitted([name, "net.t.decoder.layers.3.norm"], 114)
+    assert label.startswith("16.")
+    assert "…" in label
+
+
+def test_the_neighbors_of_an_unusual_layer_are_drawn_with_it() -> None:
+    """The same layer of the blocks before and after is in the picture, so one sees what is unusual."""
+    values = np.ones((len(NAMES), 1))
+    values[NAMES.index("transformer.blocks.16.mlp.act")] = 99.0
+    with drawn_texts() as (texts, _):
+        heat_map([0], NAMES, values, statistic="rms", title="", max_layers=8)
+    assert {"15.mlp.act", "16.mlp.act", "17.mlp.act"} <= set(texts)
 
 
 @pytest.mark.parametrize("most", [1, 4])
@@ -123,3 +169,26 @@ def test_degrees_are_checked(most: int) -> None:
     """The number of degrees must be that of the layers."""
     with pytest.raises(ValueError, match=r"degrees must have the shape \[2\]"):
         ridge(["a", "b"], [to_histogram(*HEALTHY[0])] * 2, title="", degrees=[0.0], max_layers=most)
+
+
+def test_sites_that_cannot_have_a_statistic_are_not_in_its_picture() -> None:
+    """Running statistics have no ratio of an update, which is no NaN. A weight of NaN stays in all pictures."""
+    history = History(statistics=("rms", "update_ratio"), max_histograms=0)
+    nan = float("nan")
+    for step in range(3):
+        bad = nan if step else 1.0
+        history.add(
+            step,
+            {
+                ("bn", "weight"): ({"rms": 1.0, "update_ratio": 0.1}, None),
+                ("bn", "running_var"): ({"rms": 1.0}, None),
+                ("fc", "weight"): ({"rms": bad, "update_ratio": bad}, None),
+                ("out", "weight"): ({"rms": nan, "update_ratio": nan}, None),
+            },
+        )
+    for statistics, names in ((["rms"], 4), (["update_ratio"], 3)):
+        with drawn_texts() as (texts, bold):
+            overview(history, group="parameters", statistics=statistics)
+        shown = {"bn weight", "bn running_var", "fc weight", "out weight"} & {*texts, *bold}
+        assert len(shown) == names
+        assert ("bn running_var" in shown) == (statistics == ["rms"])
