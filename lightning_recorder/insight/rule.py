@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
@@ -214,11 +215,7 @@ class Evidence:
 
 def medians(values: Floats) -> Floats:
     """Return the median of the known values in each column, ``[columns]``; NaN if there are none."""
-    middle = np.full(values.shape[1], np.nan)
-    known = ~np.isnan(values).all(axis=0)
-    if known.any():
-        middle[known] = np.nanmedian(values[:, known], axis=0)
-    return middle
+    return known_median(values) if len(values) else np.full(values.shape[1], np.nan)
 
 
 def spread(values: Floats) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import families
 
-__all__ = ["STANDS_OUT", "choose", "compared", "standing_out", "unusualness"]
+__all__ = ["STANDS_OUT", "choose", "compared", "known_median", "standing_out", "unusualness"]
 
 STANDS_OUT = 1.0
 """The degree from which on a site stands out."""
@@ -229,8 +229,8 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
     for group in groups.paths:
         some = logs[group]
         last = some[..., -1:]
-        apart = _unless_common_zero(last, _median(last), floor)
-        each = _in_units(apart, _median(np.abs(apart)), _AMONG_ALL)
+        apart = _unless_common_zero(last, known_median(last), floor)
+        each = _in_units(apart, known_median(np.abs(apart)), _AMONG_ALL)
         each[:, ~(np.isfinite(last).sum(axis=0) >= _FEWEST)] = 0.0
         is_zero = last <= floor
         each[is_zero & (is_zero.sum(axis=0) > _FEWEST)] = 0.0  # as the biases of norms are at first
@@ -243,7 +243,7 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
 def _among_equals(logs: Floats, floor: Floats) -> Floats:
     """Return the largest degree of any statistic among the nearest blocks, ``[blocks, families, 1, steps]``."""
     apart = _unless_common_zero(logs, _around(logs), floor)
-    each = _in_units(apart, _median(np.abs(apart)), _AMONG_EQUALS)
+    each = _in_units(apart, known_median(np.abs(apart)), _AMONG_EQUALS)
     each[[0, -1]] /= _AT_THE_END
     found: Floats = np.fmax.reduce(each, axis=-2, keepdims=True)
     return found
@@ -261,7 +261,7 @@ def _unless_common_zero(values: Floats, middle: Floats, floor: Floats) -> Floats
 
 def _around(values: Floats) -> Floats:
     """Return the median of the nearest blocks of each block, in the shape of the values: blocks come first."""
-    return _median(np.swapaxes(values[_nearest(len(values))], 0, 1))
+    return known_median(np.swapaxes(values[_nearest(len(values))], 0, 1))
 
 
 @lru_cache(maxsize=64)
@@ -290,11 +290,11 @@ def _against_the_past(logs: Floats) -> Floats:
     """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
     if logs.shape[-1] <= _FEWEST:
         return np.zeros(len(logs))
-    moved = logs - _median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
-    relative = moved - _median(moved) if len(logs) >= _FEWEST else moved
+    moved = logs - known_median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
+    relative = moved - known_median(moved) if len(logs) >= _FEWEST else moved
     # A site that stays where it was while the others move is not unusual.
     last = np.minimum(np.abs(moved[..., -1]), np.abs(relative[..., -1]))
-    degrees = _in_units(last, _median(np.abs(np.moveaxis(relative[..., :-1], -1, 0))), _OVER_TIME)
+    degrees = _in_units(last, known_median(np.abs(np.moveaxis(relative[..., :-1], -1, 0))), _OVER_TIME)
     return _over_steps(degrees[..., None])
 
 
@@ -321,7 +321,7 @@ def _missing(tables: list[Floats], groups: _Groups) -> Floats:
     return found
 
 
-def _median(values: Floats) -> Floats:
+def known_median(values: Floats) -> Floats:
     """Return the median of the known values along the first axis; NaN if there are none. Faster than ``nanmedian``."""
     ordered = np.sort(values, axis=0)  # NaN last
     count = len(values)
