@@ -13,7 +13,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.reductions.user import Extra
+from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
@@ -103,7 +103,7 @@ class ActivationRecorder(TensorsCallback):
         tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
         per_call: bool = False,
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
+        extra: Extras = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",

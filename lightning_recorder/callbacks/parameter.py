@@ -14,7 +14,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
-from lightning_recorder.reductions.user import Extra
+from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
@@ -122,7 +122,7 @@ class ParameterRecorder(StatisticsCallback):
         reduce: int | Literal["step", "epoch"] = "step",
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments", "buffers"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
+        extra: Extras = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",

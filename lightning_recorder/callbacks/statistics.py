@@ -38,7 +38,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.reductions.user import Extra
+from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
@@ -89,7 +89,7 @@ class StatisticsCallback(ResumingCallback):
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
+        extra: Extras = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
         name: str = "",

@@ -3,11 +3,11 @@
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.compact import CompactStates, RecycledRows, compacted
+from lightning_recorder.reductions.compact import CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
-from lightning_recorder.reductions.kernels.fused import add_tensor, is_fast, prepare
+from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
 from lightning_recorder.reductions.precision import PrecisionShares
 from lightning_recorder.reductions.reservoir import Reservoir
@@ -53,7 +53,6 @@ __all__ = [
     "NearZero",
     "Norms",
     "PrecisionShares",
-    "RecycledRows",
     "Reduction",
     "Reservoir",
     "RunningMoments",
@@ -68,7 +67,6 @@ __all__ = [
     "Values",
     "add_tensor",
     "compacted",
-    "is_fast",
     "prepare",
     "prepare_device",
     "row_state",

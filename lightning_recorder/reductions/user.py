@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,16 @@ from lightning_recorder.reductions.accumulators import (
 )
 from lightning_recorder.reductions.base import Reduction
 
-__all__ = ["Extra", "Results", "UserReduction", "as_reductions"]
+__all__ = ["Extra", "Extras", "Results", "UserReduction", "as_reductions"]
 
 Extra = Reduction | Metric | Fold | type | str
 """A reduction: a :class:`Reduction`, a ``torchmetrics.Metric``, a function as for ``functools.reduce``, the class of
 one, or the import path of one."""
+
+# jsonargparse tries the types in order. In another order, it saves lists as functions, and classes as mappings. The
+# metrics of torchmetrics are modules.
+Extras = Sequence[Extra] | Reduction | nn.Module | Mapping[str, Extra] | Metric | Fold | type | str
+"""A reduction, or several: a list, or a mapping from names to functions and metrics."""
 
 # Associative and commutative, so that results of several processes can be combined by the function itself.
 _MERGEABLE: tuple[Callable[..., Any], ...] = (
@@ -150,7 +155,10 @@ def _each(given: Any, name: str) -> Iterator[Reduction | UserReduction]:
         given = _instance(given, {})
     if isinstance(given, Mapping) and not is_metric_collection(given):
         if "class_path" in given:
-            yield from _each(_instance(imported("extra", given["class_path"]), given.get("init_args") or {}), name)
+            kind = given["class_path"]
+            if isinstance(kind, str):
+                kind = _instance(imported("extra", kind), given.get("init_args") or {})
+            yield from _each(kind, name)  # LightningCLI makes instances itself
             return
         for key, each in given.items():
             yield from _each(each, str(key))

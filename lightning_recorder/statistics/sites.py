@@ -13,15 +13,15 @@ from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions import (
     Collected,
     Combined,
-    RecycledRows,
     Reduction,
     StateBank,
     Statistics,
     Values,
     add_tensor,
     compacted,
-    is_fast,
 )
+from lightning_recorder.reductions.compact import RecycledRows
+from lightning_recorder.reductions.kernels.fused import is_fast
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
 from lightning_recorder.statistics.user_states import UserStates

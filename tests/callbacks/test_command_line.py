@@ -57,7 +57,8 @@ def reductions(callback: StatisticsCallback) -> list[str]:
 
 def ignoring(callback: StatisticsCallback) -> str:
     """Return the argument of the extra metrics."""
-    return ", ".join(each.given.nan_strategy for each in callback.options["extra"] if hasattr(each, "given"))
+    given: list[Any] = [getattr(each, "given", None) for each in callback.options["extra"]]
+    return ", ".join(each.nan_strategy for each in given if hasattr(each, "nan_strategy"))
 
 
 def sinks(callback: Any) -> list[str]:
@@ -85,7 +86,7 @@ def histograms(callback: StatisticsCallback) -> tuple[bool, int | None]:
 
 
 MEMORY = {"class_path": "lightning_recorder.MemorySink"}
-EXTRA = [
+EXTRA: list[Any] = [
     {"class_path": "lightning_recorder.reductions.Norms"},
     {"class_path": "lightning_recorder.reductions.DeadChannels"},
 ]
@@ -629,6 +630,46 @@ def test_a_run_from_the_command_line_records(tmp_path: Path) -> None:
     assert {"graph.json", "graph.png", "receipt.json"} <= {each.name for each in (version / "recorder").iterdir()}
     saved = yaml.safe_load((version / "config.yaml").read_text())["trainer"]["callbacks"]
     assert [entry["class_path"].rpartition(".")[2] for entry in saved] == [kind.__name__ for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_file_can_be_used_again(
+    kind: type[Any], loaded: Callable[[type[Any]], list[Any]], tmp_path: Path
+) -> None:
+    """A run from the file that a run has saved has the same settings, for each argument and for the defaults."""
+    values: list[dict[str, Any]] = [{}, *({name: value} for name, value, *_ in CASES[kind])]
+    path = written(tmp_path, kind, *values)
+    parser = load("--config", str(path)).parser
+    saved = tmp_path / "saved.yaml"
+    parser.save(parser.parse_args(["--config", str(path)]), saved, skip_check=False)
+    assert "Unable to serialize" not in saved.read_text()
+    again = [each for each in load("--config", str(saved)).trainer.callbacks if type(each) is kind]
+    assert [settings(each) for each in again[1:]] == [settings(each) for each in loaded(kind)]
+    assert not getattr(again[0], "options", {}).get("extra")
+
+
+FORMS: list[Any] = [
+    "torch.maximum",
+    "lightning_recorder.reductions.Norms",
+    ["torch.maximum", {"class_path": "torchmetrics.MeanMetric"}],
+    {"peak": "torch.maximum", "average": {"class_path": "torchmetrics.MeanMetric"}},
+    {"class_path": "lightning_recorder.reductions.Norms"},
+    {"class_path": "lightning_recorder.reductions.Norms", "init_args": {}},
+    {"class_path": "lightning_recorder.reductions.ChannelMoments", "init_args": {"dim": -1}},
+    [{"class_path": "lightning_recorder.reductions.ChannelMoments", "init_args": {"dim": -1}}],
+]
+
+
+@pytest.mark.parametrize("extra", FORMS, ids=str)
+def test_each_form_of_a_reduction_survives_the_saved_file(extra: Any, tmp_path: Path) -> None:
+    """A path, a class with and without arguments, a list and a mapping give the same reductions after saving."""
+    path, saved = written(tmp_path, ActivationRecorder, {"extra": extra}), tmp_path / "saved.yaml"
+    first = load("--config", str(path))
+    first.parser.save(first.parser.parse_args(["--config", str(path)]), saved)
+    callbacks = [callback_of(cli, ActivationRecorder) for cli in (first, load("--config", str(saved)))]
+    names = [[str(each) for each in callback.options["extra"]] for callback in callbacks]
+    assert names[0] == names[1]
+    assert len(names[0]) == (2 if len(extra) == 2 and "class_path" not in extra else 1)
 
 
 class Trained(Classifier):
