@@ -6,14 +6,15 @@ import _random
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStates"]
+__all__ = ["RandomStates", "unchanged_random_numbers"]
 
 _MT19937_BYTES = 624 * 4 + 4  # the words of the generator and the position in them
 # Each number moves the position, and every 624 numbers replace all words. So it suffices to compare a few of them.
@@ -50,6 +51,14 @@ class RandomStates:
         for device, state in self.devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
 
+    def equal(self, other: RandomStates) -> bool:
+        """Return True if these states are those of an earlier time, so that no number was drawn in between."""
+        # States of Python and NumPy are read again only if they have changed.
+        are_same = self.python is other.python or self.python == other.python
+        are_same &= self.numpy is other.numpy or repr(self.numpy) == repr(other.numpy)
+        ours, theirs = self.tensors(), other.tensors()
+        return are_same and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the states of torch's generators, by name."""
         return {"random.torch": self.torch, **{f"random.{device}": state for device, state in self.devices.items()}}
@@ -75,6 +84,17 @@ class RandomStates:
             key = np.array(known.pop("key"), dtype=np.uint32)
             found.numpy = {**known, "state": {"key": key, "pos": known.pop("pos")}}
         return found
+
+
+@contextmanager
+def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the generators of the CPU and of a device on exit, if their states have changed."""
+    before = RandomStates([device])
+    try:
+        yield
+    finally:
+        if not RandomStates([device]).equal(before):
+            before.restore()
 
 
 class _Python:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
-from lightning_recorder.reductions.base import Reduction, UnequalBatchError
+from lightning_recorder.reductions.base import Reduction, UnequalBatchError, is_foreign
 from lightning_recorder.reductions.nested_values import as_tensor, copied, nbytes_of, tensors_in, trimmed
 
 __all__ = [
@@ -359,7 +359,7 @@ class _ReductionAccumulator(_ComputedAccumulator):
         return self._reduction.compute()
 
     def _update(self, tensor: Tensor) -> None:
-        self._reduction.update(tensor)
+        self._reduction.update(tensor.clone() if is_foreign(self._reduction) else tensor)
 
     def _state(self) -> dict[str, Tensor]:
         return self._reduction.state_dict()

@@ -148,9 +148,10 @@ class StateBank(Generic[Key]):
         moves = seen_on.type in _WITHOUT_FLOAT64
         device = torch.device("cpu") if moves else seen_on
         kind = self._kind if reduction is self.reduction else repr(reduction)
-        blocks = self._blocks.setdefault((device, kind), [])
+        blocks = self._blocks.get((device, kind), [])
         if not blocks or not blocks[-1].free:
             blocks.append(self._new_block(reduction, device, is_first=not blocks))
+            self._blocks[device, kind] = blocks  # only now, since the above may fail
         block = blocks[-1]
         row = _Row(reduction, block.free.pop(), moves, [])
         block.keys.append(key)
@@ -165,11 +166,14 @@ class StateBank(Generic[Key]):
             _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
         rows = min(_MOST_ROWS, max(1, _BLOCK_SLOTS // max(1, reduction.width)))
         # Validation may run in inference mode. A tensor created there can never be updated outside it again.
-        with torch.inference_mode(False), torch.no_grad():
+        # The program may have another default device.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             if is_first and not self._is_sized:
                 reduction.validate()
             initial = reduction.initial().to(device)
             states = initial.repeat(rows, 1)
+            if type(states) is not Tensor:
+                raise RuntimeError(f"a mode of the program creates {type(states).__name__} instead of tensors")
             return _Block(states, initial, [], [], [states[row] for row in reversed(range(rows))])
 
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:

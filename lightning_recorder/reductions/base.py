@@ -16,7 +16,15 @@ from typing_extensions import Self, override
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Reduction", "ScalarReduction", "UnequalBatchError", "merged_along", "slots_of_all", "without_autocast"]
+__all__ = [
+    "Reduction",
+    "ScalarReduction",
+    "UnequalBatchError",
+    "is_foreign",
+    "merged_along",
+    "slots_of_all",
+    "without_autocast",
+]
 
 _ROWS = "the state has the shape [..., width]: write state[..., 0] for the first slot"
 
@@ -357,6 +365,14 @@ def merged_along(reduction: Reduction, states: Tensor) -> Tensor:
             reduction.merge_states(states[..., :1, :], states[..., -1:, :])
         states = states[..., :half, :]
     return states[..., 0, :]
+
+
+def is_foreign(reduction: Reduction) -> bool:
+    """Return True for a reduction of the user, which may write to its values or draw random numbers."""
+    if type(reduction).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return True
+    parts = getattr(reduction, "parts", ())  # of one that combines others
+    return isinstance(parts, tuple) and any(map(is_foreign, parts))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

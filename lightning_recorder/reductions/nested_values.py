@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.internals.storage import storage_of
 
-__all__ = ["as_tensor", "copied", "nbytes_of", "tensors_in", "trimmed"]
+__all__ = ["as_tensor", "check_savable", "copied", "nbytes_of", "tensors_in", "trimmed"]
 
 
 def trimmed(value: Any) -> Any:
@@ -72,7 +72,27 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, (Number, bool)):
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     raise ArgumentError(
         f"a {type(value).__name__} cannot be saved by name; only tensors and numbers can. apply() can convert it"
     )
+
+
+def check_savable(value: Any) -> None:
+    """Check that a value consists of tensors, numbers and texts, in lists, tuples and dictionaries.
+
+    Raises:
+        ArgumentError: If it contains anything else.
+    """
+    if isinstance(value, dict):
+        parts: list[Any] = [*value, *value.values()]
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        parts = list(value)
+    elif value is None or isinstance(value, (Tensor, Number, str)):
+        return
+    else:
+        raise ArgumentError(
+            f"a {type(value).__name__} cannot be saved; only tensors and numbers can, in lists, tuples and dictionaries"
+        )
+    for part in parts:
+        check_savable(part)

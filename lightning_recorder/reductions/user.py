@@ -86,6 +86,11 @@ class UserReduction:
         return f"{self.name}={named.__module__}.{named.__qualname__}"
 
     @property
+    def is_function(self) -> bool:
+        """True for a function, False for a metric."""
+        return not isinstance(self.given, Metric)
+
+    @property
     def is_mergeable(self) -> bool:
         """True if the results of several processes can be combined.
 

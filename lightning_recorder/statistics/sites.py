@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, describe_error, warn
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.internals.random_states import unchanged_random_numbers
 from lightning_recorder.reductions import (
     Collected,
     Combined,
@@ -20,6 +21,7 @@ from lightning_recorder.reductions import (
     add_tensor,
     compacted,
 )
+from lightning_recorder.reductions.base import is_foreign
 from lightning_recorder.reductions.compact import RecycledRows
 from lightning_recorder.reductions.kernels.fused import is_fast
 from lightning_recorder.reductions.user import UserReduction, as_reductions
@@ -66,6 +68,7 @@ class SiteStates:
         Combined(reductions)  # rejects objects that are not reductions, and duplicate names
         self.strict = strict
         self._reductions = reductions
+        self._are_foreign = [is_foreign(each) for each in reductions]
         self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
         with pause_recording():
             # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
@@ -110,7 +113,7 @@ class SiteStates:
 
     def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
         """Update the statistics of a site with a tensor multiplied by a factor."""
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):  # no values
             return
         bank = self._banks[0]
         if self._recycled.is_allocated:  # there are no extra reductions then
@@ -155,7 +158,11 @@ class SiteStates:
 
     def _add_extra(self, place: int, site: Site, values: Values) -> None:
         try:
-            self._banks[place].add(site, values)
+            if self._are_foreign[place]:
+                with unchanged_random_numbers(values.raw.device):
+                    self._banks[place].add(site, Values(values.raw.clone(), values.factor))
+            else:
+                self._banks[place].add(site, values)
         except Exception as error:
             if self.strict:
                 raise

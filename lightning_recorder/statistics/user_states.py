@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.internals.random_states import unchanged_random_numbers
 from lightning_recorder.reductions.accumulators import MergeableAccumulator
 from lightning_recorder.reductions.base import UnequalBatchError, without_autocast
+from lightning_recorder.reductions.nested_values import check_savable, copied
 from lightning_recorder.reductions.user import UserReduction
 from lightning_recorder.taps import Site
 
@@ -73,7 +75,8 @@ class UserStates:
             return
         try:
             # A state from inference mode could not be updated outside it.
-            with torch.inference_mode(False), torch.no_grad(), without_autocast(tensor.device):
+            as_alone = torch.inference_mode(False), torch.no_grad(), unchanged_random_numbers(tensor.device)
+            with as_alone[0], as_alone[1], as_alone[2], without_autocast(tensor.device):
                 state = self._active.get(site) or self._idle.get(site) or self.reduction.new()
                 if state.update(tensor if factor == 1.0 else _scaled(tensor, factor)):
                     self._active[site] = state
@@ -133,7 +136,10 @@ class UserStates:
         """
         for each in saved:
             state = self.reduction.new()
-            state.load_state_dict(each["state"])
+            if "value" in each:
+                state.replace(each["value"])
+            else:
+                state.load_state_dict(each["state"])
             self._active[Site(*each["key"])] = state
 
 
@@ -146,11 +152,15 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
     saved = []
     for site, state in states.items():
         try:
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.state_dict().items()}
+            if reduction.is_function:  # as it is, because a number or a tuple must not become a tensor
+                check_savable(state.value)
+                content = {"value": copied(state.value, "cpu")}
+            else:
+                content = {"state": {name: each.to("cpu", copy=True) for name, each in state.state_dict().items()}}
         except Exception as error:  # noqa: BLE001 - a result may be anything
             warn(f"a checkpoint is without the unwritten results of {reduction}: {describe_error(error)}")
             return []
-        saved.append({"key": list(site), "state": tensors})
+        saved.append({"key": list(site), **content})
     return saved
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, did_you_mean, warn
+from lightning_recorder.internals.random_states import unchanged_random_numbers
 from lightning_recorder.reductions.accumulators import Accumulator
 from lightning_recorder.reductions.base import UnequalBatchError, without_autocast
 from lightning_recorder.taps import Receiver, Site, Tap
@@ -150,7 +151,7 @@ class SubRecorder:
         samples = tensor.size(0) if tensor.dim() else 1
         if self._first_sample and tensor.dim() and samples:
             tensor, samples = tensor[0], 1
-        with without_autocast(tensor.device):
+        with without_autocast(tensor.device), unchanged_random_numbers(tensor.device):
             taken = self._update(recorded.accumulator, tensor)
         if taken:
             recorded.calls += 1

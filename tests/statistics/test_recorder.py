@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
 from lightning_recorder.reductions import SCALAR_STATISTICS, BatchMean, Norms, Reduction, Statistics, Values
@@ -279,6 +280,57 @@ def test_a_model_without_data_is_skipped() -> None:
     with recorder:
         net(x)
     assert (dict(recorder.collect()), recorder.nbytes) == ({}, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_fake_tensors_are_skipped(is_first: bool) -> None:
+    """A call for a tool that estimates memory is ignored, also if it is the first one."""
+    net, x = nn.Linear(2, 2), torch.ones(3, 2)
+    recorder = StatisticsRecorder({"m": net})
+    with recorder:
+        if not is_first:
+            net(x)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            net(mode.from_tensor(x))
+        net(x)
+    assert recorder.collect()[Site("m", "out")].scalars["count"] == 6.0 * (2 - is_first)
+
+
+def test_the_default_device_of_a_call_does_not_matter() -> None:
+    """A call of a model on the CPU where tensors are created on the meta device by default is recorded."""
+    net, x = nn.Linear(2, 2), torch.ones(3, 2)
+    recorder = StatisticsRecorder({"m": net})
+    with recorder, torch.device("meta"):
+        net(x)
+    assert recorder.collect()[Site("m", "out")].scalars["count"] == 6.0
+
+
+class Careless(Reduction):
+    """A reduction that writes to its values and draws random numbers."""
+
+    width = 1
+    statistics = ("sum_of_sizes",)
+
+    def update_state(self, state: Tensor, values: Values) -> None:
+        torch.rand(3)
+        state[0] += values.flat.abs_().sum()
+
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {"sum_of_sizes": state[..., 0]}
+
+
+def test_a_reduction_may_write_to_its_values() -> None:
+    """Neither the model nor the other statistics see what a reduction of the user does to its values."""
+    torch.manual_seed(0)
+    expected, x = torch.rand(2), torch.tensor([-1.0, 2.0])
+    net = nn.Identity()
+    recorder = StatisticsRecorder({"m": net}, extra=[Careless()])
+    torch.manual_seed(0)
+    with recorder, ForwardOutput(reduction=Careless()).select(net, ""):
+        assert net(x).tolist() == [-1.0, 2.0]
+    assert torch.equal(torch.rand(2), expected)
+    found = recorder.collect()[Site("m", "out")].scalars
+    assert (found["min"], found["sum_of_sizes"]) == (-1.0, 3.0)
 
 
 class Sealed(Tensor):

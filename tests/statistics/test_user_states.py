@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -69,9 +72,58 @@ def test_saved_states_continue(given: Any) -> None:
     assert torch.equal(values(second)[HEAD], values(whole)[HEAD])
 
 
+def pairs(before: Any, new: Tensor) -> tuple[int, dict[str, list[float]]]:
+    """Count the batches, and list their sums in double precision."""
+    count, sums = before if isinstance(before, tuple) else (1, {"sums": [before.double().sum().item()]})
+    return count + 1, {"sums": [*sums["sums"], new.double().sum().item()]}
+
+
+@pytest.mark.parametrize("between", [1, 2])
+def test_results_that_are_no_tensors_continue_as_they_are(between: int) -> None:
+    """A number stays a number, with all of its digits, and a tuple stays a tuple, in a file as well."""
+    whole, first, second = (UserStates(UserReduction(pairs)) for _ in range(3))
+    batches = torch.rand(5, 3)
+    for batch in batches:
+        whole.add(HEAD, batch, 1.0)
+    for batch in batches[:between]:
+        first.add(HEAD, batch, 1.0)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for batch in batches[between:]:
+        second.add(HEAD, batch, 1.0)
+    assert values(second) == values(whole)
+    assert isinstance(values(second)[HEAD][0], int)
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_a_function_may_draw_random_numbers(kind: str) -> None:
+    """The numbers that a function draws, for example for a sample, are not missing in the training."""
+    draw = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": np.random.rand}[kind]
+
+    def function(before: Tensor, new: Tensor) -> Tensor:
+        draw()
+        return before + new
+
+    states = UserStates(UserReduction(function))
+    states.add(HEAD, torch.ones(2), 1.0)
+    draw()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global generator
+    expected = [draw(), draw()]
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global generator
+    found = [draw()]
+    states.add(HEAD, torch.ones(2), 1.0)
+    assert [*found, draw()] == expected
+
+
 def test_a_result_that_cannot_be_saved_gives_one_warning() -> None:
-    """A checkpoint is without results that are no tensors and no numbers, and recording continues."""
-    states = UserStates(UserReduction(lambda before, new: "text", "words"))
+    """A checkpoint is without results that contain objects, and recording continues."""
+    states = UserStates(UserReduction(lambda before, new: [object()], "words"))
     for _ in range(2):
         states.add(HEAD, torch.ones(1), 1.0)
     with pytest.warns(RecorderWarning, match="a checkpoint is without the unwritten results of words"):
