@@ -15,6 +15,14 @@ class ModuleHook:
     not belong to any recording: its hook is a no-op function that references neither the recording nor the original.
     """
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script reads the name of each hook, and compiles its code.
+        raise AttributeError(
+            "torch.jit.script cannot compile a module while a recorder has hooks on it: script it before the fit, or "
+            "in a step that is not recorded"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
 

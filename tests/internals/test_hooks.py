@@ -71,3 +71,12 @@ def test_a_copy_does_not_hang_on_the_recording(duplicate: Callable[[nn.Module], 
     gc.collect()
     assert reference() is None
     assert len(twin._forward_hooks) == 1
+
+
+def test_a_module_with_a_hook_cannot_be_scripted() -> None:
+    """The error of ``torch.jit.script`` says what to do, and other code may ask a hook for its name."""
+    net = nn.Linear(2, 2)
+    net.register_forward_hook(Note([]))
+    with pytest.raises(AttributeError, match="script it before the fit"):
+        torch.jit.script(net)
+    assert getattr(Note([]), "__name__", "none") == "none"
