@@ -73,6 +73,7 @@ def test_a_copy_does_not_hang_on_the_recording(duplicate: Callable[[nn.Module], 
     assert len(twin._forward_hooks) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_module_with_a_hook_cannot_be_scripted() -> None:
     """The error of ``torch.jit.script`` says what to do, and other code may ask a hook for its name."""
     net = nn.Linear(2, 2)
