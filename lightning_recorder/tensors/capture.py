@@ -57,7 +57,8 @@ class BufferPool:
             free = self._free.get(kind)
             if free:
                 return free.pop()[1]
-        return torch.empty(kind[0], dtype=dtype, device=device)
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            return torch.empty(kind[0], dtype=dtype, device=device)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Return the tensors of one step to the pool when they are no longer read."""

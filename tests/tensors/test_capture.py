@@ -466,6 +466,16 @@ def test_what_was_given_back_is_given_again() -> None:
     assert pool.take((2, 3), torch.float32, CPU) is not first
 
 
+def test_memory_of_inference_mode_is_reused_outside_of_it() -> None:
+    """A tensor that was first needed in inference mode can be written later, with gradients enabled and without."""
+    pool, layer, x = BufferPool(), nn.Linear(3, 3), torch.ones(2, 3)
+    for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            found = captured(layer, x, buffers=pool).tensors
+        assert torch.equal(found["m/out"], layer(x))
+        pool.give_back(found.values())
+
+
 def test_what_nobody_wants_is_let_go_of() -> None:
     """If shapes differ at each step, memory of at most four steps is kept."""
     pool = BufferPool()
