@@ -167,7 +167,12 @@ class AutogradOwners:
         if in_transform():
             # A torch.func wrapper has a backward graph of its own, which ends with the transform.
             tensor = unwrapped(tensor)
-        return tensor.grad_fn if tensor.requires_grad else None
+        try:
+            return tensor.grad_fn if tensor.requires_grad else None
+        except RuntimeError:
+            # A view made without gradients, whose base was changed in place with gradients enabled, as AdamW does with
+            # the real view of a complex parameter.
+            return None
 
 
 def _pair(node: AutogradNode, number: int) -> tuple[str, ...]:

@@ -101,3 +101,17 @@ def test_a_step_that_no_gradient_was_seen_for() -> None:
 
     graph = record_step(Net(lambda _: None, fc=linear(), unused=linear()), step)
     assert into_steps(graph) == ["SGD · unused <- ", "SGD · unused <- "]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_complex_parameters(kind: type[torch.optim.Optimizer], foreach: bool) -> None:
+    """The step of an optimizer that changes complex parameters as real numbers is recorded, without a warning."""
+
+    def step(net: Any, x: Tensor) -> None:
+        optimizer = kind(net.parameters(), lr=0.1, foreach=foreach)  # type: ignore[call-arg]
+        net.other(net.fc(x.to(torch.cfloat)).abs()).sum().backward()
+        optimizer.step()
+
+    graph = record_step(Net(lambda _: None, fc=nn.Linear(4, 4, dtype=torch.cfloat), other=linear()), step)
+    assert into_steps(graph) == [f"{kind.__name__} <- sum"]
