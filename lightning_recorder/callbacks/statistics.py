@@ -185,7 +185,7 @@ class StatisticsCallback(ResumingCallback):
     def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
         self._pipeline.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
-        why = why_no_files(trainer, directory)
+        why = why_no_files(trainer, self._directory) or ("" if directory else "its folder cannot be created")
         self._pipeline.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
             self._pipeline.consumers = consumers(

@@ -59,7 +59,9 @@ def run(arguments: Namespace, out: TextIO) -> int:
     chosen = [(run, label, series) for run in runs.values() for label, series in _chosen(run, arguments)]
     if not chosen:
         labels = dict.fromkeys(label for run in runs.values() for label in run)
-        there = ", ".join(map(printable, labels)) or "none"
+        if not labels:
+            raise ArgumentError(f"{arguments.path!r} has no records to show")
+        there = ", ".join(map(printable, labels))
         raise ArgumentError(f"there is no such recorder or stage; the recorders are {there}")
     found = _matching(chosen, arguments.site)
     if conditions:

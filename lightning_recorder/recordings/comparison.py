@@ -123,7 +123,8 @@ def compare(
         noise: Further runs of the configuration of the first run. A difference within their spread is no difference.
 
     Raises:
-        ArgumentError: If neither run has the recorder or the stage, if a tolerance is negative, or if a rule is wrong.
+        ArgumentError: If neither run has any records, the recorder or the stage, if a tolerance is negative, or if a
+            rule is wrong.
         DumpError: If a file cannot be read.
     """
     tolerance = tolerance or Tolerance()
@@ -214,10 +215,12 @@ def _pairs(
     options: Mapping[str, Any],
 ) -> Iterator[SeriesPair]:
     """Yield the series that both runs have, in execution order; append all others to ``differences``."""
-    labels = [label for label in dict.fromkeys([*one, *other]) if recorder in (None, label)]
+    there = dict.fromkeys([*one, *other])
+    if not there:
+        raise ArgumentError(f"neither run has records to compare: {str(one.log_dir)!r} and {str(other.log_dir)!r}")
+    labels = [label for label in there if recorder in (None, label)]
     if not labels:
-        there = ", ".join(map(repr, dict.fromkeys([*one, *other]))) or "none"
-        raise ArgumentError(f"neither run has the recorder {recorder!r}; there are {there}")
+        raise ArgumentError(f"neither run has the recorder {recorder!r}; there are {', '.join(map(repr, there))}")
     both = [label for label in labels if label in one and label in other]
     differences += _only("recorder", "", [each for each in labels if each in one], [e for e in labels if e in other])
     keys = {label: ([*_keys(one[label], stage)], [*_keys(other[label], stage)]) for label in both}

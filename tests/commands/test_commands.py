@@ -243,6 +243,18 @@ def test_show_what_is_not_there(arguments: list[str], message: str, runs: Path) 
     assert message in logged.err
 
 
+@pytest.mark.parametrize("options", [[], ["--recorder", "activations"], ["--stage", "train"]])
+def test_a_run_without_records(options: list[str], tmp_path: Path) -> None:
+    """If a run has only a receipt, ``show`` and ``diff`` say that it has no records, and name its folder."""
+    (tmp_path / "recorder").mkdir()
+    (tmp_path / "recorder" / "receipt.json").write_text("{}")
+    path = str(tmp_path)
+    expected = f"lightning-recorder show: {path!r} has no records to show\n"
+    assert run("show", path, *options) == (2, "", expected)
+    expected = f"lightning-recorder diff: neither run has records to compare: {path!r} and {path!r}\n"
+    assert run("diff", path, path, *options) == (2, "", expected)
+
+
 def test_export_csv(runs: Path, tmp_path: Path) -> None:
     """A CSV file has one line per run, recorder, step and site, and its numbers are exact to the bit."""
     assert run("export", runs, tmp_path / "x.csv") == (0, f"{tmp_path / 'x.csv'}\n", "")
