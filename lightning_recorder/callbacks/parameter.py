@@ -81,9 +81,9 @@ class ParameterRecorder(StatisticsCallback):
         extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
             as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
             and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
-            to these. Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices
-            and images as pictures. Results of a function are merged across ranks only if it is an associative function
-            of torch.
+            to these. A mapping names functions and metrics; a ``Reduction`` keeps the names of its own statistics.
+            Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices and images
+            as pictures. Results of a function are merged across ranks only if it is an associative function of torch.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"skip"`` does not record the parameters of compiled modules. The other choices, which exist for the
