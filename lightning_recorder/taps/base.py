@@ -117,8 +117,9 @@ class Tap(ABC):
         self.called: set[str] = set()
         """The names of the modules whose hooks were called; may be cleared."""
         self.per_call = False
-        """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``."""
-        self._calls: dict[str, int] = {}
+        """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``. The number
+        of a gradient is that of the call in the forward pass."""
+        self._calls: dict[str, int] = {}  # the number of the current call of each module
         self._ignored: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
@@ -151,7 +152,7 @@ class Tap(ABC):
         if self._attached:
             return
         self._attached = True
-        self._calls.clear()
+        self.restart_calls()
         if self._hooked:
             return
         self._hooked = True
@@ -270,11 +271,13 @@ class Tap(ABC):
             if watch is not None and started is not None:
                 watch.stop(started)
 
+    def restart_calls(self) -> None:
+        """Give the next call of each module the number 1."""
+        self._calls.clear()
+
     def _count_call(self, name: str) -> None:
         """Count a call of a module whose tensors will be recorded."""
-        # A call without autograd, such as the first one of a reentrant checkpoint, has no gradient.
-        if not self._during_backward or torch.is_grad_enabled():
-            self._calls[name] = self._calls.get(name, 0) + 1
+        self._calls[name] = self._calls.get(name, 0) + 1
 
     def _suffix(self, name: str) -> str:
         """Return the end of the paths in the current call of a module, empty in the first call."""
@@ -354,5 +357,7 @@ class TapHook(ModuleHook):
             if tap.per_call:
                 if self._begins:
                     tap._count_call(self._name)
-                site = site and Site(site.name, site.path + tap._suffix(site.name))
+                suffix = tap._suffix(self._name)
+                if site is not None and suffix:
+                    site = Site(site.name, site.path + suffix)
             tap._guarded(self._name, site, self._method, module, *passed)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_recorder.errors import warn
-from lightning_recorder.internals.autograd import graph_task, hooks_of_leaf
+from lightning_recorder.internals.autograd import (
+    current_node,
+    graph_task,
+    hooks_of_leaf,
+    in_backward,
+    sequence_number,
+    sequence_number_of,
+)
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
@@ -91,6 +100,16 @@ class GradientTap(Tap):
         """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
         may be cleared."""
         self._warned = False
+        self._numbers: dict[str, _CallNumbers] = {}
+
+    @override
+    def restart_calls(self) -> None:
+        super().restart_calls()
+        self._numbers.clear()
+
+    @override
+    def _count_call(self, name: str) -> None:
+        self._calls[name] = self._numbers.setdefault(name, _CallNumbers()).count()
 
     def _may_visit(self, nodes: int) -> bool:
         """Return True if that many more nodes of the autograd graph may be visited."""
@@ -120,6 +139,43 @@ class GradientTap(Tap):
         if not is_leaf:
             GRAPH_NODE_LIMIT.add(handle.hooks_dict_ref, 1)
         return hook
+
+
+class _CallNumbers:
+    """The numbers of the calls of one module, including those that a checkpoint repeats inside the backward pass.
+
+    A reentrant checkpoint creates its node before its calls, and repeats the calls in their order while that node runs.
+    So the first repeated call is the first call after the node was created. Nodes are compared by their sequence
+    numbers, which each thread counts on its own: a call in a checkpoint inside another one may have the number of
+    another call on a GPU, where the inner node is created by the thread of the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[int] = []  # the sequence number at each call of the forward pass
+        self._begun_again: list[tuple[int, int]] = []  # the sequence number and the number of repeated calls
+        self._last: dict[tuple[int, int], int] = {}  # the number of the last repeated call, by backward pass and node
+
+    def count(self) -> int:
+        """Count a call and return its number."""
+        if in_backward():
+            return self._repeat()
+        self._begun.append(sequence_number())
+        return len(self._begun)
+
+    def _repeat(self) -> int:
+        node = current_node()
+        running = graph_task(), 0 if node is None else sequence_number_of(node)
+        last = self._last.get(running)
+        self._last[running] = number = self._first_after(running[1]) if last is None else last + 1
+        if not torch.is_grad_enabled():  # perhaps the first pass of a checkpoint inside the repeated one
+            self._begun_again.append((sequence_number(), number))
+        return number
+
+    def _first_after(self, node: int) -> int:
+        earlier = bisect_right(self._begun, node)
+        if earlier < len(self._begun):
+            return earlier + 1
+        return next((number for begun, number in self._begun_again if begun > node), max(1, earlier))
 
 
 class GradientHook:

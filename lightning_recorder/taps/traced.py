@@ -107,7 +107,7 @@ class TracedTap(Tap):
     def attach(self) -> None:
         if not self._attached and self.install():
             self._attached = True
-            self._calls.clear()
+            self.restart_calls()
             self._release_leaves()
             for hook in self._hooks:
                 hook.seen.clear()

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import warn
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.names import split_call
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.statistics.snapshot import Snapshot
 from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
@@ -78,7 +79,9 @@ class Captured:
 
     Args:
         tensors: The copies by name, on their original devices. The name is ``<module>/<path>``, with the suffix
-            ``.grad`` for gradients and ``#2``, ``#3``, … for further calls of a module.
+            ``.grad`` for gradients and ``#2``, ``#3``, … for further calls of a module. The number of a gradient is
+            that of the call in the forward pass. If a second backward pass goes through the same call, the name of its
+            gradient ends with ``~2``.
         left_out: The names of tensors that exceeded the limit of bytes.
         unsupported: The names of tensors with a dtype that the file format does not support.
         snapshot: The statistics of the complete, unrounded tensors, if requested.
@@ -132,12 +135,14 @@ class TensorCapture:
         self.factor = 1.0
         """The factor for gradients: the inverse of a loss scale."""
         self.taps = [_TAPS[kind](modules, partial(self._receive, kind), strict=strict) for kind in kinds]
+        for tap in self.taps:
+            tap.per_call = True
         self.attached = False
         """True while the hooks are registered."""
         self._samples, self._dtype, self._max_bytes = samples, dtype, max_bytes
         self._states = SiteStates(strict=strict) if statistics else None
         self._captured = Captured()
-        self._calls: Counter[str] = Counter()
+        self._seen: Counter[str] = Counter()
         self._nbytes = 0
 
     @property
@@ -179,7 +184,9 @@ class TensorCapture:
     def drop(self) -> None:
         """Discard the copies."""
         self._captured = Captured()
-        self._calls.clear()
+        self._seen.clear()
+        for tap in self.taps:
+            tap.restart_calls()
         self._nbytes = 0
         if self._states is not None:
             self._states.reset()
@@ -190,13 +197,15 @@ class TensorCapture:
             return
         is_gradient = kind.endswith("gradients")
         factor = self.factor if is_gradient else 1.0
-        path = f"{site.path}.grad" if is_gradient else site.path
+        path, call = split_call(site.path)
+        if is_gradient:
+            path += ".grad"
         if self._states is not None:
             self._states.add(Site(site.name, path), tensor, factor)
-        name = f"{_plain(site.name)}/{path}"
-        self._calls[name] += 1
-        if self._calls[name] > 1:
-            name = f"{name}#{self._calls[name]}"
+        name = f"{_plain(site.name)}/{path}{call}"
+        self._seen[name] += 1
+        if self._seen[name] > 1:
+            name = f"{name}~{self._seen[name]}"
         tensor = _rows(tensor, self._samples)
         if factor != 1.0 and tensor.is_floating_point():  # unscaled gradients can underflow in half precision
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor

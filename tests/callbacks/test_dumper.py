@@ -251,6 +251,22 @@ def test_two_calls_in_a_step(tmp_path: Path) -> None:
     assert set(tensors_of(trainer, 0)) == {"head/in[0]", "head/in[0]#2", "head/out", "head/out#2"}
 
 
+def test_a_gradient_is_that_of_the_call_with_its_number(tmp_path: Path) -> None:
+    """Of three calls, the gradient of each is dumped under the number of its output; that of a target has none."""
+
+    class Target(Classifier):
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                super().forward(x)
+            return super().forward(x) + 10 * super().forward(x)
+
+    trainer = fit(Target(), tmp_path, [dumper("head", tensors=("outputs", "output_gradients"))])
+    found = tensors_of(trainer, 0)
+    assert set(found) == {"head/out", "head/out#2", "head/out#3", "head/out.grad#2", "head/out.grad#3"}
+    assert torch.allclose(found["head/out.grad#3"], 10 * found["head/out.grad#2"])
+
+
 def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
     """Calls between the batches of a step and calls in the validation are not dumped."""
 

@@ -158,6 +158,22 @@ def test_calls_of_a_module_are_kept_apart_on_request(tmp_path: Path) -> None:
         assert list(zip(inputs.values(), outputs.values(), strict=True)) == expected
 
 
+def test_gradients_have_the_numbers_of_the_activations(tmp_path: Path) -> None:
+    """The gradients of the calls after one without autograd have the paths of the activations of the same calls."""
+
+    class Target(Nested):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                super().forward(x)
+            return super().forward(x)
+
+    recorders = [kind("act", per_call=True, **UNDRAWN) for kind in (ActivationRecorder, GradientRecorder)]
+    fit(Target(), tmp_path, recorders, logger=False)
+    activations, gradients = ([site.path for site in recorder.latest] for recorder in recorders)
+    assert activations == ["out", "out#2", "out#3", "out#4"]
+    assert sorted(gradients) == ["out#3", "out#4"]
+
+
 def test_merged_calls_are_the_sum_of_the_calls_kept_apart(tmp_path: Path) -> None:
     """The count, the extrema and the number of zeros of all calls are those of the calls together."""
     merged, apart = ActivationRecorder("act", **UNDRAWN), ActivationRecorder("act", name="b", per_call=True, **UNDRAWN)

@@ -233,15 +233,3 @@ def test_calls_that_are_kept_apart_have_numbered_paths(kind: type[Tap]) -> None:
         found = seen.asked if is_taken and kind is not InputGradientTap else seen.received
         order = expected if kind in (InputTap, OutputTap) else expected[::-1]
         assert found == order * 2
-
-
-def test_calls_without_autograd_have_no_number_of_gradients() -> None:
-    """A call without autograd does not count for gradients, so that the numbers are those of calls with a gradient."""
-    module = nn.Linear(2, 2)
-    seen = Seen(OutputGradientTap, module, lambda: False)
-    seen.tap.per_call = True
-    with seen.tap:
-        with torch.no_grad():
-            hidden = module(torch.ones(2, 2))
-        module(hidden).sum().backward()
-    assert seen.received == [SITE]

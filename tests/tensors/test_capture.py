@@ -118,6 +118,39 @@ def test_calls_are_numbered() -> None:
     assert {name: float(tensor) for name, tensor in capture.take().tensors.items()} == {"m/out": 7.0}
 
 
+def test_a_gradient_has_the_number_of_its_call() -> None:
+    """Numbers are those of the forward pass, also after a call without autograd; they restart at the next step."""
+    layer = nn.Identity()
+    with TensorCapture({"m": layer}, KINDS, statistics=True, strict=True) as capture:
+        for _ in range(2):
+            with torch.no_grad():
+                layer(torch.tensor(2.0))
+            x = torch.tensor(3.0, requires_grad=True)
+            (10 * layer(x * 1) + 100 * layer(x * 5)).backward()
+            captured = capture.take()
+            found = {name: float(tensor) for name, tensor in captured.tensors.items()}
+            values = {"": 2.0, "#2": 3.0, "#3": 15.0}
+            gradients = {".grad#2": 10.0, ".grad#3": 100.0}
+            assert found == {
+                f"m/{path}{end}": each for path in ("in[0]", "out") for end, each in (values | gradients).items()
+            }
+            assert captured.snapshot is not None
+            counts = {site.path: each.scalars["count"] for site, each in captured.snapshot.statistics().items()}
+            assert counts == {"in[0]": 3, "out": 3, "in[0].grad": 2, "out.grad": 2}  # the calls together
+
+
+def test_gradients_of_two_backward_passes_are_both_kept() -> None:
+    """The gradient of a second backward pass through a call has a name of its own, which is not that of a call."""
+    layer = nn.Identity()
+    with TensorCapture({"m": layer}, ("output_gradients",), strict=True) as capture:
+        x = torch.tensor(3.0, requires_grad=True)
+        first, second = layer(x * 1), layer(x * 2)
+        (first + 10 * second).backward(retain_graph=True)
+        (100 * second).backward()
+    found = {name: float(tensor) for name, tensor in capture.take().tensors.items()}
+    assert found == {"m/out.grad": 1.0, "m/out.grad#2": 10.0, "m/out.grad#2~2": 100.0}
+
+
 @pytest.mark.parametrize(("samples", "shape"), [(1, (1, 3)), (2, (2, 3)), (9, (5, 3)), (None, (5, 3))])
 def test_samples_are_the_first_rows(samples: int | None, shape: tuple[int, ...]) -> None:
     """The given number of leading rows is copied, or all if there are fewer."""
