@@ -89,11 +89,13 @@ class RandomStates:
 @contextmanager
 def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the generators of the CPU and of a device on exit, if their states have changed."""
-    before = RandomStates([device])
+    # The functions of other devices take other arguments.
+    devices = [device] if device.type in ("cuda", "xpu") else []
+    before = RandomStates(devices)
     try:
         yield
     finally:
-        if not RandomStates([device]).equal(before):
+        if not RandomStates(devices).equal(before):
             before.restore()
 
 

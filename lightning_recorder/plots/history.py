@@ -216,7 +216,7 @@ class History:
         """Return arrays over the sites as one, ``[sites, columns]``."""
         sites = len(self._rows)
         if not columns:
-            return np.empty((sites, 0))
+            return np.empty((sites, 0), dtype=type(missing))
         whole = [np.pad(each, (0, sites - len(each)), constant_values=missing) for each in columns if len(each) < sites]
         return np.stack([*whole, *columns[len(whole) :]], axis=1)  # sites only become more
 
@@ -253,11 +253,11 @@ class History:
         """
         if not any(site in found for found in self._counts.values()):
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        recorded = self.recorded[self._rows[site]]
+        row = self._rows[site]
         steps = [
             step
-            for column, step in enumerate(self._steps)
-            if site in self._counts.get(step, ()) or not recorded[column]
+            for step, recorded in zip(self._steps, self._recorded, strict=True)
+            if site in self._counts.get(step, ()) or row >= len(recorded) or not recorded[row]
         ]
         return np.array(steps, dtype=np.int64)
 

@@ -115,7 +115,7 @@ class Dashboard:
         # The degrees of the modules that stand out, by group and module: in the latest record, and the largest one.
         self._degrees: dict[str, dict[str, tuple[float, float]]] = {}
         self._titled: dict[str, str] = {}  # the most unusual module of each group when the layout was written
-        self._titles: list[str] = []  # the modules for whose sake it was written again
+        self._retitled = 0  # the number of layouts that were written for the sake of the titles alone
         self._seen: set[str] = set()
         self._may_write: bool | None = None
         self._is_changed = False
@@ -180,10 +180,10 @@ class Dashboard:
             if degree:
                 known[module] = degree, max(degree, known.get(module, (0.0, 0.0))[1])
         titled = self._titled.get(group)
-        if known and titled is not None and len(self._titles) < _MOST_TITLES and not is_new:
+        if known and titled is not None and self._retitled < _MOST_TITLES and not is_new:
             first = max(known, key=lambda module: _combined(*known[module]))
             if _combined(*known[first]) > _BY_FAR * _combined(*known.get(titled, (0.0, 0.0))):
-                self._titles.append(first)
+                self._retitled += 1
                 return True
         return is_new
 

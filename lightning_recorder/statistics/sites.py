@@ -32,6 +32,7 @@ from lightning_recorder.taps import Site
 __all__ = ["SiteStates"]
 
 _LASTING = 256  # sites with rows of their own, 4 MiB; further sites share rows
+_MOST_AGAIN = 64  # sites that come again later in one record; if more do, several batches are merged
 
 
 class SiteStates:
@@ -79,6 +80,7 @@ class SiteStates:
         self._calls: dict[Site, int] = {}
         self._rows: dict[Site, Tensor] = {}
         self._recycled: RecycledRows[Site] = RecycledRows(statistics)
+        self._again = 0
         self._can_recycle = not self._extra and are_scalars_enough(statistics)
         self._warned: set[int] = set()
 
@@ -122,6 +124,9 @@ class SiteStates:
             state = self._recycled.pop(site)
             if state is not None:
                 bank.put(site, state)
+                self._again += 1
+                if self._again == _MOST_AGAIN:  # to give all sites their rows together takes much less time
+                    self._settle()
         values = Values(tensor, factor)
         bank.add(site, values)
         if self._can_recycle and len(bank) >= _LASTING and not self._recycled.is_allocated:
@@ -236,6 +241,7 @@ class SiteStates:
         """Discard the recorded statistics."""
         self._calls.clear()
         self._recycled.reset()
+        self._again = 0
         for store in self._stores:
             store.reset()
 

@@ -113,6 +113,17 @@ def test_a_site_that_comes_again_later_keeps_a_row() -> None:
     }
 
 
+def test_all_sites_get_rows_if_many_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When several batches are merged into a record, all sites get rows of their own together."""
+    monkeypatch.setattr(sites, "_MOST_AGAIN", 3)
+    states = SiteStates()
+    for site in (*SITES, *SITES[2:5]):
+        add(states, site, torch.ones(5))
+    assert set(states._banks[0].keys) == set(SITES)
+    assert states._recycled.keys == []
+    assert {*bits(states)} == {*SITES}
+
+
 def test_another_thread_gets_rows_of_its_own() -> None:
     """A second thread takes no shared row, because the first one may free it while the second updates it."""
     states = SiteStates()
