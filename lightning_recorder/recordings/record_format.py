@@ -22,7 +22,7 @@ import stat
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,7 @@ __all__ = [
     "SiteTable",
     "header_line",
     "is_inside",
+    "lines_of_numbers",
     "parse",
     "read_row",
     "record_line",
@@ -234,6 +235,24 @@ def record_line(about: Mapping[str, Any], sites: SiteTable) -> bytes:
             place: {name: _plain(value) for name, value in scalars.items()} for place, scalars in sites.further.items()
         }
     return b"".join((_line({**about, **fields})[:-2], b',"layout":', sites.layout.line, b"}\n"))
+
+
+def lines_of_numbers(
+    about: Mapping[str, Any], layout: RecordSchema, rows: Iterable[tuple[int, int, bytes]]
+) -> list[bytes]:
+    """Return the lines of records without histograms that differ only in step, epoch and values.
+
+    Args:
+        about: The other fields of all these records.
+        layout: Their schema.
+        rows: The step, the epoch, and the values as in :class:`SiteTable` of each record.
+    """
+    start, end = record_line(about, SiteTable(layout, b"", [None] * len(layout.sites))).split(b'"values":""', 1)
+    start = start.removeprefix(b"{")
+    return [
+        b'{"step":%d,"epoch":%d,%b"values":"%b"%b' % (step, epoch, start, to_base64(values).encode("ascii"), end)
+        for step, epoch, values in rows
+    ]
 
 
 def _compressed(counts: bytes) -> bytes:

@@ -12,7 +12,14 @@ import torch
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.recordings.history import Tail
-from lightning_recorder.recordings.record_format import SiteRecord, SiteTable, header_line, record_line
+from lightning_recorder.recordings.record_format import (
+    RecordSchema,
+    SiteRecord,
+    SiteTable,
+    header_line,
+    lines_of_numbers,
+    record_line,
+)
 from lightning_recorder.version import __version__
 
 __all__ = ["RecordWriter"]
@@ -111,6 +118,21 @@ class RecordWriter:
         for about, sites in records:
             table = sites if isinstance(sites, SiteTable) else SiteTable.of(list(sites))
             lines.append(record_line({"time": now, **about}, table))
+        self._append_all(lines)
+
+    def write_numbers(self, layout: RecordSchema, rows: Iterable[tuple[int, int, bytes]]) -> None:
+        """Write training records without histograms with a single append. If the disk is full, write the first ones.
+
+        Args:
+            layout: The schema of all these records.
+            rows: The step, the epoch, and the values as in :class:`SiteTable` of each record.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        self._append_all(lines_of_numbers({"time": time.time(), "stage": "train", "loader": None}, layout, rows))
+
+    def _append_all(self, lines: list[bytes]) -> None:
         # Together, or one by one until there is no more room.
         if lines and not self._append_with_header(b"".join(lines)) and len(lines) > 1:
             all(map(self._append_with_header, lines))

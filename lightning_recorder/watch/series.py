@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
+from lightning_recorder.recordings import RecordSchema, RecordWriter, records_path
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
 from lightning_recorder.taps import Site
 
@@ -73,9 +73,8 @@ class StepSeries:
                 if not self._has_begun:  # with the first step, so that a run without any leaves no file
                     self._has_begun = True
                     self._writer.begin(label=self._label, group=self._label)
-                self._writer.write_all(
-                    ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, _table(loss, norm))
-                    for step, epoch, loss, norm in rows
+                self._writer.write_numbers(
+                    _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
                 )
             except OSError as error:
                 self._writer = None
@@ -87,10 +86,6 @@ class StepSeries:
 
 
 _LAYOUT = RecordSchema((Site("loss", "out"), Site("grad_norm", "out")), (None, None), (None, None), ("value",))
-
-
-def _table(loss: float, norm: float) -> SiteTable:
-    return SiteTable(_LAYOUT, struct.pack("<2d", loss, norm), (None, None))
 
 
 def _scalars(label: str, loss: float, norm: float) -> dict[str, float]:

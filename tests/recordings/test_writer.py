@@ -20,7 +20,8 @@ import torch
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.disk import begin_run
-from lightning_recorder.recordings import RecordWriter, SiteRecord, SiteTable, records_path
+from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteRecord, SiteTable, records_path
+from lightning_recorder.taps import Site
 from tests.disks import files_up_to
 
 
@@ -102,6 +103,21 @@ def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.Monke
     writer.write_all(({"step": step}, table) for step, table in enumerate(tables))
     assert len(written) == 1
     assert [line["step"] for line in lines(tmp_path / "a.jsonl")[1:]] == [0, 1, 2]
+
+
+def test_records_of_numbers_are_those_of_write_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that are written by a template have the fields and values of records that are written one by one."""
+    monkeypatch.setattr("time.time", lambda: 1.5)
+    layout = RecordSchema((Site("loss", "out"), Site("values", "out")), (None, None), (None, None), ("values",))
+    values = [(0.1, -0.0), (math.nan, math.inf), (5e-324, -math.inf)]
+    rows = [(step, step // 2, struct.pack("<2d", *each)) for step, each in enumerate(values)]
+    begun(tmp_path / "a.jsonl").write_numbers(layout, rows)
+    begun(tmp_path / "b.jsonl").write_all(
+        ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, SiteTable(layout, packed, [None, None]))
+        for step, epoch, packed in rows
+    )
+    assert lines(tmp_path / "a.jsonl") == lines(tmp_path / "b.jsonl")
+    assert len(lines(tmp_path / "a.jsonl")) == 4
 
 
 def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
