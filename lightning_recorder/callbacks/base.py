@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_recorder import disk
 from lightning_recorder.callbacks.arguments import check_compiled, check_name, check_names, checked_sinks, labels
-from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback, guarded
+from lightning_recorder.callbacks.guard import BATCH_HOOKS, SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
 from lightning_recorder.errors import DumpError, check_bool, describe_error, warn
@@ -269,6 +269,7 @@ class RecorderCallback(GuardedCallback):
             self._begin_run(trainer, pl_module, directory)
             self._function = function
             self.__dict__["state_key"] = self.state_key
+            self._hide_unused_hooks(trainer)
 
     def _say_switched_off(self, trainer: Trainer) -> None:
         """Log that the recorders are switched off, once per trainer."""
@@ -319,6 +320,7 @@ class RecorderCallback(GuardedCallback):
             self._trainer = None
             for name in (*SET_BY_LIGHTNING, "state_key"):
                 self.__dict__.pop(name, None)
+            self._show_hooks(*BATCH_HOOKS)
             sink, self._sink, self._artifact_sinks = self._sink, None, None
         if sink is not None:
             sink.flush()
@@ -336,6 +338,7 @@ class RecorderCallback(GuardedCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         of_a_run = {*self._idle(), *SET_BY_LIGHTNING, "state_key"}
+        of_a_run |= {name for name in BATCH_HOOKS if vars(self).get(name, self) is None}
         state = {name: each for name, each in vars(self).items() if name not in of_a_run}
         return {**state, "_own_sinks": [Portable(sink, "sinks") for sink in self._own_sinks]}
 

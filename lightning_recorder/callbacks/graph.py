@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback, fixed_in_run
-from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
@@ -246,6 +246,8 @@ class GraphRecorder(RecorderCallback):
     ) -> None:
         if self._capture is not None or self._output is not None:
             self._stop(trainer)
+        if not self._waiting and self._capture is None and self._output is None:
+            self._hide_hooks(trainer, *BATCH_HOOKS)  # until the end of the run
 
     @guarded
     @override

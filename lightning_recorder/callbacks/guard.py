@@ -14,13 +14,37 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_recorder.callbacks.trainer import running_function
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
 
-__all__ = ["SET_BY_LIGHTNING", "GuardedCallback", "guarded"]
+__all__ = ["BATCH_HOOKS", "SET_BY_LIGHTNING", "SLEEPING_HOOKS", "GuardedCallback", "guarded"]
 
 Owner = TypeVar("Owner", bound="GuardedCallback")
 Parameters = ParamSpec("Parameters")
 
 SET_BY_LIGHTNING = ("log", "log_dict")
 """The methods of the model that Lightning sets on a callback. They keep a reference to the whole model."""
+
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
+"""The hooks that Lightning calls for each batch of a fit."""
+
+SLEEPING_HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+"""The hooks that a recorder does not need while no step is due."""
+
+
+def _package(hook: Any) -> str:
+    """Return the name of the package that defines a hook."""
+    return str(hook.__module__).partition(".")[0]
+
+
+_LIGHTNING = _package(Callback.on_train_batch_start)
+_OURS = __name__.partition(".")[0]
 
 
 def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
@@ -96,6 +120,36 @@ class GuardedCallback(Callback):
         Args:
             trainer: The trainer, or ``None`` after an internal error.
         """
+
+    def _hide_hooks(self, trainer: Trainer, *hooks: str) -> None:
+        """Let Lightning skip some hooks of this callback until they are shown again.
+
+        A hook that is ``None`` costs a tenth of one that does nothing, since Lightning skips it before it enters its
+        profiler. A hook that the user has overridden or replaced is not hidden. If the trainer does not call the hooks
+        itself, but another callback does, which would fail, none is hidden.
+        """
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        if any(each is self for each in callbacks):
+            table = vars(self)
+            for name in hooks:
+                if name not in table and _package(getattr(type(self), name)) in (_OURS, _LIGHTNING):
+                    table[name] = None
+
+    def _wake(self) -> None:
+        """Show the hooks that a recorder hides while no step is due."""
+        self._show_hooks(*SLEEPING_HOOKS)
+
+    def _hide_unused_hooks(self, trainer: Trainer) -> None:
+        """Let Lightning skip the hooks of a batch that this callback does not have."""
+        unused = [name for name in BATCH_HOOKS if _package(getattr(type(self), name)) == _LIGHTNING]
+        self._hide_hooks(trainer, *unused)
+
+    def _show_hooks(self, *hooks: str) -> None:
+        """Let Lightning call hooks again that were hidden."""
+        table = vars(self)
+        for name in hooks:
+            if table.get(name, self) is None:
+                del table[name]
 
     def _give_up(self) -> bool:
         """Stop recording after an error; return True if this is the first error."""

@@ -333,6 +333,7 @@ class StatisticsCallback(ResumingCallback):
         """Also record this step, unless the recorder is disabled or merges several steps into a record."""
         if self._run is not None and self._enabled and self.reduce == "step":
             self._run.requested_step = step
+            self._wake()
 
     def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""
@@ -349,12 +350,15 @@ class StatisticsCallback(ResumingCallback):
         if self._kept.waits:
             self._resume(self._run, trainer, step)
         self._run.enabled = self._enabled
-        if not self._run.skip_batch(step, epoch):
-            prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
-            self._run.start_batch(step, epoch, prepare)
-            if self._run.phase is RunPhase.RECORDING:
-                with self._run.contained():
-                    self._fingerprints.add(trainer, batch, step, batch_idx, apart=self.reduce == "step")
+        if self._run.skip_batch(step, epoch):
+            if self._run.phase is RunPhase.IDLE and "on_train_batch_end" not in vars(self):
+                self._sleep(trainer, self._run, step)
+            return
+        self._wake()
+        self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
+        if self._run.phase is RunPhase.RECORDING:
+            with self._run.contained():
+                self._fingerprints.add(trainer, batch, step, batch_idx, apart=self.reduce == "step")
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         self.loss_scale.begin_batch(trainer)

@@ -275,19 +275,17 @@ class WatchedRun:
         for reading in readings:
             loss, norm = reading.values
             self._series.add(reading.step, reading.epoch, loss, norm)
-            if self._is_finding(reading):
-                self._examine(reading, parameters_are_known=False)
-            elif not reading.is_bad:
+            if not reading.is_bad:
                 self._was_bad = False
                 self._look_for_spikes(reading)
+            elif self._is_finding(reading):
+                self._examine(reading, parameters_are_known=False)
 
     def _is_finding(self, reading: Reading) -> bool:
         """Return True unless all values are finite, or the loss scaler skips the step because of an overflow."""
-        if not reading.is_bad:
-            return False
         if self._scaler is None or reading.has_bad_loss:
-            return True
-        return float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
+            return reading.is_bad
+        return reading.is_bad and float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
 
     def _look_for_spikes(self, reading: Reading) -> None:
         spikes = [

@@ -153,7 +153,7 @@ def _numpy_state() -> Any:
     if generator is not _Numpy.generator:
         memory = (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
         _Numpy.generator, _Numpy.memory, _Numpy.seen = generator, memory, None
-    seen = _Numpy.memory[_MT19937_BYTES - 4 : _MT19937_BYTES], _Numpy.memory[: _COMPARED_BYTES - 4]
+    seen = _Numpy.memory[_MT19937_BYTES - _COMPARED_BYTES :]  # the position is behind the words
     if seen != _Numpy.seen:
         _Numpy.seen, _Numpy.state = seen, np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
     return _Numpy.state

@@ -81,6 +81,13 @@ class KeptBatch:
                 slot.write(number)
 
 
+def _tensors(batch: Any) -> Iterable[Tensor]:
+    """Return the tensors of a batch. Looks into most batches without a search."""
+    if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
+        return batch  # type: ignore[no-any-return]  # tensors, as just checked
+    return [each for _, each in iter_tensors(batch, "batch")]
+
+
 class StateKeeper:
     """Keeps the state before each batch at little cost.
 
@@ -120,7 +127,7 @@ class StateKeeper:
             RandomStates(self._devices),
             self._buffers(),
             [each for each in self._parameters if not each.requires_grad],
-            versions=[] if self._must_copy else [(each, version_of(each)) for _, each in iter_tensors(batch, "batch")],
+            versions=[] if self._must_copy else [(each, version_of(each)) for each in _tensors(batch)],
             counters=self._counters.keep(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable
@@ -18,11 +19,17 @@ from lightning_recorder import (
     ActivationRecorder,
     GradientRecorder,
     GraphRecorder,
+    MemorySink,
     Outputs,
     ParameterRecorder,
+    RecorderWarning,
+    Schedule,
     StepWatch,
     TensorDumper,
+    open_recording,
 )
+from lightning_recorder.callbacks.guard import BATCH_HOOKS
+from lightning_recorder.callbacks.watched_run import WatchedRun
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
 
@@ -69,12 +76,12 @@ class CallCounter(Callback):
 @pytest.mark.parametrize(
     ("make", "train", "validation"),
     [
-        (partial(ActivationRecorder, outputs=UNWATCHED), 12, 4),
-        (partial(GradientRecorder, outputs=UNWATCHED), 12, 4),
-        (partial(ParameterRecorder, outputs=UNWATCHED), 12, 4),
-        (StepWatch, 100, 4),
+        (partial(ActivationRecorder, outputs=UNWATCHED), 8, 4),
+        (partial(GradientRecorder, outputs=UNWATCHED), 8, 4),
+        (partial(ParameterRecorder, outputs=UNWATCHED), 8, 4),
+        (StepWatch, 80, 4),
         (TensorDumper, 6, 0),
-        (GraphRecorder, 4, 4),
+        (GraphRecorder, 0, 0),
     ],
 )
 @pytest.mark.parametrize("logger", [False, True])
@@ -120,3 +127,134 @@ def test_the_state_key_follows_the_settings_outside_of_a_run(kind: Any, tmp_path
     assert watching.keys == {kind(name="second").state_key} != {before}
     recorder.name = "first"
     assert recorder.state_key == before
+
+
+def visible(recorder: Callback) -> set[str]:
+    """Return the names of the hooks of a training batch that Lightning would call."""
+    return {name for name in BATCH_HOOKS if "validation" not in name and callable(getattr(recorder, name))}
+
+
+class Watching(Callback):
+    """Calls a function at the end of each batch of training, with its index."""
+
+    def __init__(self, function: Callable[[int], object]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.function(batch_idx)
+
+
+def test_lightning_skips_the_hooks_that_a_recorder_does_not_need(tmp_path: Path) -> None:
+    """While no step is due, only the watch has hooks. After the fit, and in copies, all are there again."""
+    kinds: list[Any] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
+    recorders = [kind(every_n_train_steps=1000) for kind in kinds]
+    watch, graph = StepWatch(), GraphRecorder()
+    seen: list[list[set[str]]] = []
+    copies: list[Callback] = []
+
+    def see(batch_idx: int) -> None:
+        if batch_idx == 3:
+            graph._show(None)
+        if batch_idx >= 5:
+            seen.append([visible(each) for each in (*recorders, graph, watch)])
+            copies.extend(map(copy.copy, recorders))
+
+    fit(small(), tmp_path, [*recorders, watch, graph, Watching(see)], loader=digits(8))
+    of_watch = {"on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end"}
+    assert seen == [[set(), set(), set(), set(), of_watch]] * 3
+    assert all(len(visible(each)) == 6 for each in (*recorders, graph, watch, *copies))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["watch last", "watch first"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_n_train_steps": 5},
+        {"every_n_train_steps": 2},
+        {"every_n_train_steps": 6, "schedule": Schedule(first_n_steps=2)},
+        {"every_n_train_steps": 4, "schedule": Schedule(step_window=(6, 14))},
+        {"every_n_train_steps": 4, "schedule": Schedule(every_n_epochs=2)},
+        {"every_n_train_steps": 3, "schedule": Schedule(when=lambda step: step % 2)},
+        {"every_n_train_steps": 5, "reduce": 10},
+        {"every_n_train_steps": 5, "reduce": "epoch"},
+    ],
+    ids=["5", "2", "first steps", "window", "epochs", "when", "reduce 10", "reduce epoch"],
+)
+def test_a_sleeping_recorder_misses_no_step(
+    options: dict[str, Any], accumulated: int, first: bool, tmp_path: Path
+) -> None:
+    """The same records are made as by a recorder in a trainer without a watch, in which it is awake in each step."""
+
+    def steps(folder: str, *watch: Callback) -> list[int]:
+        sink = MemorySink()
+        recorder = ActivationRecorder("head", outputs=UNWATCHED, sinks=[sink], **options)
+        callbacks = [*watch, recorder] if first else [recorder, *watch]
+        loader, epochs = digits(9 * accumulated), {"max_epochs": 2, "accumulate_grad_batches": accumulated}
+        fit(small(), tmp_path / folder, callbacks, loader=loader, **epochs)
+        return list(sink.scalars["activations/head/rms"])
+
+    assert steps("asleep", StepWatch()) == steps("awake") != []
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    return [int(step) for step in open_recording(folder).run["activations"]["head"].steps]
+
+
+def test_a_sleeping_recorder_records_a_step_on_request(tmp_path: Path) -> None:
+    """``record_step`` wakes it."""
+    recorder = ActivationRecorder("head", every_n_train_steps=100)
+    request = Watching(lambda batch_idx: recorder.record_step(9) if batch_idx == 4 else None)
+    fit(small(), tmp_path, [recorder, request], loader=digits(12))
+    assert recorded_steps(tmp_path) == [0, 9]
+
+
+def test_a_recorder_wakes_when_the_watch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the watch does not end the recorders that it should have woken."""
+
+    def fail(self: WatchedRun, *args: Any, **kwargs: Any) -> None:
+        if self._trainer.global_step == 5:
+            raise ValueError("planted")
+
+    monkeypatch.setattr(WatchedRun, "add_loss", fail)
+    recorder = ActivationRecorder("head", every_n_train_steps=10)
+    with pytest.warns(RecorderWarning, match="StepWatch is off"):
+        fit(small(), tmp_path, [recorder], loader=digits(12))
+    assert recorded_steps(tmp_path) == [0, 9]
+
+
+def test_hooks_of_a_subclass_and_of_an_instance_are_always_called(tmp_path: Path) -> None:
+    """Only hooks of this package are hidden."""
+    called: list[str] = []
+
+    class Mine(ActivationRecorder):
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_batch_end(*args, **kwargs)
+            called.append("end")
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            called.append("after")
+
+    recorder = Mine("head", every_n_train_steps=100)
+    recorder.on_before_zero_grad = lambda *args: called.append("zero")  # type: ignore[method-assign]
+    fit(small(), tmp_path, [recorder], loader=digits(6))
+    assert {name: called.count(name) for name in called} == {"end": 6, "after": 6, "zero": 6}
+    assert recorded_steps(tmp_path) == [0]
+
+
+class Forwarding(Callback):
+    """Calls each hook of another callback, which is not in the list of the trainer."""
+
+    def __init__(self, inner: Callback) -> None:
+        self.inner = inner
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__(name)
+        return getattr(self.inner, name) if name.startswith("on_") or name in ("setup", "teardown") else own
+
+
+def test_a_callback_that_forwards_hooks_finds_all_of_them(tmp_path: Path) -> None:
+    """Nothing is hidden from a callback that calls the hooks itself."""
+    recorder = ActivationRecorder("head", every_n_train_steps=3, outputs=UNWATCHED)
+    fit(small(), tmp_path, [Forwarding(recorder)], loader=digits(6))
+    assert recorded_steps(tmp_path) == [0, 2, 5]

@@ -466,7 +466,7 @@ class GuardedWatch(StepWatch):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if not name.startswith(("on_train_batch", "on_before_")):
+        if not name.startswith(("on_train_batch", "on_before_")) or found is None:
             return found
 
         def guarded(*args: Any, **kwargs: Any) -> None:
