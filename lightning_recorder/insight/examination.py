@@ -157,6 +157,8 @@ class Examination:
             for rule in RULES:
                 if rule.name not in self.ignored:
                     found += rule.examine(rule, whole if rule.name == NON_FINITE else evidence)
+        for table in self._tables.values():
+            table.free()
         return _merged(sorted(found, key=lambda each: _rank(each, evidence)), evidence)
 
 

@@ -16,9 +16,10 @@ from lightning_recorder.names import is_input
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
-__all__ = ["STATISTICS", "Floats", "Observed", "SiteRecords", "Table", "no_histogram"]
+__all__ = ["STATISTICS", "AnyFloats", "Floats", "Observed", "SiteRecords", "Table", "compact", "no_histogram"]
 
 Floats = NDArray[np.float64]
+AnyFloats = NDArray[np.float32] | NDArray[np.float64]
 
 STATISTICS = (
     "count",
@@ -43,7 +44,9 @@ _FEWEST_ROWS = 128
 _MOST_VALUES = 2**21  # 16 MB; with more than 315 sites, fewer than 512 rows have them
 _KEPT_AT_THE_END = 64
 _MANY_SITES = 200
-_MOST_COLUMNS = 6  # in memory at a time; a rule compares fewer statistics of a table
+_MOST_COLUMNS = 6  # in memory at a time
+_FEWEST_COLUMNS = 3  # if they are large; no rule compares more statistics of a table
+_MOST_CELLS = 2**19  # 4 MB
 _WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
 
 
@@ -162,36 +165,33 @@ class SiteRecords:
         )
 
 
+def compact(values: Floats) -> list[AnyFloats]:
+    """Return the rows of some values, ``[statistics, sites]``, in less memory if there are many sites.
+
+    About half of the statistics are the same for all sites, such as the number of NaN, and the smallest and the largest
+    value of a float32 tensor fit into float32. Nothing is rounded.
+    """
+    return list(values) if values.shape[1] < _MANY_SITES else [_compact(each) for each in values]
+
+
+def _compact(values: Floats) -> AnyFloats:
+    if (values == values[0]).all() or np.isnan(values).all():
+        return np.broadcast_to(values[0].copy(), values.shape)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if np.array_equal(narrow, values, equal_nan=True) else values.copy()
+
+
 class _Cell(NamedTuple):
     """The part of a row that one recorder has written.
 
     Args:
         places: The places of its sites in the table, ``[sites]``.
-        shared: The statistics of the first site, ``[statistics]``.
-        columns: The indices of the statistics that differ between sites.
-        values: The values of these, ``[sites, columns]``.
+        columns: The values of each statistic, ``[sites]``.
     """
 
     places: NDArray[np.intp]
-    shared: Floats
-    columns: NDArray[np.intp]
-    values: Floats
-
-    @classmethod
-    def of(cls, places: NDArray[np.intp], values: Floats) -> Self:
-        """Return the part of a record, ``[sites, statistics]``. About half of the statistics are the same for all."""
-        if len(values) < _MANY_SITES:  # a copy would take more time than it saves memory
-            return cls(places, np.zeros(0), np.arange(len(STATISTICS)), values)
-        differs = ~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))).all(axis=0)
-        columns = differs.nonzero()[0]
-        return cls(places, values[0].copy(), columns, values.take(columns, axis=1))
-
-    def column(self, statistic: int) -> Floats:
-        """Return a statistic by its index, ``[sites]``, or ``[]`` if it is the same for all sites."""
-        where = np.searchsorted(self.columns, statistic)
-        if where < len(self.columns) and self.columns[where] == statistic:
-            return self.values[:, where]
-        return np.asarray(self.shared[statistic])
+    columns: list[AnyFloats]
 
 
 class Table:
@@ -243,7 +243,7 @@ class Table:
             self.steps.insert(where, record.step)
             self._numbers.insert(where, self._numbers[-1] + 1 if self._numbers else 0)
             self._rows.insert(where, {})
-        self._rows[where][record.recorder] = _Cell.of(places, record.values)
+        self._rows[where][record.recorder] = _Cell(places, compact(record.values.T))
         self.about = record.about or self.about
         same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
@@ -303,11 +303,16 @@ class Table:
             found = np.full((len(self.steps), len(self.places)), np.nan)
             for row, cells in enumerate(self._rows):
                 for cell in cells.values():
-                    found[row, cell.places] = cell.column(place)
-            while len(self._columns) >= _MOST_COLUMNS:
+                    found[row, cell.places] = cell.columns[place]
+            most = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _MOST_CELLS // max(1, found.size)))
+            while len(self._columns) >= most:
                 del self._columns[next(iter(self._columns))]  # the one that was read least recently
         self._columns[statistic] = found
         return found
+
+    def free(self) -> None:
+        """Free the arrays of :meth:`get`, which the next rule that needs them makes again."""
+        self._columns.clear()
 
     def column(self, site: Site, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
         """Return the known values of one site, ``[n]``, and their steps."""
@@ -344,4 +349,4 @@ class Table:
 
 
 def _is_bad(cell: _Cell) -> bool:
-    return any(bool((cell.column(statistic) > 0).any()) for statistic in (_NAN, _INF))
+    return any(bool((cell.columns[statistic] > 0).any()) for statistic in (_NAN, _INF))

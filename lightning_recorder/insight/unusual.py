@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import families
 
-__all__ = ["STANDS_OUT", "choose", "compared", "known_median", "standing_out", "unusualness"]
+__all__ = ["STANDS_OUT", "choose", "compared", "compared_steps", "known_median", "standing_out", "unusualness"]
+
+Logs = NDArray[np.float32]
+AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 
 STANDS_OUT = 1.0
 """The degree from which on a site stands out."""
@@ -86,6 +90,11 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
 def compared(statistics: Collection[str]) -> tuple[str, ...]:
     """Return those of some statistics that :func:`unusualness` reads."""
     return tuple(name for name in statistics if name not in ("count", "mean", "std"))
+
+
+def compared_steps(count: int) -> list[int]:
+    """Return the places of those of some steps that :func:`unusualness` reads: at most 64, with the last one."""
+    return [int(place) for place in np.linspace(0, count - 1, min(count, _MOST_STEPS)).round()]
 
 
 def standing_out(degrees: Floats) -> list[int]:
@@ -180,11 +189,8 @@ def _parts(site: Hashable) -> tuple[str, str]:
 
 
 def _thinned(table: Floats) -> Floats:
-    """Return at most 64 steps of a table, with the last one."""
     table = table[:, None] if table.ndim == 1 else table
-    if table.shape[1] <= _MOST_STEPS:
-        return table
-    return table[:, np.linspace(0, table.shape[1] - 1, _MOST_STEPS).round().astype(int)]
+    return table if table.shape[1] <= _MOST_STEPS else table[:, compared_steps(table.shape[1])]
 
 
 def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
@@ -197,20 +203,24 @@ def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
     return found
 
 
-def _log10(sizes: Floats) -> tuple[Floats, Floats]:
+def _log10(sizes: Floats) -> tuple[Logs, Logs]:
     """Return the common logarithms, in which zero is below all others, and that of zero; -inf if there is none.
 
+    They are float32, since there may be many and a millionth of a decade does not matter.
+
     Args:
-        sizes: The sizes, ``[sites, statistics, steps]``.
+        sizes: The sizes, ``[sites, statistics, steps]``. They are overwritten.
     """
     zero = sizes == 0
-    logs = np.log10(np.where(zero | np.isinf(sizes), np.nan, sizes))
+    sizes[zero | np.isinf(sizes)] = np.nan
+    logs = np.log10(sizes, out=sizes).astype(np.float32)
     lowest = np.fmin.reduce(logs, axis=(0, 2))
-    floor = np.where(np.isnan(lowest), 0.0, lowest - _BELOW)
-    return np.where(zero, floor[:, None], logs), np.where(zero.any(axis=(0, 2)), floor, -np.inf)[:, None]
+    floor = np.where(np.isnan(lowest), np.float32(0), lowest - np.float32(_BELOW))
+    np.copyto(logs, floor[:, None], where=zero)
+    return logs, np.where(zero.any(axis=(0, 2)), floor, -np.float32(np.inf))[:, None]
 
 
-def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -> Floats:
+def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Floats:
     """Return the largest degree of each site, ``[sites]``.
 
     Args:
@@ -240,26 +250,27 @@ def _degrees(logs: Floats, floor: Floats, groups: _Groups, *, is_latest: bool) -
     return found
 
 
-def _among_equals(logs: Floats, floor: Floats) -> Floats:
+def _among_equals(logs: Logs, floor: Logs) -> Logs:
     """Return the largest degree of any statistic among the nearest blocks, ``[blocks, families, 1, steps]``."""
     apart = _unless_common_zero(logs, _around(logs), floor)
     each = _in_units(apart, known_median(np.abs(apart)), _AMONG_EQUALS)
     each[[0, -1]] /= _AT_THE_END
-    found: Floats = np.fmax.reduce(each, axis=-2, keepdims=True)
+    found: Logs = np.fmax.reduce(each, axis=-2, keepdims=True)
     return found
 
 
-def _in_units(apart: Floats, usual: Floats, least_and_times: tuple[float, float]) -> Floats:
+def _in_units(apart: Logs, usual: Logs, least_and_times: tuple[float, float]) -> Logs:
     least, times = least_and_times
-    return np.abs(apart) / np.fmax(least, times * usual)
+    found: Logs = np.abs(apart) / np.fmax(least, times * usual)
+    return found
 
 
-def _unless_common_zero(values: Floats, middle: Floats, floor: Floats) -> Floats:
+def _unless_common_zero(values: Logs, middle: Logs, floor: Logs) -> Logs:
     """Return the distances from the median; 0 where the median is zero itself."""
     return np.where(middle <= floor + _BELOW / 2, 0.0, values - middle)
 
 
-def _around(values: Floats) -> Floats:
+def _around(values: Logs) -> Logs:
     """Return the median of the nearest blocks of each block, in the shape of the values: blocks come first."""
     return known_median(np.swapaxes(values[_nearest(len(values))], 0, 1))
 
@@ -275,21 +286,21 @@ def _nearest(count: int) -> NDArray[np.int64]:
     return others
 
 
-def _over_steps(degrees: Floats) -> Floats:
+def _over_steps(degrees: Logs) -> Logs:
     """Return the degree at the last step, or half of the largest one before it, of the statistic where it is largest.
 
     Args:
         degrees: The degrees, ``[…, statistics, steps]``.
     """
     known = np.where(np.isnan(degrees), 0.0, degrees)
-    found: Floats = np.maximum(known[..., -1].max(axis=-1), _EARLIER * known.max(axis=(-2, -1)))
+    found: Logs = np.maximum(known[..., -1].max(axis=-1), _EARLIER * known.max(axis=(-2, -1)))
     return found
 
 
-def _against_the_past(logs: Floats) -> Floats:
+def _against_the_past(logs: Logs) -> Logs:
     """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
     if logs.shape[-1] <= _FEWEST:
-        return np.zeros(len(logs))
+        return np.zeros(len(logs), dtype=np.float32)
     moved = logs - known_median(np.moveaxis(logs[..., :-1], -1, 0))[..., None]
     relative = moved - known_median(moved) if len(logs) >= _FEWEST else moved
     # A site that stays where it was while the others move is not unusual.
@@ -321,7 +332,7 @@ def _missing(tables: list[Floats], groups: _Groups) -> Floats:
     return found
 
 
-def known_median(values: Floats) -> Floats:
+def known_median(values: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
     """Return the median of the known values along the first axis; NaN if there are none. Faster than ``nanmedian``."""
     ordered = np.sort(values, axis=0)  # NaN last
     count = len(values)
@@ -329,5 +340,5 @@ def known_median(values: Floats) -> Floats:
         return np.asarray((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)
     known = count - np.isnan(values).sum(axis=0, keepdims=True)
     low, high = (np.maximum(part, 0) for part in ((known - 1) // 2, np.minimum(known // 2, known - 1)))
-    ends: list[NDArray[np.float64]] = [np.take_along_axis(ordered, part, 0) for part in (low, high)]
+    ends: list[NDArray[AnyFloat]] = [np.take_along_axis(ordered, part, 0) for part in (low, high)]
     return np.asarray(np.squeeze((ends[0] + ends[1]) / 2, axis=0))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.insight.unusual import choose, compared, unusualness
+from lightning_recorder.insight.table import AnyFloats, compact
+from lightning_recorder.insight.unusual import choose, compared, compared_steps, unusualness
 from lightning_recorder.plots.axes import Floats, to_floats
 from lightning_recorder.reductions import SCALAR_STATISTICS, SparseCounts
 
@@ -64,8 +65,8 @@ class History:
         ArgumentError: If a number is too small.
 
     Note:
-        :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, and its
-        first and latest counts. Counts take 320
+        :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, less for
+        statistics that are the same for all of 200 or more sites, and its first and latest counts. Counts take 320
         bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only
         ``max_histograms`` sites take the counts of ``max_steps`` records. A history can be pickled. It is not
         thread-safe.
@@ -97,7 +98,7 @@ class History:
         self._latest_stays = True
         self._rows: dict[Hashable, int] = {}
         # Of each kept record. The sites that came later are missing at the end.
-        self._values: list[Floats] = []  # [statistics, sites] each
+        self._values: list[list[AnyFloats]] = []  # [statistics, sites] each
         self._recorded: list[NDArray[np.bool_]] = []  # [sites] each
         self._latest: dict[Hashable, _Counts] = {}
         self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
@@ -118,7 +119,8 @@ class History:
         """The size of all arrays in bytes."""
         over_time = {id(each) for found in self._counts.values() for each in found.values()}
         latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
-        return sum(each.nbytes for each in (*self._values, *self._recorded)) + self._count_bytes + latest
+        values = sum(8 if each.strides == (0,) else each.nbytes for record in self._values for each in record)
+        return values + sum(each.nbytes for each in self._recorded) + self._count_bytes + latest
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -153,7 +155,7 @@ class History:
         recorded[rows] = True
         found = np.full((len(self.statistics), len(self._rows)), np.nan)
         found[:, rows] = values.T
-        self._values[column:], self._recorded[column:] = [found], [recorded]
+        self._values[column:], self._recorded[column:] = [compact(found)], [recorded]
         self._take_counts(step, replaced, taken)
         self._latest_stays = self._added % self._every == 0
         self._added += 1
@@ -212,25 +214,42 @@ class History:
         """A mask that is True if a site was recorded at a step, ``[sites, steps]``."""
         return self._together(self._recorded, False)
 
+    @property
+    def has_values(self) -> NDArray[np.bool_]:
+        """A mask that is True if a site has a finite value of any statistic, ``[sites]``."""
+        found = np.zeros(len(self._rows), dtype=bool)
+        for values, recorded in zip(self._values, self._recorded, strict=True):
+            found[: len(recorded)] |= np.isfinite(values).any(axis=0)
+        return found
+
     def _together(self, columns: Sequence[NDArray[Any]], missing: float) -> NDArray[Any]:
         """Return arrays over the sites as one, ``[sites, columns]``."""
         sites = len(self._rows)
         if not columns:
             return np.empty((sites, 0), dtype=type(missing))
         whole = [np.pad(each, (0, sites - len(each)), constant_values=missing) for each in columns if len(each) < sites]
-        return np.stack([*whole, *columns[len(whole) :]], axis=1)  # sites only become more
+        columns = [*whole, *columns[len(whole) :]]  # sites only become more
+        found = np.concatenate(columns, dtype=type(missing))
+        return found.reshape(len(columns), sites).T  # ``np.stack`` takes several times as long
 
     @property
     def degrees(self) -> Floats:
         """How unusual each site is, ``[sites]``, in the statistics that are kept; from 1 on it stands out."""
-        return unusualness(self.sites, {name: self.table(name) for name in compared(self.statistics)})
+        steps = [self._values[place] for place in compared_steps(len(self._steps))]
+        places = {name: self.statistics.index(name) for name in compared(self.statistics)}
+        tables = {name: self._together([step[place] for step in steps], np.nan) for name, place in places.items()}
+        return unusualness(self.sites, tables)
 
     @property
     def histogram_sites(self) -> list[Hashable]:
         """The sites with plots of their counts over time: the unusual ones, and an even selection of the others."""
+        return self.histogram_sites_of(self.degrees)
+
+    def histogram_sites_of(self, degrees: Floats) -> list[Hashable]:
+        """Return :attr:`histogram_sites` if the degrees, ``[sites]``, are known."""
         sites = [site for site in self._rows if site in self._latest] if self.max_histograms else []
         rows = [self._rows[site] for site in sites]
-        return [sites[place] for place in choose(self.degrees[rows], self.max_histograms)] if sites else []
+        return [sites[place] for place in choose(degrees[rows], self.max_histograms)] if sites else []
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
         """Return the counts of a site at :meth:`count_steps`, ``[count_steps, 2048]``; zeros if it was not recorded.

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
 from lightning_recorder.insight import STATISTICS
-from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.table import Floats, Table, compact
+from lightning_recorder.taps import Site
 from tests.insight.records import record
 
 
@@ -23,6 +30,42 @@ def test_columns_are_those_of_the_records(number: int) -> None:
     for place, name in enumerate(STATISTICS):
         expected = np.stack([each.values[:, place] for each in records])
         assert np.array_equal(table.get(name), expected, equal_nan=True), name
+
+
+@given(
+    npst.arrays(np.float64, st.tuples(st.integers(1, 4), st.sampled_from([1, 199, 200, 230])), elements=st.floats()),
+    st.sampled_from(["as they are", "float32", "one value", "one value and NaN"]),
+)
+def test_what_takes_less_memory_is_not_rounded(values: Floats, kind: str) -> None:
+    """The compact rows have the values to the bit; equal values and those of float32 take at most half the memory."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float32).astype(np.float64) if kind == "float32" else values
+    values = np.repeat(values[:, :1], values.shape[1], axis=1) if kind.startswith("one") else values
+    values[:, -1:] = np.nan if kind.endswith("NaN") else values[:, -1:]
+    rows = compact(values)
+    assert np.array_equal(np.array([*map(np.float64, rows)]), values, equal_nan=True)
+    if values.shape[1] >= 200 and kind in ("float32", "one value"):
+        assert all(row.itemsize == 4 or row.strides == (0,) for row in rows)
+
+
+def test_few_columns_of_a_large_table_are_in_memory() -> None:
+    """A small table keeps the last six columns, a large one the last three, and none after ``free``."""
+    for sites, kept in ((2, 6), (2**17, 3)):
+        table = Table()
+        for step in range(2):
+            values = np.full((sites, len(STATISTICS)), float(step))
+            table.add(replace(record("activations", step, {("fc", "out"): {}}), **many(sites), values=values))
+        for name in STATISTICS:
+            table.get(name)
+        assert list(table._columns) == list(STATISTICS[-kept:])
+        table.free()
+        assert table._columns == {}
+        assert table.get("mean")[:, -1].tolist() == [0.0, 1.0]
+
+
+def many(sites: int) -> dict[str, Any]:
+    names = tuple(Site(f"fc{place}", "out") for place in range(sites))
+    return {"sites": names, "dtypes": (None,) * sites, "shapes": (None,) * sites}
 
 
 @pytest.mark.parametrize("number", [3, 300])
