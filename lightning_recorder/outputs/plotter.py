@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from lightning_recorder.insight import Finding
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
-from lightning_recorder.plots import DrawingProcess, History, overview
+from lightning_recorder.plots import DrawingProcess, History
 from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.overview import pictures
 from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
@@ -27,6 +29,7 @@ __all__ = ["DrawingTime", "Plotter"]
 _FIRST = 10  # records; then at twice as many, and so on, to limit the size of the event files
 
 _MOST_SITES = 1000
+_SHOWN_BYTES = 2**22  # of the pixels of images that are written together
 _PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, one of 100 layers up to 75 KB
 
 _HEAT_MAPS = {
@@ -286,18 +289,27 @@ class Plotter(RecordConsumer):
         except OSError:
             self._can_start = False
         else:
-            self._show_images(started.step, images)
+            self._show_images(started.step, images.items())
             self._drawn = started.records
         finally:
             self._limit.settle(started.reserved_s, cost_s)
 
     def _draw(self) -> None:
         self._drawn = self._records
-        self._show_images(self._step, _draw(self._work()))
+        self._show_images(self._step, _drawn(self._work()))
 
-    def _show_images(self, step: int, images: Mapping[str, Image]) -> None:
-        written = self._show(step, {**images, **self._tensors.draw(self._group, self._tags)})
+    def _show_images(self, step: int, images: Iterable[tuple[str, Image]]) -> None:
         self._drawings += 1
+        some: dict[str, Image] = {}
+        for tag, image in chain(images, self._tensors.draw(self._group, self._tags).items()):
+            some[tag] = image
+            if sum(each.nbytes for each in some.values()) >= _SHOWN_BYTES:
+                self._show_some(step, some)
+                some = {}
+        self._show_some(step, some)
+
+    def _show_some(self, step: int, images: Mapping[str, Image]) -> None:
+        written = self._show(step, images) if images else None
         if written is not None:
             self._bytes = (self._bytes or 0) + written
 
@@ -312,7 +324,10 @@ class Plotter(RecordConsumer):
 
 
 def _draw(work: list[tuple[History, dict[str, Any]]]) -> dict[str, Image]:
-    images: dict[str, Image] = {}
+    """Return all images, as another process does."""
+    return dict(_drawn(work))
+
+
+def _drawn(work: list[tuple[History, dict[str, Any]]]) -> Iterator[tuple[str, Image]]:
     for history, options in work:
-        images |= overview(history, **options)
-    return images
+        yield from pictures(history, **options)

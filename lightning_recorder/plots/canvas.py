@@ -47,6 +47,7 @@ _SHADES = np.array([round(shade / 51) * 51 for shade in range(256)], dtype=np.ui
 
 # Supersampling factor for smooth curves, in each direction.
 _FINE = 3
+_BAND_PX = 256
 
 
 class Canvas:
@@ -133,13 +134,20 @@ class Canvas:
         from PIL import Image as Pictures
         from PIL import ImageDraw
 
-        area = Pictures.new("RGB", (width * _FINE, height * _FINE), "white")
-        draw = ImageDraw.Draw(area)
-        for points, inside, outline in curves:
-            corners = [(float(x), float(y)) for x, y in points * _FINE]
-            draw.polygon(corners, fill=inside)
-            draw.line(corners, fill=outline, width=_FINE + 1)
-        self._picture.paste(area.reduce(_FINE), (left, top))
+        # Pillow cuts the digits off, which would move negative coordinates in the other direction.
+        shown = [(np.floor(points * _FINE), inside, outline) for points, inside, outline in curves]
+        # In bands, since a fine picture of the whole area would take nine times the memory of the image.
+        for begin in range(0, height, _BAND_PX):
+            end = min(begin + _BAND_PX, height)
+            area = Pictures.new("RGB", (width * _FINE, (end - begin) * _FINE), "white")
+            draw = ImageDraw.Draw(area)
+            for points, inside, outline in shown:
+                if points[:, 1].min() > (end + 1) * _FINE or points[:, 1].max() < (begin - 1) * _FINE:
+                    continue
+                corners = [(float(x), float(y)) for x, y in points - (0, begin * _FINE)]
+                draw.polygon(corners, fill=inside)
+                draw.line(corners, fill=outline, width=_FINE + 1)
+            self._picture.paste(area.reduce(_FINE), (left, top + begin))
 
     def pixels(self) -> Image:
         """Return a copy of the image, ``[height, width, 3]`` uint8."""

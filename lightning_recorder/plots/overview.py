@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from lightning_recorder.plots.history import History
 from lightning_recorder.plots.rebinning import Bins, bins_of_counts
 from lightning_recorder.reductions.histogram import Histogram
 
-__all__ = ["overview"]
+__all__ = ["overview", "pictures"]
 
 
 def overview(
@@ -53,46 +53,60 @@ def overview(
     Raises:
         ArgumentError: If the history does not keep a statistic.
     """
+    return dict(pictures(history, group=group, statistics=statistics, max_images=max_images, findings=findings))
+
+
+def pictures(
+    history: History, *, group: str, statistics: Sequence[str], max_images: int, findings: Sequence[Finding]
+) -> Iterator[tuple[str, Image]]:
+    """Draw the images of :func:`overview` one by one; yield their tags and them."""
     check_integer("max_images", max_images, 0)
     steps, sites = history.steps, history.sites
-    found: dict[str, Image] = {}
     if not len(steps) or not sites:
-        return found
+        return
     of_parameters = group.endswith("_grad")
     # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
-    degrees, marks = history.degrees, places_of(findings, history.sites)
+    degrees, marks, known = history.degrees, places_of(findings, sites), history.has_values
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
             tag = make_tag(f"{group}_plots", "heat_map", statistic)
-            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks)
+            yield tag, _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks, known)
     shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
     if shown:
         title = f"{group}: most unusual layers"
-        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, marks, _FEW_LAYERS)
+        tag = make_tag("Unusual", group, "out")
+        yield tag, _heat_map(history, names, shown, title, degrees, marks, known, _FEW_LAYERS)
     rows = {site: row for row, site in enumerate(sites)}
     latest = {rows[site]: histogram for site, histogram in _latest_histograms(history).items()}
     if latest:
-        found[make_tag(f"{group}_plots", "ridge", "")] = ridge(
+        histograms = ridge(
             [names[row] for row in latest],
             list(latest.values()),
             title=f"{group}: histograms",
             step=int(steps[-1]),
             degrees=degrees[list(latest)],
         )
+        yield make_tag(f"{group}_plots", "ridge", ""), histograms
     if (group.startswith("gradients") or of_parameters) and {"rms", "min", "max"} <= set(history.statistics):
-        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group, degrees)
-    places = [] if of_parameters else history.histogram_sites
+        yield make_tag(f"{group}_plots", "flow", ""), _flow(history, names, group, degrees)
+    taken = set[str]()
+    places = [] if of_parameters else history.histogram_sites_of(degrees)
     for place in choose(degrees[[rows[site] for site in places]], max_images):
         of_site = [each for each in marks if each.row in (None, rows[places[place]])]
         name = _name(places[place])
-        tag = _free(make_tag(f"{group}_plots", "over_time", name), found)
-        title = f"{group}: {name}"
-        found[tag] = histogram_over_time(
-            history.count_steps(places[place]), _over_time(history, places[place]), title=title, findings=of_site
+        tag = _free(make_tag(f"{group}_plots", "over_time", name), taken)
+        taken.add(tag)
+        yield (
+            tag,
+            histogram_over_time(
+                history.count_steps(places[place]),
+                _over_time(history, places[place]),
+                title=f"{group}: {name}",
+                findings=of_site,
+            ),
         )
-    return found
 
 
 _FEW_LAYERS = 20  # a picture of that height fits on a screen
@@ -105,10 +119,12 @@ def _heat_map(
     title: str,
     degrees: Floats,
     marks: Sequence[FoundAt],
+    has_values: NDArray[np.bool_],
     max_layers: int = 260,
 ) -> Image:
     values = history.table(statistic)
-    rows = np.flatnonzero(_have(history, values)).tolist()
+    # A buffer has no ratio of an update. A site without any values has a row that says so.
+    rows = np.flatnonzero(~np.isnan(values).all(axis=1) | ~has_values).tolist()
     places = {row: place for place, row in enumerate(rows)}
     return heat_map(
         history.steps,
@@ -125,17 +141,6 @@ def _heat_map(
             if each.row is None or each.row in places
         ],
     )
-
-
-def _have(history: History, values: Floats) -> NDArray[np.bool_]:
-    """Return a mask of the sites that have a statistic, as buffers have no ratio of an update, ``[sites]``.
-
-    Args:
-        history: The recorded statistics.
-        values: The values of the statistic, ``[sites, steps]``.
-    """
-    others = [np.isfinite(history.table(name)).any(axis=1) for name in history.statistics]
-    return np.asarray(~np.isnan(values).all(axis=1) | ~np.any(others, axis=0))
 
 
 def _most_telling(history: History, degrees: Floats) -> str | None:
@@ -155,7 +160,7 @@ def _name(site: Hashable) -> str:
     return str(site) or "(root)"
 
 
-def _free(tag: str, taken: dict[str, Image]) -> str:
+def _free(tag: str, taken: Collection[str]) -> str:
     """Return the tag, with a number appended if another site has the same tag after slashes are replaced."""
     number, free = 1, tag
     while free in taken:

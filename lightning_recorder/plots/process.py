@@ -80,7 +80,8 @@ class DrawingProcess:
         try:
             if not self.done() or self._process.returncode != 0:
                 raise OSError(f"the process that draws has ended with status {self._process.returncode}")
-            found: tuple[Any, float] = pickle.loads(self._result.read_bytes())
+            with self._result.open("rb") as file:
+                found: tuple[Any, float] = pickle.load(file)
             return found
         finally:
             self._discard()

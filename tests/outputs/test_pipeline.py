@@ -344,6 +344,27 @@ def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
     assert shown == []
 
 
+def test_large_pictures_are_written_before_the_next_ones_are_drawn() -> None:
+    """At most a few megabytes of pixels are in memory; small pictures are written together."""
+
+    def shown(names: tuple[str, ...]) -> list[dict[str, int]]:
+        found: list[dict[str, int]] = []
+        plotter = Plotter(
+            "activations", show=lambda step, images: found.append({tag: each.nbytes for tag, each in images.items()})
+        )
+        given = record(0, names=names)
+        plotter.on_record(given, given.snapshot.statistics())
+        plotter.finish()
+        return found
+
+    few, many = shown(("a", "b")), shown(tuple(f"layer{place}" for place in range(250)))
+    assert len(few) == 1
+    assert len(many) > 1
+    assert all(sum(list(images.values())[:-1]) < 2**22 for images in many)
+    tags = [tag for images in many for tag in images]
+    assert len(tags) == len(set(tags)) > 10
+
+
 @pytest.mark.parametrize(("options", "drawings"), [({}, 4), ({"every": 10}, 5), ({"every": 7}, 8)])
 def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None:
     """The forecast for 50 records uses the size of earlier drawings, or an estimate before the first one."""

@@ -84,6 +84,28 @@ def test_the_line_below_a_curve_is_its_ground() -> None:
     assert (pixels[:, 28:] == 255).all()
 
 
+def test_curves_are_drawn_in_bands_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves across the edges of the bands look as if they were drawn at once."""
+    generator = np.random.default_rng(0)
+    x = np.repeat(np.linspace(0, 50, 21), 2)
+    curves = []
+    for row in range(30):
+        heights = np.concatenate(([0.0], np.repeat(generator.uniform(0, 40, 20), 2), [0.0]))
+        curves.append((np.stack((x, 30.5 + 20 * row - heights), axis=-1), "#3050a0", "#ffffff"))
+
+    def drawn() -> bytes:
+        canvas = Canvas(60, 640)
+        canvas.ridges(5, 5, 50, 630, curves)
+        return canvas.pixels().tobytes()
+
+    monkeypatch.setattr("lightning_recorder.plots.canvas._BAND_PX", 1000)
+    at_once = drawn()
+    for size in (100, 256, 629):
+        monkeypatch.setattr("lightning_recorder.plots.canvas._BAND_PX", size)
+        in_bands = drawn()
+        assert in_bands == at_once
+
+
 def test_importing_the_plots_imports_no_library_that_draws() -> None:
     """Pillow is imported with the first image, not with the package."""
     code = (
