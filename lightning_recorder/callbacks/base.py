@@ -254,6 +254,7 @@ class RecorderCallback(GuardedCallback):
         if running_function(trainer) != function or not self._begins_with(function):
             return
         self.__dict__.pop("state_key", None)  # from a run that has not ended
+        self._show_hooks(*BATCH_HOOKS)
         self._release(trainer)
         self._function, self._began = "", None
         self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
