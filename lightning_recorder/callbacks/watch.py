@@ -154,7 +154,7 @@ class StepWatch(RecorderCallback):
         return list(self._found)
 
     def _wake_before(self, recorder: RecorderCallback, step: int) -> bool:
-        """Wake a recorder at the start of the step before a step, or when this watch ends.
+        """Wake a recorder at the end of the step before a step, or when this watch ends.
 
         Returns:
             False if this watch does not run.
@@ -301,11 +301,7 @@ class StepWatch(RecorderCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._run is None:
-            return
-        if logged_step(trainer) + 1 >= self._wakes_at:
-            self._wake_until(logged_step(trainer) + 1)
-        if self._enabled:
+        if self._run is not None and self._enabled:
             self._run.start_batch(batch, batch_idx)
 
     @guarded
@@ -330,6 +326,9 @@ class StepWatch(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Not in the hook at the start, which Lightning does not call for a batch that is None.
+        if logged_step(trainer) + 1 >= self._wakes_at:
+            self._wake_until(logged_step(trainer) + 1)
         run = self._run
         if run is not None:
             run.end_batch(is_last=stepped(trainer, batch_idx))

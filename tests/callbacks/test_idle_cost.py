@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
 import lightning_recorder
 from lightning_recorder import (
@@ -195,6 +197,22 @@ def test_a_sleeping_recorder_misses_no_step(
         return list(sink.scalars["activations/head/rms"])
 
     assert steps("asleep", StepWatch()) == steps("awake") != []
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["watch last", "watch first"])
+def test_a_sleeping_recorder_wakes_after_a_batch_that_is_none(first: bool, tmp_path: Path) -> None:
+    """Lightning does not call the hook at the start of a batch that is None, and counts its step nevertheless."""
+    batch = next(iter(digits(1)))
+    loader: Any = DataLoader(range(12), collate_fn=lambda rows: None if rows == [8] else batch)  # type: ignore[arg-type]  # a sequence is a dataset
+
+    def steps(folder: str, *watch: Callback) -> list[int]:
+        recorder = ActivationRecorder("head", every_n_train_steps=10, outputs=UNWATCHED)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "train_dataloader yielded None")
+            fit(small(), tmp_path / folder, [*watch, recorder] if first else [recorder, *watch], loader=loader)
+        return recorded_steps(tmp_path / folder)
+
+    assert steps("asleep", StepWatch()) == steps("awake") == [0, 9]
 
 
 def recorded_steps(folder: Path) -> list[int]:
