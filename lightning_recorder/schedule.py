@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -156,22 +155,6 @@ class Sampling(Schedule):
         # Same as _is_nth, inlined because this runs for every batch.
         due = step < self.first_n_steps or (n > 0 and (step == 0 or (step + 1) % n == 0))
         return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
-
-    def next_step(self, step: int) -> int:
-        """Return the first step, from this one on, that may be recorded; ``sys.maxsize`` if there is none.
-
-        Epochs and ``when`` are ignored, so the step may turn out not to be recorded.
-
-        Example:
-            >>> sampling = Sampling(50, step_window=(60, 140))
-            >>> [sampling.next_step(step) for step in (0, 99, 100)] == [99, 99, sys.maxsize]
-            True
-        """
-        first, stop = self.step_window or (0, sys.maxsize)
-        step, n = max(step, first), self.every_n_train_steps or 0
-        if step >= self.first_n_steps and not (n and step == 0):
-            step = step + -(step + 1) % n if n else sys.maxsize
-        return step if step < stop else sys.maxsize
 
     def why_none(self, steps: range, epochs: range) -> str:
         """Return the reason why none of these steps is recorded, or an empty string if one of them should have been.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_recorder.errors import ArgumentError, RecordingError
 from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
@@ -27,20 +24,6 @@ from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
 def test_the_first_step_and_each_one_that_lightning_logs(n: int, steps: list[int]) -> None:
     """Step 0 and every step k with (k + 1) % n == 0 are recorded, and none for n = 0."""
     assert [step for step in range(20) if Sampling(n)(step)] == steps
-
-
-@given(
-    n=st.integers(0, 9),
-    first=st.integers(0, 9),
-    window=st.none() | st.tuples(st.integers(0, 30), st.integers(1, 10)),
-    step=st.integers(0, 40),
-)
-def test_no_step_between_is_recorded(n: int, first: int, window: tuple[int, int] | None, step: int) -> None:
-    """The next step that may be recorded is the first one of those that are."""
-    bounds = None if window is None else (window[0], window[0] + window[1])
-    sampling = Sampling(n, first_n_steps=first, step_window=bounds)
-    expected = next((each for each in range(step, 60) if sampling(each)), sys.maxsize)
-    assert sampling.next_step(step) == expected
 
 
 @pytest.mark.parametrize("n", [-1, 1.0, "2"])

@@ -254,7 +254,7 @@ class RecorderCallback(GuardedCallback):
         if running_function(trainer) != function or not self._begins_with(function):
             return
         self.__dict__.pop("state_key", None)  # from a run that has not ended
-        self._show_hooks(*BATCH_HOOKS)
+        self._show_hooks()
         self._release(trainer)
         self._function, self._began = "", None
         self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
@@ -270,7 +270,6 @@ class RecorderCallback(GuardedCallback):
             self._begin_run(trainer, pl_module, directory)
             self._function = function
             self.__dict__["state_key"] = self.state_key
-            self._hide_unused_hooks(trainer)
 
     def _say_switched_off(self, trainer: Trainer) -> None:
         """Log that the recorders are switched off, once per trainer."""
@@ -321,7 +320,7 @@ class RecorderCallback(GuardedCallback):
             self._trainer = None
             for name in (*SET_BY_LIGHTNING, "state_key"):
                 self.__dict__.pop(name, None)
-            self._show_hooks(*BATCH_HOOKS)
+            self._show_hooks()
             sink, self._sink, self._artifact_sinks = self._sink, None, None
         if sink is not None:
             sink.flush()

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_recorder.callbacks.trainer import running_function
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
 
-__all__ = ["BATCH_HOOKS", "SET_BY_LIGHTNING", "SLEEPING_HOOKS", "GuardedCallback", "guarded"]
+__all__ = ["BATCH_HOOKS", "SET_BY_LIGHTNING", "GuardedCallback", "guarded"]
 
 Owner = TypeVar("Owner", bound="GuardedCallback")
 Parameters = ParamSpec("Parameters")
@@ -32,18 +32,8 @@ BATCH_HOOKS = (
     "on_validation_batch_start",
     "on_validation_batch_end",
 )
-"""The hooks that Lightning calls for each batch of a fit."""
+"""The hooks that Lightning calls for each batch of a fit, those between its start and its end in the middle."""
 
-SLEEPING_HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
-"""The hooks that a recorder does not need while no step is due."""
-
-
-def _package(hook: Any) -> str:
-    """Return the name of the package that defines a hook."""
-    return str(hook.__module__).partition(".")[0]
-
-
-_LIGHTNING = _package(Callback.on_train_batch_start)
 _OURS = __name__.partition(".")[0]
 
 
@@ -122,7 +112,7 @@ class GuardedCallback(Callback):
         """
 
     def _hide_hooks(self, trainer: Trainer, *hooks: str) -> None:
-        """Let Lightning skip some hooks of this callback until they are shown again.
+        """Let Lightning skip some of :data:`BATCH_HOOKS` until they are shown again.
 
         A hook that is ``None`` costs a tenth of one that does nothing, since Lightning skips it before it enters its
         profiler. A hook that the user has overridden or replaced is not hidden. If the trainer does not call the hooks
@@ -132,22 +122,14 @@ class GuardedCallback(Callback):
         if any(each is self for each in callbacks):
             table = vars(self)
             for name in hooks:
-                if name not in table and _package(getattr(type(self), name)) in (_OURS, _LIGHTNING):
+                owner = next(each for each in type(self).__mro__ if name in vars(each))
+                if name not in table and (owner is Callback or owner.__module__.partition(".")[0] == _OURS):
                     table[name] = None
 
-    def _wake(self) -> None:
-        """Show the hooks that a recorder hides while no step is due."""
-        self._show_hooks(*SLEEPING_HOOKS)
-
-    def _hide_unused_hooks(self, trainer: Trainer) -> None:
-        """Let Lightning skip the hooks of a batch that this callback does not have."""
-        unused = [name for name in BATCH_HOOKS if _package(getattr(type(self), name)) == _LIGHTNING]
-        self._hide_hooks(trainer, *unused)
-
-    def _show_hooks(self, *hooks: str) -> None:
-        """Let Lightning call hooks again that were hidden."""
+    def _show_hooks(self) -> None:
+        """Let Lightning call all hooks."""
         table = vars(self)
-        for name in hooks:
+        for name in BATCH_HOOKS:
             if table.get(name, self) is None:
                 del table[name]
 

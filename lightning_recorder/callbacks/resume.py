@@ -16,10 +16,9 @@ from lightning_recorder.callbacks.arguments import in_words
 from lightning_recorder.callbacks.base import fixed_in_run
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
-from lightning_recorder.callbacks.guard import SLEEPING_HOOKS, guarded
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import Silence, why_no_due_validation, why_no_files
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.watch import active_watch
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs import Event, RecordPipeline, SinkFormatter, StatisticsDumps, check_dumps
 from lightning_recorder.schedule import Reduce
@@ -218,15 +217,6 @@ class ResumingCallback(EvaluationCallback):
         if self._run is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps.end()
 
-    def _sleep(self, trainer: Trainer, run: RunRecorder, step: int) -> None:
-        """Hide the hooks of a batch until a step is due; that of the start only if the watch shows it in time."""
-        self._hide_hooks(trainer, *SLEEPING_HOOKS[1:])
-        due, watch = run.sampling.next_step(step), active_watch(trainer)
-        if step <= run.requested_step < due:
-            due = run.requested_step
-        if due > step + 1 and watch is not None and not self._pipeline.needs_replay and watch._wake_before(self, due):
-            self._hide_hooks(trainer, *SLEEPING_HOOKS[:1])
-
     def _keep_state(self, run: RunRecorder, trainer: Trainer) -> None:
         """Keep the state of a run that ends, for the next fit."""
         if not self._kept.waits:
@@ -259,7 +249,6 @@ class ResumingCallback(EvaluationCallback):
         # Does not use state_dict: Lightning raises an error at construction of the trainer if two callbacks have the
         # same state_key, and its message cannot name the argument that distinguishes them.
         self._checkpoints.expect()
-        self._wake()
         state: dict[str, Any] = {}
         if self._run is not None:
             self._pipeline.wait()

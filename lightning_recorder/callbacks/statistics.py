@@ -21,7 +21,7 @@ from lightning_recorder.callbacks.arguments import (
     checked_statistics,
 )
 from lightning_recorder.callbacks.findings import end_findings, findings_of
-from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
@@ -333,7 +333,6 @@ class StatisticsCallback(ResumingCallback):
         """Also record this step, unless the recorder is disabled or merges several steps into a record."""
         if self._run is not None and self._enabled and self.reduce == "step":
             self._run.requested_step = step
-            self._wake()
 
     def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""
@@ -352,9 +351,9 @@ class StatisticsCallback(ResumingCallback):
         self._run.enabled = self._enabled
         if self._run.skip_batch(step, epoch):
             if self._run.phase is RunPhase.IDLE and "on_train_batch_end" not in vars(self):
-                self._sleep(trainer, self._run, step)
+                self._hide_hooks(trainer, *BATCH_HOOKS[1:6])  # the start of each batch may be due
             return
-        self._wake()
+        self._show_hooks()
         self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
         if self._run.phase is RunPhase.RECORDING:
             with self._run.contained():

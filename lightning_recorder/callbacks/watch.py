@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.reproduce import save_incident
-from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
+from lightning_recorder.callbacks.trainer import decline, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
 from lightning_recorder.insight import NON_FINITE, Finding
@@ -29,7 +28,7 @@ from lightning_recorder.statistics import Exchange
 from lightning_recorder.watch import StepSeries
 from lightning_recorder.watch.incident import write_finding
 
-__all__ = ["StepWatch", "active_watch", "add_watch"]
+__all__ = ["StepWatch", "add_watch"]
 
 
 class StepWatch(RecorderCallback):
@@ -128,54 +127,23 @@ class StepWatch(RecorderCallback):
 
     @override
     def _idle(self) -> dict[str, Any]:
-        return {
-            **super()._idle(),
-            "_run": None,
-            "_findings": None,
-            "_exchange": None,
-            "_found": [],
-            "_stops_at": None,
-            "_asleep": {},
-            "_wakes_at": sys.maxsize,
-        }
+        return {**super()._idle(), "_run": None, "_findings": None, "_exchange": None, "_found": [], "_stops_at": None}
 
     _run: WatchedRun | None
     _findings: RunFindings | None
     _exchange: Exchange | None
     _found: list[Finding]
     _stops_at: int | None
-    _asleep: dict[RecorderCallback, int]
-    """The recorders whose hooks are hidden, with the step that each must not miss."""
-    _wakes_at: int
 
     @property
     def found(self) -> list[Finding]:
         """The findings of this process in the current or the latest fit, in order."""
         return list(self._found)
 
-    def _wake_before(self, recorder: RecorderCallback, step: int) -> bool:
-        """Wake a recorder at the end of the step before a step, or when this watch ends.
-
-        Returns:
-            False if this watch does not run.
-        """
-        if self._run is not None:
-            self._asleep[recorder] = step
-            self._wakes_at = min(self._wakes_at, step)
-        return self._run is not None
-
-    def _wake_until(self, step: int) -> None:
-        """Wake the recorders that may record this step or an earlier one."""
-        for recorder, at in list(self._asleep.items()):
-            if at <= step:
-                del self._asleep[recorder]
-                recorder._wake()
-        self._wakes_at = min(self._asleep.values(), default=sys.maxsize)
-
     @override
     def _callbacks_of_group(self, trainer: Trainer) -> list[RecorderCallback]:
         # A replaced watch must not change the label of the other one.
-        return [active_watch(trainer) or self]
+        return [_active_watch(trainer) or self]
 
     @guarded
     @override
@@ -188,7 +156,7 @@ class StepWatch(RecorderCallback):
     def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self._found = []
         self._exchange = None
-        if self is not active_watch(trainer):
+        if self is not _active_watch(trainer):
             return
         if trainer.world_size > 1 and Exchange.is_needed():
             exchange = Exchange(trainer.strategy.root_device)
@@ -276,13 +244,12 @@ class StepWatch(RecorderCallback):
 
     @override
     def _stay_away(self, trainer: Trainer) -> None:
-        if self is active_watch(trainer):
+        if self is _active_watch(trainer):
             decline(trainer)
 
     @override
     def _release(self, trainer: Trainer | None) -> None:
         run, self._run = self._run, None
-        self._wake_until(sys.maxsize)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
             exchange.close(interrupted=trainer is None or trainer.interrupted)
@@ -301,6 +268,8 @@ class StepWatch(RecorderCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._hide_hooks(trainer, "on_before_zero_grad", "on_after_backward")
         if self._run is not None and self._enabled:
             self._run.start_batch(batch, batch_idx)
 
@@ -326,9 +295,6 @@ class StepWatch(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Not in the hook at the start, which Lightning does not call for a batch that is None.
-        if logged_step(trainer) + 1 >= self._wakes_at:
-            self._wake_until(logged_step(trainer) + 1)
         run = self._run
         if run is not None:
             run.end_batch(is_last=stepped(trainer, batch_idx))
@@ -400,6 +366,6 @@ def _watches(trainer: Trainer) -> list[StepWatch]:
     return [each for each in callbacks if isinstance(each, StepWatch)]
 
 
-def active_watch(trainer: Trainer) -> StepWatch | None:
+def _active_watch(trainer: Trainer) -> StepWatch | None:
     """Return the watch that the trainer uses: the one of the user, or the first default one."""
     return min(_watches(trainer), key=lambda each: each.is_default, default=None)

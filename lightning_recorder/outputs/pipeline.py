@@ -179,11 +179,6 @@ class RecordPipeline:
         self._seal()
         self._queue.wait()
 
-    @property
-    def needs_replay(self) -> bool:
-        """True if there are sinks that write only in :meth:`replay`."""
-        return isinstance(self.sink, MultiSink) and self.sink.is_bound_to_thread
-
     def replay(self) -> None:
         """Run the queued writes of sinks that are bound to this thread."""
         if isinstance(self.sink, MultiSink) and not self.sink.is_idle:

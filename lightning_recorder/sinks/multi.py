@@ -108,11 +108,6 @@ class MultiSink(UniformSink):
         return any(sink.supports(verb) for sink in self.sinks)
 
     @property
-    def is_bound_to_thread(self) -> bool:
-        """True if a sink writes only in :meth:`replay`."""
-        return bool(self._deferred)
-
-    @property
     def is_idle(self) -> bool:
         """True if no sink has queued writes."""
         return all(each.sink.is_idle for each in self._deferred)  # type: ignore[attr-defined]  # only sinks that have it

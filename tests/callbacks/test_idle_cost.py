@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 import warnings
@@ -24,14 +25,12 @@ from lightning_recorder import (
     MemorySink,
     Outputs,
     ParameterRecorder,
-    RecorderWarning,
     Schedule,
     StepWatch,
     TensorDumper,
     open_recording,
 )
 from lightning_recorder.callbacks.guard import BATCH_HOOKS
-from lightning_recorder.callbacks.watched_run import WatchedRun
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
 
@@ -147,7 +146,7 @@ class Watching(Callback):
 
 
 def test_lightning_skips_the_hooks_that_a_recorder_does_not_need(tmp_path: Path) -> None:
-    """While no step is due, only the watch has hooks. After the fit, and in copies, all are there again."""
+    """While no step is due, a recorder has the hook at the start alone. After the fit, and in copies, it has all."""
     kinds: list[Any] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
     recorders = [kind(every_n_train_steps=1000) for kind in kinds]
     watch, graph = StepWatch(), GraphRecorder()
@@ -162,12 +161,12 @@ def test_lightning_skips_the_hooks_that_a_recorder_does_not_need(tmp_path: Path)
             copies.extend(map(copy.copy, recorders))
 
     fit(small(), tmp_path, [*recorders, watch, graph, Watching(see)], loader=digits(8))
-    of_watch = {"on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end"}
-    assert seen == [[set(), set(), set(), set(), of_watch]] * 3
+    start = {"on_train_batch_start"}
+    of_watch = start | {"on_before_backward", "on_before_optimizer_step", "on_train_batch_end"}
+    assert seen == [[start, start, start, set(), of_watch]] * 3
     assert all(len(visible(each)) == 6 for each in (*recorders, graph, watch, *copies))
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["watch last", "watch first"])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize(
     "options",
@@ -183,72 +182,57 @@ def test_lightning_skips_the_hooks_that_a_recorder_does_not_need(tmp_path: Path)
     ],
     ids=["5", "2", "first steps", "window", "epochs", "when", "reduce 10", "reduce epoch"],
 )
-def test_a_sleeping_recorder_misses_no_step(
-    options: dict[str, Any], accumulated: int, first: bool, tmp_path: Path
+def test_no_record_is_lost_with_hidden_hooks(
+    options: dict[str, Any], accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same records are made as by a recorder in a trainer without a watch, in which it is awake in each step."""
+    """The same steps are recorded as by a recorder that hides nothing."""
 
-    def steps(folder: str, *watch: Callback) -> list[int]:
+    def steps(folder: str) -> list[int]:
         sink = MemorySink()
-        recorder = ActivationRecorder("head", outputs=UNWATCHED, sinks=[sink], **options)
-        callbacks = [*watch, recorder] if first else [recorder, *watch]
-        loader, epochs = digits(9 * accumulated), {"max_epochs": 2, "accumulate_grad_batches": accumulated}
-        fit(small(), tmp_path / folder, callbacks, loader=loader, **epochs)
-        return list(sink.scalars["activations/head/rms"])
-
-    assert steps("asleep", StepWatch()) == steps("awake") != []
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["watch last", "watch first"])
-def test_a_sleeping_recorder_wakes_after_a_batch_that_is_none(first: bool, tmp_path: Path) -> None:
-    """Lightning does not call the hook at the start of a batch that is None, and counts its step nevertheless."""
-    batch = next(iter(digits(1)))
-    loader: Any = DataLoader(range(12), collate_fn=lambda rows: None if rows == [8] else batch)  # type: ignore[arg-type]  # a sequence is a dataset
-
-    def steps(folder: str, *watch: Callback) -> list[int]:
-        recorder = ActivationRecorder("head", every_n_train_steps=10, outputs=UNWATCHED)
+        recorder = ActivationRecorder("head", sinks=[sink], **options)
+        batch = next(iter(digits(1)))
+        # Lightning calls no hook at the start of a batch that is None, and counts its step nevertheless.
+        loader: Any = DataLoader(range(9 * accumulated), collate_fn=lambda rows: None if rows == [3] else batch)  # type: ignore[arg-type]  # a sequence is a dataset
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "train_dataloader yielded None")
-            fit(small(), tmp_path / folder, [*watch, recorder] if first else [recorder, *watch], loader=loader)
-        return recorded_steps(tmp_path / folder)
+            fit(
+                small(), tmp_path / folder, [recorder], loader=loader, max_epochs=2, accumulate_grad_batches=accumulated
+            )
+        return list(sink.scalars["activations/head/rms"])
 
-    assert steps("asleep", StepWatch()) == steps("awake") == [0, 9]
+    hidden = steps("hidden")
+    monkeypatch.setattr(ActivationRecorder, "_hide_hooks", lambda *args: None)
+    assert hidden == steps("shown") != []
 
 
 def recorded_steps(folder: Path) -> list[int]:
     return [int(step) for step in open_recording(folder).run["activations"]["head"].steps]
 
 
-def test_a_sleeping_recorder_records_a_step_on_request(tmp_path: Path) -> None:
-    """``record_step`` wakes it."""
+def test_a_step_is_recorded_on_request(tmp_path: Path) -> None:
+    """``record_step`` is not missed while hooks are hidden."""
     recorder = ActivationRecorder("head", every_n_train_steps=100)
     request = Watching(lambda batch_idx: recorder.record_step(9) if batch_idx == 4 else None)
     fit(small(), tmp_path, [recorder, request], loader=digits(12))
     assert recorded_steps(tmp_path) == [0, 9]
 
 
-def test_a_recorder_wakes_when_the_watch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the watch does not end the recorders that it should have woken."""
-
-    def fail(self: WatchedRun, *args: Any, **kwargs: Any) -> None:
-        if self._trainer.global_step == 5:
-            raise ValueError("planted")
-
-    monkeypatch.setattr(WatchedRun, "add_loss", fail)
-    recorder = ActivationRecorder("head", every_n_train_steps=10)
-    with pytest.warns(RecorderWarning, match="StepWatch is off"):
-        fit(small(), tmp_path, [recorder], loader=digits(12))
-    assert recorded_steps(tmp_path) == [0, 9]
-
-
 def test_hooks_of_a_subclass_and_of_an_instance_are_always_called(tmp_path: Path) -> None:
-    """Only hooks of this package are hidden."""
+    """Only hooks of this package are hidden, and those that the base class of Lightning does not have."""
     called: list[str] = []
 
-    class Mine(ActivationRecorder):
+    class Other(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            called.append("backward")
+
+    class Mine(ActivationRecorder, Other):
+        on_before_optimizer_step = None  # type: ignore[assignment]  # Lightning skips it
+
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_batch_end(*args, **kwargs)
             called.append("end")
+
+        functools.update_wrapper(on_train_batch_end, ActivationRecorder.on_train_batch_end)
 
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
             called.append("after")
@@ -256,8 +240,31 @@ def test_hooks_of_a_subclass_and_of_an_instance_are_always_called(tmp_path: Path
     recorder = Mine("head", every_n_train_steps=100)
     recorder.on_before_zero_grad = lambda *args: called.append("zero")  # type: ignore[method-assign]
     fit(small(), tmp_path, [recorder], loader=digits(6))
-    assert {name: called.count(name) for name in called} == {"end": 6, "after": 6, "zero": 6}
+    assert {name: called.count(name) for name in called} == dict.fromkeys(("end", "after", "zero", "backward"), 6)
     assert recorded_steps(tmp_path) == [0]
+
+
+def test_hooks_may_be_replaced_at_the_start_of_a_training(tmp_path: Path) -> None:
+    """A callback that measures the hooks of all others finds functions to wrap."""
+    called: list[str] = []
+
+    class Instrument(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for each in trainer.callbacks:
+                for name in BATCH_HOOKS:
+                    setattr(each, name, self.counted(name, getattr(each, name)))
+
+        def counted(self, name: str, hook: Callable[..., object]) -> Callable[..., object]:
+            def count(*args: Any, **kwargs: Any) -> None:
+                called.append(name)
+                hook(*args, **kwargs)
+
+            return count
+
+    recorders = [ActivationRecorder("head", every_n_train_steps=3), GraphRecorder()]
+    fit(small(), tmp_path, [*recorders, Instrument()], loader=digits(6))
+    assert recorded_steps(tmp_path) == [0, 2, 5]
+    assert called.count("on_train_batch_end") == 6 * 4
 
 
 class Forwarding(Callback):
