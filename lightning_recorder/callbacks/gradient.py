@@ -52,8 +52,7 @@ class GradientRecorder(TensorsCallback):
             input is the part that flows through the module.
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
             are ``gradients/<module>#2/…``. By default, all calls are merged. The number is that of the call in the
-            forward pass, also with checkpointing, except that with a reentrant checkpoint inside another one, a
-            gradient on a GPU may have the number of another call.
+            forward pass, also with checkpointing.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any

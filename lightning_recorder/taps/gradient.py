@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
@@ -32,6 +34,9 @@ _MOST_NODES = 20_000
 
 # Counting the live nodes takes time, so after a refusal the next count waits for this many requests.
 _REFUSALS = 1000
+
+# The code that runs a node which is written in Python, such as that of a reentrant checkpoint.
+_NODE = BackwardCFunction.apply.__code__
 
 Hook = TypeVar("Hook", bound="GradientHook")
 
@@ -146,8 +151,8 @@ class _CallNumbers:
 
     A reentrant checkpoint creates its node before its calls, and repeats the calls in their order while that node runs.
     So the first repeated call is the first call after the node was created. Nodes are compared by their sequence
-    numbers, which each thread counts on its own: a call in a checkpoint inside another one may have the number of
-    another call on a GPU, where the inner node is created by the thread of the backward pass.
+    numbers, which each thread counts on its own. The node of a checkpoint inside another one is created when that one
+    is repeated, on a GPU in the thread of the backward pass, so it is compared with repeated calls only.
     """
 
     def __init__(self) -> None:
@@ -172,10 +177,22 @@ class _CallNumbers:
         return number
 
     def _first_after(self, node: int) -> int:
+        again = next((number for begun, number in self._begun_again if begun > node), None)
+        if again is not None and _is_nested():
+            return again
         earlier = bisect_right(self._begun, node)
         if earlier < len(self._begun):
             return earlier + 1
-        return next((number for begun, number in self._begun_again if begun > node), max(1, earlier))
+        return max(1, earlier) if again is None else again
+
+
+def _is_nested() -> bool:
+    """Return True in a backward pass that a node of another one runs in this thread, as reentrant checkpoints do."""
+    frame, nodes = inspect.currentframe(), 0
+    while frame is not None and nodes < 2:
+        nodes += frame.f_code is _NODE
+        frame = frame.f_back
+    return nodes == 2
 
 
 class GradientHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,7 @@ def same(module: nn.Linear) -> nn.Linear:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of a nested checkpoint
+@pytest.mark.parametrize("in_thread", [False, True])  # as on a GPU, whose thread has sequence numbers of its own
 @pytest.mark.parametrize("kinds", [(InputTap, InputGradientTap), (OutputTap, OutputGradientTap)])
 @pytest.mark.parametrize(
     ("calls", "target"),
@@ -97,7 +99,7 @@ def same(module: nn.Linear) -> nn.Linear:
     ],
 )
 def test_a_gradient_has_the_number_of_its_call(
-    calls: Calls, target: int | None, kinds: tuple[type[Tap], type[Tap]]
+    calls: Calls, target: int | None, kinds: tuple[type[Tap], type[Tap]], in_thread: bool
 ) -> None:
     """The gradient of each call, which equals its output here, has the path of that output, except for a target."""
     module = same(nn.Linear(2, 2, bias=False))
@@ -109,7 +111,13 @@ def test_a_gradient_has_the_number_of_its_call(
         for seen in found:
             seen.clear()
         with taps[0], taps[1]:
-            loss(calls(module, torch.tensor([[1.0, -1.0]], requires_grad=True))).backward()
+            backward: Callable[[], None] = loss(calls(module, torch.tensor([[1.0, -1.0]], requires_grad=True))).backward
+            if in_thread:
+                thread = threading.Thread(target=backward)
+                thread.start()
+                thread.join()
+            else:
+                backward()
         expected = {site: tensor.tolist() for number, (site, tensor) in enumerate(found[0], 1) if number != target}
         assert len(found[1]) == len(expected)
         assert {site: tensor.tolist() for site, tensor in found[1]} == expected
