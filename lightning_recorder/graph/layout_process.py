@@ -38,6 +38,7 @@ _STRONG = 20
 _MORE_ROOM = 1.25
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
+_REMEDY = "install that library (on Debian and Ubuntu: apt-get install libglib2.0-0), or put dot on PATH"
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
 
 
@@ -109,8 +110,10 @@ def draw(renderer: str, source: str, formats: list[str]) -> list[bytes]:
     """Return the pictures of a document in each format."""
     if Path(renderer).is_dir():
         sys.path.append(renderer)
-        import pygraphviz
-
+        try:
+            import pygraphviz
+        except ImportError as error:
+            sys.exit(f"pygraphviz cannot be loaded ({error}): {_REMEDY}")
         try:
             graph = pygraphviz.AGraph(string=source)
             return [graph.draw(format=each, prog="dot") for each in formats]

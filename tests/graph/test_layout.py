@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lightning_recorder import RenderError, fonts
-from lightning_recorder.graph import Layout
+from lightning_recorder.graph import Layout, layout
 from lightning_recorder.graph.layout import find_renderer
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-ins for dot are shell scripts")
@@ -135,6 +135,25 @@ def test_the_folder_of_pygraphviz_may_have_any_name(
     monkeypatch.delitem(sys.modules, "pygraphviz")
     monkeypatch.syspath_prepend(str(folder))
     assert [path.name for path in Layout(document, ("svg",)).finish()] == ["graph.svg"]
+
+
+def test_a_library_that_graphviz_needs_is_missing(
+    no_dot: None, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without GLib, as in many small images, the error names the library and how to install it."""
+    missing = "libgobject-2.0.so.0: cannot open shared object file: No such file or directory"
+    package = tmp_path / "packages" / "pygraphviz"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"raise ImportError({missing!r})")
+    monkeypatch.delitem(sys.modules, "pygraphviz", raising=False)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr(layout, "_SCRIPT", [sys.executable, "-S", *layout._SCRIPT[1:]])  # without the real package
+    with pytest.raises(RenderError) as raised:
+        Layout(document, ("svg",)).finish()
+    assert str(raised.value) == (
+        f"Graphviz produced no picture, it failed: pygraphviz cannot be loaded ({missing}): install that library (on "
+        "Debian and Ubuntu: apt-get install libglib2.0-0), or put dot on PATH"
+    )
 
 
 def test_a_document_that_is_none(no_dot: None, document: Path, scratch: Path) -> None:
