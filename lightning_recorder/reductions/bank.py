@@ -60,17 +60,31 @@ class _Block(Generic[Key]):
 
 @dataclass(frozen=True)
 class Collected(Generic[Key]):
-    """The states of one kind on one device."""
+    """The states of one kind on one device.
+
+    Args:
+        reduction: The kind of state.
+        keys: The keys.
+        copied: The states, ``[keys, width]`` float64.
+        arrival: The event of a GPU after which ``copied`` is complete; None if it is.
+    """
 
     reduction: Reduction
     keys: list[Key]
-    states: Tensor
-    """``[keys, width]`` float64."""
+    copied: Tensor
+    arrival: Any = None
+
+    @property
+    def states(self) -> Tensor:
+        """The states, ``[keys, width]`` float64. Waits until they have arrived from a GPU."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.copied
 
     @property
     def nbytes(self) -> int:
         """The size of the states in bytes."""
-        return self.states.nbytes
+        return self.copied.nbytes
 
 
 class StateBank(Generic[Key]):
@@ -179,12 +193,11 @@ class StateBank(Generic[Key]):
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
         """Copy the states of all keys to one device and merge the states that a key has on several devices.
 
-        Synchronizes each other device once per kind of state. Does not wait if the states are already on ``device``.
+        Copies from a GPU to the host do not wait for it; :attr:`Collected.states` does. Copies from other devices wait.
         """
+        if len(self._seen_on) == 1:  # the common case: each key has one row
+            return [_copied(blocks, device) for blocks in self._blocks.values()]
         groups: list[Collected[Key]] = []
-        if len(self._blocks) == 1 and len(self._seen_on) == 1:  # the common case: each key has one row
-            (blocks,) = self._blocks.values()
-            return [_copied(blocks, device)]
         places: dict[Key, tuple[Tensor, int]] = {}
         for blocks in self._blocks.values():
             rows = [row for block in blocks for row in block.rows]
@@ -293,11 +306,31 @@ def _copied(blocks: Sequence[_Block[Key]], device: torch.device | str) -> Collec
     """Return a copy of the states in the blocks, because the states continue to change. A GPU makes one transfer."""
     _settle([row for block in blocks for row in block.rows])
     first = blocks[0]
+    keys = [key for block in blocks for key in block.keys]
     if len(blocks) == 1:
-        states = first.states[: len(first.keys)]
-        return Collected(first.rows[0].reduction, list(first.keys), states.to(device, copy=True))
-    states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to(device)
-    return Collected(first.rows[0].reduction, [key for block in blocks for key in block.keys], states)
+        states, is_copy = first.states[: len(first.keys)], False
+    else:
+        states, is_copy = torch.cat([block.states[: len(block.keys)] for block in blocks]), True
+    if states.is_cuda and torch.device(device).type == "cpu":
+        return Collected(first.rows[0].reduction, keys, *_on_the_way(states))
+    return Collected(first.rows[0].reduction, keys, states.to(device, copy=not is_copy))
+
+
+def _on_the_way(states: Tensor) -> tuple[Tensor, Any]:
+    """Begin to copy states from a GPU to the host.
+
+    Returns:
+        The copy, and the event after which it is complete; None if it is already complete.
+    """
+    try:
+        copy = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
+    except RuntimeError:  # the memory that may be pinned is limited
+        return states.to("cpu"), None
+    with torch.cuda.device(states.device):
+        copy.copy_(states, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copy, event
 
 
 def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:
