@@ -210,3 +210,24 @@ def test_no_module_is_long() -> None:
     """A module of the package has at most 450 lines."""
     lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
     assert {path: length for path, length in lengths.items() if length > 450} == {}
+
+
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+
+
+def test_each_new_tensor_is_on_a_device_that_is_given() -> None:
+    """No tensor of the package depends on the default device of the program."""
+    calls = {
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        for name, tree in modules().items()
+    }
+    factories = [
+        (f"{name}:{call.lineno}", {keyword.arg for keyword in call.keywords})
+        for name, found in calls.items()
+        for call in found
+        if isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in FACTORIES
+    ]
+    assert len(factories) > 50
+    assert [place for place, keywords in factories if "device" not in keywords] == []

@@ -88,10 +88,10 @@ def _part(series: Series) -> dict[str, Any]:
     return {
         "stage": series.stage,
         "loader": series.loader,
-        "steps": torch.tensor(series.steps, dtype=torch.int64),
-        "epochs": torch.tensor(series.epochs, dtype=torch.int64),
+        "steps": torch.tensor(series.steps, dtype=torch.int64, device="cpu"),
+        "epochs": torch.tensor(series.epochs, dtype=torch.int64, device="cpu"),
         "sites": [list(site) for site in series.sites],
         "dtypes": [series[site].dtype for site in series.sites],
         "statistics": series.statistics,
-        "values": torch.stack(values, dim=-1) if values else torch.zeros(shape, dtype=torch.float64),
+        "values": torch.stack(values, dim=-1) if values else torch.zeros(shape, dtype=torch.float64, device="cpu"),
     }

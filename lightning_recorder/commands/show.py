@@ -134,7 +134,7 @@ def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
     """Return the row of a site; no row if no record meets all conditions."""
     site = found.site
     columns = [site.statistic(condition.statistic) for condition in conditions]
-    holds = torch.ones(len(site.steps), dtype=torch.bool)
+    holds = torch.ones(len(site.steps), dtype=torch.bool, device="cpu")
     for condition, column in zip(conditions, columns, strict=True):
         holds &= condition.holds(column, condition.limit) & ~column.isnan()
     steps = [step for step, each in zip(site.steps, holds.tolist(), strict=True) if each]

@@ -172,7 +172,7 @@ def _content(record: Record, found: StatisticsTable, entries: Mapping[str, objec
     tensors: dict[str, Tensor] = {}
     samples: dict[str, int] = {}
     for site, seen in found.items():
-        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.scalars.items()}
+        values = {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in seen.scalars.items()}
         for statistic, tensor in {**values, **seen.tensors, "histogram": seen.bins}.items():
             tensors[make_tag("", *site, statistic)] = tensor
         samples[make_tag("", *site)] = int(seen.scalars["count"])

@@ -101,7 +101,7 @@ def _variance(table: Tensor) -> Tensor:
 
 def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Tensor:
     """Return a statistic of a repeated run at the steps and sites of a pair; NaN where it is unknown."""
-    found = torch.full((len(pair.steps), len(pair.sites)), torch.nan, dtype=torch.float64)
+    found = torch.full((len(pair.steps), len(pair.sites)), torch.nan, dtype=torch.float64, device="cpu")
     steps = {step: place for place, step in enumerate(repeat.steps)}
     sites = {site: place for place, site in enumerate(repeat.sites)}
     rows = [place for place, step in enumerate(pair.steps) if step in steps]
@@ -109,7 +109,7 @@ def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Tensor:
     if rows and columns:
         values = repeat.values[name][1]
         picked = values[[steps[pair.steps[row]] for row in rows]][:, [sites[pair.sites[place]] for place in columns]]
-        found[torch.tensor(rows)[:, None], torch.tensor(columns)] = picked
+        found[torch.tensor(rows, device="cpu")[:, None], torch.tensor(columns, device="cpu")] = picked
     return found
 
 
@@ -144,7 +144,9 @@ def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> fro
         largest = sizes.amax(2)
         for index, site in enumerate(parts):
             own = (pair.one[site].dtype, dtypes[0]), (pair.other[pair.counterparts[site]].dtype, dtypes[1])
-            limits = torch.tensor([_limit(dtype, known.get(name)) for dtype, known in own], dtype=torch.float64)
+            limits = torch.tensor(
+                [_limit(dtype, known.get(name)) for dtype, known in own], dtype=torch.float64, device="cpu"
+            )
             is_small = sizes[..., index] <= limits[:, None] * largest
             if bool(is_small.all()) and bool((largest > 0).any()):
                 found.add(f"{name}\n{site.path.removesuffix(suffix)}")

@@ -168,7 +168,7 @@ class SeriesPair:
     @cached_property
     def _size(self) -> Tensor:
         """The larger rms of the two runs, ``[steps, sites]``; infinite if it is unknown."""
-        unknown = torch.full((len(self.steps), len(self.sites)), torch.inf, dtype=torch.float64)
+        unknown = torch.full((len(self.steps), len(self.sites)), torch.inf, dtype=torch.float64, device="cpu")
         one, other = self.values.get("rms", (unknown, unknown))
         return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
 
@@ -186,7 +186,7 @@ class SeriesPair:
         """
         with_histograms = tolerance.exact and tolerance.histograms
         shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
-        excess, distance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+        excess, distance = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
         for index, name in enumerate(self.statistics):
             excess[index], distance[index] = self._difference(name, tolerance)
         excess = torch.where(self.both, excess, 0.0)
@@ -297,8 +297,8 @@ def _picks(series: Series, steps: list[int], sites: list[Site]) -> tuple[Tensor,
     step_places = {step: place for place, step in enumerate(series.steps)}
     site_places = {site: place for place, site in enumerate(series.sites)}
     return (
-        torch.tensor([step_places[step] for step in steps], dtype=torch.int64),
-        torch.tensor([site_places[site] for site in sites], dtype=torch.int64),
+        torch.tensor([step_places[step] for step in steps], dtype=torch.int64, device="cpu"),
+        torch.tensor([site_places[site] for site in sites], dtype=torch.int64, device="cpu"),
     )
 
 

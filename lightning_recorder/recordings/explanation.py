@@ -308,7 +308,7 @@ class _Explanation:
         one, other = (values[pair.steps.index(step)] for values in pair.values[statistic])
         index = {site: place for place, site in enumerate(pair.sites)}
         left_out = set(self.found.rounding)
-        places = torch.tensor([index[site] for site in sites if site not in left_out], dtype=torch.int64)
+        places = torch.tensor([index[site] for site in sites if site not in left_out], dtype=torch.int64, device="cpu")
         ratios = (other[places] / one[places])[one[places] != 0]
         ratios = ratios[ratios.isfinite()]
         if len(ratios) < 2 or bool(ratios.min() <= 0):

@@ -105,7 +105,9 @@ class Part:
             for site in row.layout.sites:
                 self.sites.setdefault(site, len(self.sites))
             self.statistics.update(dict.fromkeys(row.layout.columns))
-            self._places[row.layout] = torch.tensor([self.sites[site] for site in row.layout.sites], dtype=torch.int64)
+            self._places[row.layout] = torch.tensor(
+                [self.sites[site] for site in row.layout.sites], dtype=torch.int64, device="cpu"
+            )
         for scalars in row.further.values():
             self.statistics.update(dict.fromkeys(scalars))
 
@@ -116,7 +118,7 @@ class Part:
 
     def values(self, statistic: str) -> Tensor:
         """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN if it is missing."""
-        found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64)
+        found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64, device="cpu")
         for index, step in enumerate(self.steps):
             row = self.entries[step].row
             places, columns = self._places[row.layout], row.layout.columns
@@ -131,7 +133,7 @@ class Part:
 
     def seen(self) -> Tensor:
         """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
-        found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool)
+        found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool, device="cpu")
         for index, step in enumerate(self.steps):
             found[index, self._places[self.entries[step].row.layout]] = True
         return found

@@ -98,7 +98,7 @@ def unpack_counts(text: object) -> Tensor:
         for gap, count in zip(numbers, numbers, strict=True):
             place += gap + 1
             bins[place] = count
-        return torch.tensor(bins, dtype=torch.int64)
+        return torch.tensor(bins, dtype=torch.int64, device="cpu")
     except (ValueError, IndexError, RuntimeError) as error:
         raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
 

@@ -148,7 +148,7 @@ def check_scaling(
         raise ArgumentError("all runs have the same width; give their widths if no shape shows it")
     tables, statistic = _tables(series, sites, steps)
     order = sorted(range(len(runs)), key=lambda place: sizes[place])
-    logs = torch.tensor([math.log(sizes[place]) for place in order], dtype=torch.float64)
+    logs = torch.tensor([math.log(sizes[place]) for place in order], dtype=torch.float64, device="cpu")
     values = torch.stack([tables[place] for place in order])
     exponents, errors = _fit(logs, values.log())
     found = {}
@@ -202,7 +202,7 @@ def _rms(series: Series, sites: Sequence[Site], steps: Sequence[int]) -> Tensor:
 
 
 def _mean_absolute(series: Series, sites: Sequence[Site], steps: Sequence[int]) -> Tensor:
-    found = torch.full((len(steps), len(sites)), torch.nan, dtype=torch.float64)
+    found = torch.full((len(steps), len(sites)), torch.nan, dtype=torch.float64, device="cpu")
     for row, step in enumerate(steps):
         packed = series.packed_counts(step)
         for column, site in enumerate(sites):
@@ -216,10 +216,10 @@ def _mean_absolute(series: Series, sites: Sequence[Site], steps: Sequence[int]) 
 def _middles() -> Tensor:
     """Return the middle of the absolute values of each bin, ``[2048]`` float64; 0 for the bins that are not finite."""
     half = BINS // 2
-    edges = (torch.arange(half + 1, dtype=torch.int64) << BIN_SHIFT)[: FINITE_BINS + 1].to(torch.int32)
+    edges = (torch.arange(half + 1, dtype=torch.int64, device="cpu") << BIN_SHIFT)[: FINITE_BINS + 1].to(torch.int32)
     edges = edges.view(torch.float32).double()
     edges[-1] = torch.finfo(torch.float32).max
-    middles = torch.zeros(half, dtype=torch.float64)
+    middles = torch.zeros(half, dtype=torch.float64, device="cpu")
     middles[:FINITE_BINS] = (edges[:-1] + edges[1:]) / 2
     middles[0] = 0.0  # nearly all of its values are zeros
     return torch.cat([middles, middles])

@@ -349,7 +349,7 @@ class SiteSeries:
         """
         self.series.check_statistic(name)
         values = [entry.row.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def scalars(self, step: int) -> dict[str, float]:
         """Return all statistics at one step.

@@ -66,7 +66,7 @@ def unpack_vectors(packed: Any, place: int) -> dict[str, Tensor]:
         if site == place:
             values: array[float] = array("f" if kind == "f" else "d")
             values.frombytes(base64.b64decode(text, validate=True))
-            found[str(name)] = torch.tensor(_little_endian(values).tolist(), dtype=torch.float64)
+            found[str(name)] = torch.tensor(_little_endian(values).tolist(), dtype=torch.float64, device="cpu")
     return found
 
 

@@ -86,7 +86,7 @@ class Reduction(ABC):
 
     def initial(self) -> Tensor:
         """Return the state of an empty stream, ``[width]`` float64 on the CPU."""
-        return torch.zeros(self.width, dtype=torch.float64)
+        return torch.zeros(self.width, dtype=torch.float64, device="cpu")
 
     @abstractmethod
     def update_state(self, state: Tensor, values: Values) -> None:
@@ -148,7 +148,7 @@ class Reduction(ABC):
 
     def additive_slots(self) -> Tensor:
         """Return a mask of the state slots that are merged by addition, ``[width]`` bool."""
-        return torch.full((self.width,), self.additive)
+        return torch.full((self.width,), self.additive, device="cpu")
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +159,7 @@ class Reduction(ABC):
     def state(self) -> Tensor:
         """The state of this object's own stream, ``[width]`` float64."""
         if not self.is_sized:
-            return torch.zeros(0, dtype=torch.float64)
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
         if self._state is None:
             with torch.inference_mode(False):
                 self._state = self.initial()
@@ -214,7 +214,7 @@ class Reduction(ABC):
     def compute(self) -> dict[str, Tensor]:
         """Return the current statistics by name. The state does not change."""
         if not self.is_sized:
-            return {name: torch.tensor(torch.nan, dtype=torch.float64) for name in self.statistics}
+            return {name: torch.tensor(torch.nan, dtype=torch.float64, device="cpu") for name in self.statistics}
         return self.summarize(self.state)
 
     def reset(self) -> None:
@@ -250,7 +250,7 @@ class Reduction(ABC):
     def _kind(self) -> Tensor:
         """A fingerprint of the class and settings, 0-d int64."""
         text = f"{type(self).__name__} {_described(self.choices)}"
-        return torch.tensor(zlib.crc32(text.encode()))
+        return torch.tensor(zlib.crc32(text.encode()), device="cpu")
 
     def _check_kind(self, state_dict: Mapping[str, Tensor]) -> None:
         if "kind" in state_dict and int(state_dict["kind"]) != int(self._kind):

@@ -44,7 +44,7 @@ class HeadEntropy(ShapedReduction):
 
     @override
     def initial(self) -> Tensor:
-        state = torch.zeros(self.width, dtype=torch.float64)
+        state = torch.zeros(self.width, dtype=torch.float64, device="cpu")
         state[2 * self.width // 3 :] = -torch.inf
         return state
 

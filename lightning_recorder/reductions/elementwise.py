@@ -118,7 +118,7 @@ class BatchMin(_BatchReduction):
 
     @override
     def initial(self) -> Tensor:
-        state = torch.full((self.width,), self._empty, dtype=torch.float64)
+        state = torch.full((self.width,), self._empty, dtype=torch.float64, device="cpu")
         state[: self.lead] = 0
         return state
 

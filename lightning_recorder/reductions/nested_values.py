@@ -72,7 +72,7 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, (Number, bool)):
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
     raise ArgumentError(
         f"a {type(value).__name__} cannot be saved by name; only tensors and numbers can. apply() can convert it"
     )

@@ -51,7 +51,7 @@ class Reservoir(Reduction):
 
     @override
     def initial(self) -> Tensor:
-        state = torch.full((self.width,), torch.nan, dtype=torch.float64)
+        state = torch.full((self.width,), torch.nan, dtype=torch.float64, device="cpu")
         state[0] = 0
         state[1 : 1 + self.size] = torch.inf
         return state

@@ -194,7 +194,7 @@ class Norms(ScalarReduction):
 
     @override
     def initial(self) -> Tensor:
-        return torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)
+        return torch.tensor([-torch.inf, 0, 0], dtype=torch.float64, device="cpu")
 
     @override
     def slots_of(self, values: Values) -> Sequence[Tensor]:
@@ -234,7 +234,7 @@ class Extrema(ScalarReduction):
 
     @override
     def initial(self) -> Tensor:
-        return torch.tensor([_INF, -_INF], dtype=torch.float64)
+        return torch.tensor([_INF, -_INF], dtype=torch.float64, device="cpu")
 
     @override
     def slots_of(self, values: Values) -> Sequence[Tensor]:

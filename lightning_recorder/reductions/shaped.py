@@ -82,7 +82,7 @@ class ShapedReduction(Reduction):
     @override
     def state_dict(self) -> dict[str, Tensor]:
         # Empty until the first tensor.
-        return {} if self.shape is None else {**super().state_dict(), "shape": torch.tensor(self.shape)}
+        return {} if self.shape is None else {**super().state_dict(), "shape": torch.tensor(self.shape, device="cpu")}
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -230,7 +230,7 @@ class ChannelExtrema(_ChannelReduction):
 
     @override
     def initial(self) -> Tensor:
-        return torch.full((self.width,), -torch.inf, dtype=torch.float64)
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64, device="cpu")
 
     @override
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
@@ -274,7 +274,7 @@ class DeadChannels(_ChannelReduction):
 
     @override
     def initial(self) -> Tensor:
-        return torch.full((self.width,), -torch.inf, dtype=torch.float64)
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64, device="cpu")
 
     @override
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:

@@ -78,6 +78,6 @@ class FeatureRank(ShapedReduction):
 def _projection(features: int, kept: int) -> Tensor:
     """Return a random matrix of signs, ``[features, kept]``, scaled to keep squared lengths in expectation."""
     generator = torch.Generator().manual_seed(_SEED)
-    signs = torch.randint(0, 2, (features, kept), generator=generator, dtype=torch.int8)
+    signs = torch.randint(0, 2, (features, kept), generator=generator, dtype=torch.int8, device="cpu")
     scaled: Tensor = (2 * signs - 1).double() / kept**0.5
     return scaled

@@ -216,7 +216,7 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     elif isinstance(value, (bool, int, float)):
-        yield name, torch.tensor(float(value), dtype=torch.float64)
+        yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _named(f"{name}_{key}", part)

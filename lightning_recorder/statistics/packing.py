@@ -164,10 +164,14 @@ class Contribution:
 
 def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
     reduction, states = group.reduction, group.states
-    flags = torch.tensor([_COPY if site in copies else _COUNTS for site in group.keys], dtype=torch.uint8)
+    flags = torch.tensor([_COPY if site in copies else _COUNTS for site in group.keys], dtype=torch.uint8, device="cpu")
     bare = copy.copy(reduction)
     bare._state = None
-    means = reduction.means(states) if isinstance(reduction, Statistics) else torch.full((len(states),), torch.nan)
+    means = (
+        reduction.means(states)
+        if isinstance(reduction, Statistics)
+        else torch.full((len(states),), torch.nan, device="cpu")
+    )
     return _Kind(
         bank,
         reduction.described,
@@ -176,7 +180,7 @@ def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
         flags,
         states,
         torch.stack([means, means]).double(),
-        torch.zeros(len(states), dtype=torch.bool),
+        torch.zeros(len(states), dtype=torch.bool, device="cpu"),
     )
 
 
@@ -212,11 +216,11 @@ def _merged(one: _Kind, other: _Kind) -> _Kind:
 def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
     """Return a kind with further sites that have no state."""
     places = {site: place for place, site in enumerate(sites)}
-    rows = torch.tensor([places[site] for site in kind.sites], dtype=torch.long)
-    flags = torch.zeros(len(sites), dtype=torch.uint8)
-    states = torch.zeros(len(sites), kind.states.shape[1], dtype=kind.states.dtype)
-    means = torch.full((2, len(sites)), torch.nan, dtype=torch.float64)
-    diverged = torch.zeros(len(sites), dtype=torch.bool)
+    rows = torch.tensor([places[site] for site in kind.sites], dtype=torch.long, device="cpu")
+    flags = torch.zeros(len(sites), dtype=torch.uint8, device="cpu")
+    states = torch.zeros(len(sites), kind.states.shape[1], dtype=kind.states.dtype, device="cpu")
+    means = torch.full((2, len(sites)), torch.nan, dtype=torch.float64, device="cpu")
+    diverged = torch.zeros(len(sites), dtype=torch.bool, device="cpu")
     flags[rows], states[rows], means[:, rows], diverged[rows] = kind.flags, kind.states, kind.means, kind.diverged
     return kind._replace(sites=sites, flags=flags, states=states, means=means, diverged=diverged)
 
@@ -320,7 +324,7 @@ class _Reader:
         start = -(-self._start // _ALIGNMENT) * _ALIGNMENT
         self._start = start + size * dtype.itemsize
         if not size:
-            return torch.zeros(0, dtype=dtype)
+            return torch.zeros(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._message, dtype=dtype, count=size, offset=start)
 
     def kind(self, shape: _Shape, own: Reduction | None) -> _Kind:
@@ -328,7 +332,7 @@ class _Reader:
         flags, diverged, means = self.take(torch.uint8), self.take(torch.bool), self.take(torch.float64).view(2, sites)
         places, states = self.take(torch.int32), self.take(torch.float64)
         if len(places):
-            values, states = states, torch.zeros(sites * shape.width, dtype=torch.float64)
+            values, states = states, torch.zeros(sites * shape.width, dtype=torch.float64, device="cpu")
             states[places.long()] = values
         states = states.view(sites, shape.width)
         reduction = own if shape.reduction is None else pickle.loads(shape.reduction)
@@ -345,4 +349,4 @@ def _thinned(states: Tensor) -> list[Tensor]:
     places = values.view(torch.int64).nonzero().flatten()  # as integers, so that -0.0 is kept
     if len(places) and 3 * len(places) < 2 * len(values) < 1 << 32:
         return [places.int(), values[places]]
-    return [torch.zeros(0, dtype=torch.int32), values]
+    return [torch.zeros(0, dtype=torch.int32, device="cpu"), values]

@@ -186,7 +186,7 @@ class RankChannel:
         if self.parent is None:
             return merged
         message = self._encoder.encode(job.scope, merged)
-        head = torch.tensor([job.number, _fingerprint(job.scope), len(message)], dtype=torch.int64)
+        head = torch.tensor([job.number, _fingerprint(job.scope), len(message)], dtype=torch.int64, device="cpu")
         dist.send(head, self.parent, self.group, tag=_TAG)
         dist.send(torch.frombuffer(message, dtype=torch.uint8), self.parent, self.group, tag=_TAG)
         self.sent_bytes += len(message)
@@ -195,7 +195,7 @@ class RankChannel:
     def _receive(self, child: int, job: _Job, own: Contribution) -> Contribution | None:
         """Return the states that a rank has merged, or None if it cannot be reached."""
         try:
-            head = torch.empty(3, dtype=torch.int64)
+            head = torch.empty(3, dtype=torch.int64, device="cpu")
             dist.recv(head, child, self.group, tag=_TAG)
             number, fingerprint, size = head.tolist()
             message = bytearray(size)

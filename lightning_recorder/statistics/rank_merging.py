@@ -174,7 +174,7 @@ class Exchange:
         """
         if self._channel is None:
             return number
-        found = torch.tensor([number], dtype=torch.float64)
+        found = torch.tensor([number], dtype=torch.float64, device="cpu")
         dist.broadcast(found, 0, self._channel.group)
         return float(found)
 

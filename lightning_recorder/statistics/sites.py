@@ -129,7 +129,7 @@ class SiteStates:
                     self._settle()
         values = Values(tensor, factor)
         bank.add(site, values)
-        if self._can_recycle and len(bank) >= _LASTING and not self._recycled.is_allocated:
+        if self._can_recycle and tensor.is_cpu and len(bank) >= _LASTING and not self._recycled.is_allocated:
             self._can_recycle = self._recycled.allocate()
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1

@@ -81,7 +81,7 @@ class SiteStatistics:
         raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
 
 
-_NO_BINS = torch.zeros(0, dtype=torch.int64)
+_NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,7 +108,7 @@ class ReadingQueue:
             return
         event = None
         if self._event is not None:
-            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True, device="cpu")
             row = host.copy_(row, non_blocking=True)
             event = self._event()
             event.record()

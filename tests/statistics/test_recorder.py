@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
-from lightning_recorder.reductions import SCALAR_STATISTICS, BatchMean, Norms, Reduction, Statistics, Values
+from lightning_recorder.reductions import (
+    SCALAR_STATISTICS,
+    BatchMean,
+    ChannelMoments,
+    FeatureRank,
+    Norms,
+    Reduction,
+    Statistics,
+    Values,
+)
 from lightning_recorder.selection import Selection
 from lightning_recorder.statistics import SiteStatistics, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap, Site
@@ -520,3 +529,23 @@ def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
                 found = recorder.collect()[Site("m", "out")].scalars
             assert ("own" in found, found["l1_norm"]) == (False, 2.0)
             recorder.collect()  # a second warning would be an error
+
+
+@pytest.mark.parametrize("modules", [3, 300])  # the sites of many modules share rows of memory
+def test_another_default_device_changes_nothing(modules: int) -> None:
+    """The statistics are the same if the program creates its tensors elsewhere, on a device without values."""
+    names = [f"m{number}" for number in range(modules)]
+    module, batch = nn.Identity(), torch.tensor([1.0, -2.0, 0.5, 3.0])
+    extra = [] if modules == 300 else [ChannelMoments(), FeatureRank(), BatchMean(0)]
+    found = []
+    for device in ("cpu", "meta"):
+        recorder = StatisticsRecorder(dict.fromkeys(names, module), extra=extra)
+        with torch.device(device):
+            for _ in range(2):
+                with recorder:
+                    module(batch)
+            found.append(recorder.collect())
+    assert len(found[0]) == modules
+    assert {site: repr(each.scalars) for site, each in found[0].items()} == {
+        site: repr(each.scalars) for site, each in found[1].items()
+    }

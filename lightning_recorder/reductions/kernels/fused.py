@@ -122,7 +122,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
         return False
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_nested:
         return False
-    if not row.is_contiguous():
+    if not row.is_contiguous() or not row.is_cpu:
         return False
     # The order of the values matters only for a sample. Otherwise a dense tensor is read in memory order.
     if not tensor.is_contiguous() and (sample is not None or not _is_channels_last(tensor)):

@@ -164,7 +164,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            self._words = torch.empty(_PIECE, dtype=torch.float64)
+            self._words = torch.empty(_PIECE, dtype=torch.float64, device="cpu")
         self._views: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def of(self, dtype: torch.dtype, count: int) -> Tensor:
