@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.fits import HEADER, fits_table
+from tests.benchmarks.fits import HEADER, fits_table, wait_for_device
 from tests.benchmarks.models import CASES, Case
 from tests.benchmarks.styles import STYLES, Step
 
@@ -60,7 +60,11 @@ class Cost:
 
 
 def peak_memory_mib(*, forget: bool = False) -> float:
-    """The most memory of the process since it was last forgotten; NaN where the system does not tell."""
+    """The most memory of the process or the GPU since it was last forgotten; NaN where the system does not tell."""
+    if torch.get_default_device().type == "cuda":
+        if forget:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated() / 2**20
     try:
         if forget:
             Path("/proc/self/clear_refs").write_text("5")
@@ -93,9 +97,11 @@ class Course:
         # What the style before this one has left in the caches and allocators is not to be paid by this one.
         self.train()
         peak_memory_mib(forget=True)
+        wait_for_device()
         start = time.perf_counter()
         for number in numbers:
             self.run(number, self.train)
+        wait_for_device()
         return Cost(time.perf_counter() - start, peak_memory_mib())
 
 
@@ -171,20 +177,27 @@ def median(costs: list[Cost], what: str) -> float:
     return float(statistics.median(getattr(each, what) for each in costs))
 
 
+def device_name() -> str:
+    """The device on which the models are trained."""
+    return torch.cuda.get_device_name() if torch.get_default_device().type == "cuda" else "the CPU"
+
+
 def main() -> None:
     """Measure all models and write the table to the terminal and to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="at least; of short steps more")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--models", nargs="*", choices=[make.__name__ for make in CASES], help="default: all")
     parser.add_argument("--styles", nargs="*", default=[""], help="parts of the names of those wanted; default: all")
     parser.add_argument("--output", type=Path, default=Path("build/bench.md"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    torch.set_default_device(options.device)
     styles = ["bare", *(style for style in STYLES if style != "bare" and any(part in style for part in options.styles))]
     lines = [
-        "Every leaf's output and its gradient, on the CPU; peak memory is what the process took beyond the bare steps.",
+        f"Every leaf's output and its gradient, on {device_name()}; peak memory is that beyond the bare steps.",
         f"torch {torch.__version__}, {options.threads} threads.",
         f"At least {options.repeats} repeats of {options.steps} steps, the styles in turns of {_TURN} steps.",
         "",

@@ -107,6 +107,7 @@ class Timer(Callback):
     """Notes the time of the first batch."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        wait_for_device()
         self.wall_s, self.processor_s = time.perf_counter(), time.process_time()
 
 
@@ -118,7 +119,8 @@ def run_fit(make: Callable[[], Case], style: str, steps: int) -> Fit:
     with tempfile.TemporaryDirectory() as folder, quiet():
         trainer = Trainer(
             max_epochs=1,
-            accelerator="cpu",
+            accelerator=torch.get_default_device().type,
+            devices=1,
             callbacks=[timer, *STYLES[style]()],
             logger=TensorBoardLogger(Path(folder)),
             enable_checkpointing=False,
@@ -126,7 +128,14 @@ def run_fit(make: Callable[[], Case], style: str, steps: int) -> Fit:
             enable_model_summary=False,
         )
         trainer.fit(Model(make()), DataLoader(range(steps)))  # type: ignore[arg-type]  # a sequence is a dataset
+        wait_for_device()
         return Fit(time.perf_counter() - timer.wall_s, time.process_time() - timer.processor_s)
+
+
+def wait_for_device() -> None:
+    """Wait until a GPU has done all its work."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 @contextmanager
