@@ -38,7 +38,7 @@ _STRONG = 20
 _MORE_ROOM = 1.25
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
-_REMEDY = "install that library (on Debian and Ubuntu: apt-get install libglib2.0-0), or put dot on PATH"
+_REMEDY = "install Graphviz, on Debian and Ubuntu with apt-get install graphviz; its dot is then used"
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time.
 
 

@@ -140,7 +140,7 @@ def test_the_folder_of_pygraphviz_may_have_any_name(
 def test_a_library_that_graphviz_needs_is_missing(
     no_dot: None, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without GLib, as in many small images, the error names the library and how to install it."""
+    """On a machine without GLib, as in many small images, the error names the library and the way out."""
     missing = "libgobject-2.0.so.0: cannot open shared object file: No such file or directory"
     package = tmp_path / "packages" / "pygraphviz"
     package.mkdir(parents=True)
@@ -151,8 +151,8 @@ def test_a_library_that_graphviz_needs_is_missing(
     with pytest.raises(RenderError) as raised:
         Layout(document, ("svg",)).finish()
     assert str(raised.value) == (
-        f"Graphviz produced no picture, it failed: pygraphviz cannot be loaded ({missing}): install that library (on "
-        "Debian and Ubuntu: apt-get install libglib2.0-0), or put dot on PATH"
+        f"Graphviz produced no picture, it failed: pygraphviz cannot be loaded ({missing}): install Graphviz, on Debian "
+        "and Ubuntu with apt-get install graphviz; its dot is then used"
     )
 
 
