@@ -66,7 +66,7 @@ Pass `outputs=Outputs(…)`, here with the defaults of `Outputs`.
 | `LIGHTNING_RECORDER` | `on`, `off`, or a YAML file with recorders: see [any program](how-to/any-program.md) |
 | `LIGHTNING_RECORDER_DISK_RESERVE` | The bytes of free disk space that recorders leave; 256 MiB by default |
 | `LIGHTNING_RECORDER_FUSED` | `0` computes statistics on a CPU with torch instead of C code |
-| `LIGHTNING_RECORDER_TRITON` | `1` computes statistics on a GPU with Triton kernels. These have not run on a GPU yet |
+| `LIGHTNING_RECORDER_TRITON` | `0` computes statistics on a GPU with torch instead of Triton kernels |
 """
 
 RULES_PAGE = """\

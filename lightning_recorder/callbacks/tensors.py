@@ -66,7 +66,7 @@ class TensorsCallback(StatisticsCallback):
     def _why_eager(self, device: torch.device) -> str:
         """Return why the arguments do not allow to record inside compiled code, or an empty string if they do."""
         if self.compiled == "auto" and device.type != "cpu":
-            return f"that is tested on CPUs only; compiled='inside' does it on a {device.type} device, too"
+            return f"that is tested little on other devices; compiled='inside' does it on a {device.type} device, too"
         if self.group != "gradients":
             return ""
         if self.per_call:

@@ -142,10 +142,10 @@ class StateBank(Generic[Key]):
             if len(row.deferred) == _MOST_DEFERRED:
                 _settle([row])
 
-    def row(self, key: Key) -> Tensor | None:
-        """Return the CPU state of a key as a view of the bank, or ``None`` if the key has no state on the CPU."""
-        row = self._rows.get((key, _CPU))
-        return None if row is None else row.state
+    def row(self, key: Key, device: torch.device) -> Tensor | None:
+        """Return the state of a key on a device as a view of the bank, or ``None`` if the key has none there."""
+        row = self._rows.get((key, device))
+        return None if row is None or row.moves else row.state
 
     def put(self, key: Key, state: Tensor) -> None:
         """Set the CPU state of a key that has none, ``[width]`` float64."""

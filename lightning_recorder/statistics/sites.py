@@ -24,6 +24,7 @@ from lightning_recorder.reductions import (
 from lightning_recorder.reductions.base import is_foreign
 from lightning_recorder.reductions.compact import RecycledRows
 from lightning_recorder.reductions.kernels.fused import is_fast
+from lightning_recorder.reductions.kernels.fused_cuda import add_tensor_on_device
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
 from lightning_recorder.statistics.user_states import UserStates
@@ -118,6 +119,8 @@ class SiteStates:
         if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):  # no values
             return
         bank = self._banks[0]
+        if tensor.is_cuda and self.try_fast_path(site, tensor, factor):
+            return
         if self._recycled.is_allocated:  # there are no extra reductions then
             if is_fast(tensor) and self.try_fast_path(site, tensor, factor):
                 return
@@ -142,12 +145,12 @@ class SiteStates:
     def try_fast_path(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
         """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
 
-        The fast path requires that there are only the default statistics, which are computed on the CPU in one pass.
-        The tensor may require grad.
+        The fast path requires that there are only the default statistics, which are computed in one pass, and on a GPU
+        that the site has a state. The tensor may require grad.
         """
         row = self._rows.get(site)
         if row is None:
-            row = None if self._extra else self._banks[0].row(site)
+            row = None if self._extra else self._banks[0].row(site, tensor.device)
             if row is not None:
                 self._rows[site] = row
             elif self._can_recycle and is_fast(tensor):
@@ -155,7 +158,8 @@ class SiteStates:
             if row is None:
                 return False
         kind = tensor.dtype, tensor.shape  # may raise, so it comes before the update
-        if not add_tensor(row, tensor, factor, self._sample):
+        add = add_tensor_on_device if tensor.is_cuda else add_tensor
+        if not add(row, tensor, factor, self._sample):
             return False
         self._kinds[site] = kind
         self._calls[site] = self._calls.get(site, 0) + 1

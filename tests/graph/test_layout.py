@@ -151,8 +151,8 @@ def test_a_library_that_graphviz_needs_is_missing(
     with pytest.raises(RenderError) as raised:
         Layout(document, ("svg",)).finish()
     assert str(raised.value) == (
-        f"Graphviz produced no picture, it failed: pygraphviz cannot be loaded ({missing}): install Graphviz, on Debian "
-        "and Ubuntu with apt-get install graphviz; its dot is then used"
+        f"Graphviz produced no picture, it failed: pygraphviz cannot be loaded ({missing}): install Graphviz, on "
+        "Debian and Ubuntu with apt-get install graphviz; its dot is then used"
     )
 
 

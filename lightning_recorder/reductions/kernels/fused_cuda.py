@@ -2,18 +2,22 @@
 
 Separate torch passes need about 45 launches, which take longer than the arithmetic for most tensors. PyTorch for CUDA
 and ROCm includes Triton. If it is missing, or after any failure, torch computes the same statistics.
+
+Each dtype is prepared when its first tensor comes: the kernels are compiled, unless the Triton cache has them, and
+compared with torch on a few numbers. From then on, compiled kernels are launched without the part of Triton that
+chooses one, which takes most of the time of a launch.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import struct
 import threading
 import time
+from functools import lru_cache
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +28,7 @@ from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_ro
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 
-__all__ = ["add_statistics_on_device", "launch", "prepare_device"]
+__all__ = ["add_statistics_on_device", "add_tensor_on_device", "launch", "prepare_device"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -36,45 +40,59 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FEW_TILES = 4
 # A multiprocessor has registers for two or three programs at a time, so all programs finish in two or three rounds.
 _PROGRAMS_PER_MULTIPROCESSOR = 6
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
+
+_Kind = tuple[int, torch.dtype, bool]
+"""The index of a device, a dtype, and True if a sample of the values is counted in the histogram."""
 
 
 class _Prepared:
-    """The prepared devices of this process, by index."""
+    """What has been prepared in this process."""
 
     lock = threading.Lock()
-    tried: ClassVar[set[int]] = set()
-    most_programs: ClassVar[dict[int, int]] = {}
-    """The maximum number of programs for each device that is ready."""
+    tried: ClassVar[set[_Kind]] = set()
+    failed: ClassVar[set[int]] = set()
+    """The devices for which no kernel can be compiled."""
+    most_programs: ClassVar[dict[_Kind, int]] = {}
+    """The maximum number of programs for each kind that is ready."""
+    launchers: ClassVar[dict[tuple[int, torch.dtype], _Launcher]] = {}
     kernels: ClassVar[ModuleType]
     missing: ClassVar[tuple[Part, ...]] = ()
     """The parts of a row that the kernels do not compute."""
 
 
 def prepare_device(device: torch.device) -> bool:
-    """Prepare the kernels on a GPU. Return True if they are available.
+    """Prepare the kernels for float32 on a GPU. Return True if they are available.
 
-    The kernels for all dtypes are compiled in advance, unless the Triton cache has them, and each is checked on a few
-    numbers. A process does this once per device, even if it fails. The kernels are tested in the Triton interpreter and
-    have not been run on a GPU yet. Therefore they are used only with ``LIGHTNING_RECORDER_TRITON=1`` in the
-    environment. This function never raises.
+    They are compiled, unless the Triton cache has them, and checked on a few numbers. Other dtypes are prepared when
+    their first tensor comes. A process does this once per device and dtype, even if it fails.
+    ``LIGHTNING_RECORDER_TRITON=0`` in the environment disables the kernels. This function never raises.
 
     Note:
         The first call synchronizes the device and takes seconds if the cache is empty, so call it before training
         starts. It is a no-op while a CUDA graph is captured.
     """
-    if device.type != "cuda" or os.environ.get(_SWITCH) != "1" or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    number: int | None = device.index  # the annotations of torch say that it is never None
+    return _is_ready((torch.cuda.current_device() if number is None else number, torch.float32, False))
+
+
+def _is_ready(kind: _Kind) -> bool:
+    """Return True if the kernels of that kind can be used. The first call prepares them."""
+    if kind in _Prepared.most_programs:
+        return True
+    if kind[0] in _Prepared.failed or kind in _Prepared.tried or os.environ.get(_SWITCH) == "0":
         return False
     with _Prepared.lock:
         try:
-            number: int | None = device.index  # the annotations of torch say that it is never None
-            index = torch.cuda.current_device() if number is None else number
-            if index not in _Prepared.tried and not torch.cuda.is_current_stream_capturing():
-                _Prepared.tried.add(index)
-                _load(torch.device("cuda", index))
-            return index in _Prepared.most_programs
+            if kind not in _Prepared.tried and not torch.cuda.is_current_stream_capturing():
+                _Prepared.tried.add(kind)
+                _load(kind)
         except Exception as error:  # noqa: BLE001 - a compiler, a driver or a missing library may raise anything
-            _log.info("statistics on %s are computed by torch: %s", device, describe_error(error))
-            return False
+            _Prepared.failed.add(kind[0])
+            _log.info("statistics on cuda:%d are computed by torch: %s", kind[0], describe_error(error))
+    return kind in _Prepared.most_programs
 
 
 def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) -> bool:
@@ -86,28 +104,60 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
         sample: The maximum number of values to count in the histogram; ``None`` for all.
 
     Returns:
-        True if the state was updated. False without any change if the device was not prepared, or if the tensor has
+        True if the state was updated. False without any change if the kernels are unavailable, or if the tensor has
         integers or is a tensor subclass. The local part of a ``DTensor`` is supported.
 
     Note:
-        Never synchronizes the device. The work goes to the current stream of the device, or to the CUDA graph that is
-        captured there. A tensor that is not contiguous is copied. Apart from that copy and the sampled places, at most
-        56 KiB are allocated.
+        Never synchronizes the device, except to prepare the kernels for the first tensor of a dtype. The work goes to
+        the current stream of the device, or to the CUDA graph that is captured there. A tensor that is not contiguous
+        is copied. Apart from that copy and the sampled places, at most 56 KiB are allocated.
     """
     if not values.raw.is_cuda:
         return False
-    most_programs = _Prepared.most_programs.get(values.raw.device.index)
-    if (
-        most_programs is None
-        or row.device != values.raw.device
-        or not row.is_contiguous()
-        or not _is_array(values.real)
-    ):
+    if add_tensor_on_device(row, values.raw, values.factor, sample):
+        return True
+    tensor = values.real
+    if row.device != tensor.device or not row.is_contiguous() or not _is_array(tensor):
+        return False
+    kind = tensor.get_device(), tensor.dtype, sample is not None and values.numel > sample
+    if not _is_ready(kind):
         return False
     with torch.cuda.device(row.device):
-        launch(_Prepared.kernels, row, values, sample, most_programs)
+        launch(_Prepared.kernels, row, values, sample, _Prepared.most_programs[kind])
     for part in _Prepared.missing:
         part.add(row, values)
+    return True
+
+
+def add_tensor_on_device(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
+    """Add the statistics of a tensor times a factor to a state, as :func:`add_statistics_on_device` does.
+
+    The tensor may be part of an autograd graph. No torch operation runs that autograd or a dispatch mode would see.
+
+    Returns:
+        True if the state was updated. False without any change if a sample is wanted, if no tensor of this dtype was
+        reduced before on the current device, if the tensor is no plain dense array there, or while a CUDA graph is
+        captured.
+    """
+    index = tensor.get_device()
+    launcher = _Prepared.launchers.get((index, tensor.dtype))
+    if launcher is None or sample is not None or type(tensor) not in PLAIN_TYPES:
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or not _is_dense(tensor):
+        return False
+    if row.get_device() != index or torch.cuda.current_device() != index or not row.is_contiguous():
+        return False
+    numel = tensor.numel()
+    # Memory of a captured graph belongs to that graph, so it cannot be kept for later launches.
+    if not numel or torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a tensor inside a transform of torch.func
+        return False
+    if not pointer:  # zeros without memory, which autograd creates
+        return False
+    launcher.launch(index, row.data_ptr(), pointer, numel, factor)
     return True
 
 
@@ -121,7 +171,85 @@ def _is_array(tensor: Tensor) -> bool:
         return False
 
 
-def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None, most_programs: int) -> None:
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the memory of a tensor holds all its values and nothing else, in any order."""
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+class _Memory(threading.local):
+    """Memory for the results of the programs of a launch, for each stream of each device. Threads share none."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, index: int, stream: int, numbers: int) -> int:
+        """Return the address of the memory."""
+        parts = self._parts.get((index, stream))
+        if parts is None:
+            with torch.inference_mode(False):
+                parts = torch.empty(numbers, dtype=torch.float64, device=torch.device("cuda", index))
+            self._parts[index, stream] = parts
+        return parts.data_ptr()
+
+
+class _Launcher:
+    """Launches compiled kernels for one dtype on one device, for all values.
+
+    Args:
+        kernels: The module :mod:`triton_kernels`.
+        compiled: The compiled ``reduce_share`` and ``merge_shares``.
+        most_programs: The maximum number of shares that the values are divided into.
+        with_constants: True if the constants of a kernel are arguments of a launch, as since Triton 3.3.
+    """
+
+    def __init__(
+        self, kernels: ModuleType, compiled: tuple[Any, Any], most_programs: int, with_constants: bool
+    ) -> None:
+        from triton.runtime import driver
+
+        self._reduce, self._merge = compiled
+        self._most_programs = most_programs
+        self._tile = kernels.ROWS * kernels.COLUMNS
+        self._numbers = kernels.RESULTS * most_programs
+        self._stream_of = driver.active.get_current_stream
+        self._memory = _Memory()
+        self._constants: tuple[Any, ...] = ()
+        self._constants_of_merge: tuple[Any, ...] = ()
+        if with_constants:
+            self._constants = (False, HISTOGRAM, BINS, BIN_SHIFT, kernels.ROWS, kernels.COLUMNS)
+            self._constants_of_merge = (SAMPLED_NUMEL, kernels.MOST_PROGRAMS)
+
+    def launch(self, index: int, row: int, data: int, numel: int, factor: float) -> None:
+        """Add the statistics of values to a state on the current device, whose index is given.
+
+        Args:
+            index: The index of the device.
+            row: The address of the state.
+            data: The address of the values.
+            numel: The number of values, at least one.
+            factor: The factor of the values.
+        """
+        programs, share = _shares(numel, self._tile, self._most_programs)
+        stream = self._stream_of(index)
+        parts = row if programs == 1 else self._memory.of(index, stream, self._numbers)
+        scaled = int(factor != 1.0)
+        self._reduce[programs, 1, 1](
+            data, numel, share, _bits(factor), scaled, row, -1, parts, row, *self._constants, stream=stream
+        )
+        if programs > 1:
+            self._merge[1, 1, 1](parts, programs, numel, -1, row, *self._constants_of_merge, stream=stream)
+
+
+def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
+    """Return the number of programs and the number of values for each of them."""
+    tiles = -(-numel // tile)
+    tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // most_programs)
+    return -(-tiles // tiles_each), tiles_each * tile
+
+
+def launch(
+    kernels: ModuleType, row: Tensor, values: Values, sample: int | None, most_programs: int
+) -> tuple[Any, Any] | None:
     """Launch the kernels on the current device.
 
     Args:
@@ -130,14 +258,14 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
         values: Values whose :attr:`Values.real` is a plain array.
         sample: The sample size, as for :func:`add_statistics_on_device`.
         most_programs: The maximum number of shares that the values are divided into.
+
+    Returns:
+        The compiled kernels, if both were launched.
     """
     numel = values.numel
     if not numel:
-        return
-    tile = kernels.ROWS * kernels.COLUMNS
-    tiles = -(-numel // tile)
-    tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // min(most_programs, kernels.MOST_PROGRAMS))
-    programs = -(-tiles // tiles_each)
+        return None
+    programs, share = _shares(numel, kernels.ROWS * kernels.COLUMNS, min(most_programs, kernels.MOST_PROGRAMS))
     # Arguments that a kernel does not use may be any tensor of the right type.
     parts = row if programs == 1 else torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=row.device)
     places, gathered = row, False
@@ -145,11 +273,10 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
         # A plain copy to the device would synchronize it.
         places, gathered = torch.from_numpy(sample_places(numel, sample)).to(row.device, non_blocking=True), True
     sampled = -1 if sample is None else sample
-    options = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
-    kernels.reduce_share[(programs,)](
+    reduce = kernels.reduce_share[(programs,)](
         _in_memory(values.real, ordered=sample is not None),
         numel,
-        tiles_each * tile,
+        share,
         _bits(values.factor),
         int(values.factor != 1.0),
         places,
@@ -162,30 +289,30 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
         bin_shift=BIN_SHIFT,
         rows=kernels.ROWS,
         columns=kernels.COLUMNS,
-        **options,
+        **_OPTIONS,
     )
-    if programs > 1:
-        most = kernels.MOST_PROGRAMS
-        kernels.merge_shares[(1,)](
-            parts, programs, numel, sampled, row, sampled_numel=SAMPLED_NUMEL, most_programs=most, **options
-        )
+    if programs == 1:
+        return None
+    most = kernels.MOST_PROGRAMS
+    merge = kernels.merge_shares[(1,)](
+        parts, programs, numel, sampled, row, sampled_numel=SAMPLED_NUMEL, most_programs=most, **_OPTIONS
+    )
+    return reduce, merge
 
 
 def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
     """Return the tensor, or a copy, with contiguous memory. The values are in index order if ``ordered`` is true."""
-    dense = tensor.is_contiguous() or (
-        not ordered and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
-    return tensor if dense else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or (not ordered and _is_dense(tensor)) else tensor.contiguous()
 
 
+@lru_cache(maxsize=64)
 def _bits(number: float) -> int:
     """Return the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
-def _load(device: torch.device) -> None:
-    """Compile and check the kernels, and mark the device as ready if their results are correct."""
+def _load(kind: _Kind) -> None:
+    """Compile and check the kernels of a kind, and mark it as ready if their results are correct."""
     started = time.perf_counter()
     import triton
 
@@ -193,20 +320,56 @@ def _load(device: torch.device) -> None:
 
     if not isinstance(triton_kernels.reduce_share, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels synchronize with the device")
+    index, dtype, gathered = kind
+    device = torch.device("cuda", index)
     most = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    # Run each kernel for each dtype, with one program and with several.
-    several = (_FEW_TILES + 1) * triton_kernels.ROWS * triton_kernels.COLUMNS + 1
-    with torch.cuda.device(device), torch.no_grad():
-        for dtype, count, sample in itertools.product(_DTYPES, (9, several), (None, 5)):
-            tensor, found = _numbers(count, dtype), empty_row(sample).to(device)
-            launch(triton_kernels, found, Values(tensor.to(device), 2.0), sample, most)
-            missing = missing_parts(found.cpu(), Values(tensor, 2.0), sample)
+    most = min(most, triton_kernels.MOST_PROGRAMS)
+    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        for count in _counts(triton_kernels):  # with one program and with several
+            tensor, found = _numbers(count, dtype), empty_row(_SAMPLE if gathered else None).to(device)
+            values = Values(tensor.to(device), 2.0)
+            compiled = launch(triton_kernels, found, values, _SAMPLE if gathered else None, most)
+            missing = missing_parts(found.cpu(), Values(tensor, 2.0), _SAMPLE if gathered else None)
             if missing is None:
                 _log.warning("the kernels that Triton compiled for %s give wrong results and are not used", device)
                 return
             _Prepared.missing = missing
-    _Prepared.kernels, _Prepared.most_programs[device.index] = triton_kernels, most
-    _log.info("prepared the kernels for %s in %.1f s", device, time.perf_counter() - started)
+        if compiled is not None and not gathered and not missing:
+            launcher = _quick_launcher(triton_kernels, compiled, most, device, dtype)
+            if launcher is not None:
+                _Prepared.launchers[index, dtype] = launcher
+    _Prepared.kernels, _Prepared.most_programs[kind] = triton_kernels, most
+    _log.info("prepared the kernels for %s on %s in %.1f s", dtype, device, time.perf_counter() - started)
+
+
+def _quick_launcher(
+    kernels: ModuleType, compiled: tuple[Any, Any], most_programs: int, device: torch.device, dtype: torch.dtype
+) -> _Launcher | None:
+    """Return a launcher of compiled kernels, or None if this release of Triton launches them in another way."""
+    for with_constants in (True, False):
+        launcher = _Launcher(kernels, compiled, most_programs, with_constants)
+        if all(_is_right(launcher, _numbers(count, dtype), device) for count in _counts(kernels)):
+            return launcher
+    return None
+
+
+def _is_right(launcher: _Launcher, tensor: Tensor, device: torch.device) -> bool:
+    """Return True if a launch gives the statistics of some numbers on the host."""
+    there, found = tensor.to(device), empty_row().to(device)
+    try:
+        launcher.launch(there.get_device(), found.data_ptr(), there.data_ptr(), there.numel(), 2.0)
+        return missing_parts(found.cpu(), Values(tensor, 2.0)) == ()
+    except Exception as error:  # noqa: BLE001 - another release of Triton may raise anything
+        _log.debug("no quick launch for %s: %s", device, describe_error(error))
+        return False
+
+
+_SAMPLE = 5
+
+
+def _counts(kernels: ModuleType) -> tuple[int, int]:
+    """Return a number of values for one program, and one for several."""
+    return 9, (_FEW_TILES + 1) * kernels.ROWS * kernels.COLUMNS + 1
 
 
 def _numbers(count: int, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,12 @@ from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.reductions import Combined, Statistics, Values
-from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device, launch, prepare_device
+from lightning_recorder.reductions.kernels.fused_cuda import (
+    add_statistics_on_device,
+    add_tensor_on_device,
+    launch,
+    prepare_device,
+)
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL
 from tests.reductions.kernels.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 from tests.reductions.reference import assert_statistics
@@ -286,8 +291,8 @@ print([prepare_device(torch.device("cuda", 0)) for _ in range(2)], "triton" in s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [False, True])
-def test_they_are_used_on_request(gpu: bool) -> None:
-    """Unless requested, or without a GPU, nothing is ready, Triton is not imported and nothing is logged."""
+def test_they_can_be_switched_off(gpu: bool) -> None:
+    """If they are switched off, or without a GPU, nothing is ready, Triton is not imported and nothing is logged."""
     environment = {"LIGHTNING_RECORDER_TRITON": "0" if gpu else "1"}
     assert prepared(environment, gpu=gpu) == ["[False, False] False"]
 
@@ -417,10 +422,8 @@ def on_gpu(tensors: Sequence[Tensor], factor: float = 1.0, sample: int | None = 
 @pytest.fixture(scope="module")
 def gpu() -> torch.device:
     device = torch.device("cuda", 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGHTNING_RECORDER_TRITON", "1")
-        if not prepare_device(device):
-            pytest.skip("the kernels cannot be compiled here")
+    if not prepare_device(device):
+        pytest.skip("the kernels cannot be compiled here")
     return device
 
 
@@ -442,10 +445,40 @@ def test_a_gpu_gives_what_separate_passes_give(
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, TILE + 1, FEW, FEW + 1, 3_000_001])
+def test_the_quick_launch_gives_the_same(gpu: torch.device, count: int, dtype: torch.dtype) -> None:
+    """Once a dtype is prepared, kernels are launched directly, also for tensors in an autograd graph."""
+    tensor = numbers(count, dtype, special=True).to(gpu)
+    on_gpu([tensor])
+    expected = on_gpu([tensor], sample=count)[:SAMPLED_NUMEL]  # a sample is never counted by a quick launch
+    state = Statistics().initial().to(gpu)
+    assert add_tensor_on_device(state, tensor.requires_grad_() * 1, 1.0, None)
+    assert_same(state[:SAMPLED_NUMEL].cpu(), expected.cpu())
+
+
+@needs_cuda
+def test_other_tensors_have_no_quick_launch(gpu: torch.device) -> None:
+    """A tensor that needs a copy, a sample, or a state elsewhere is left to the other ways, and nothing changes."""
+    tensor = numbers(64, torch.float32).to(gpu).view(8, 8)
+    on_gpu([tensor])
+    state = Statistics().initial().to(gpu)
+    for other in (tensor.t()[:, 1:], tensor.long(), tensor[:0], tensor.cpu(), tensor.to_sparse()):
+        assert not add_tensor_on_device(state, other, 1.0, None)
+    assert not add_tensor_on_device(state, tensor, 1.0, 5)
+    assert not add_tensor_on_device(state.cpu(), tensor, 1.0, None)
+    assert torch.equal(state.cpu(), Statistics().initial())
+    images = torch.randn(2, 3, 4, 4, device=gpu).to(memory_format=torch.channels_last)
+    assert add_tensor_on_device(state, images, 1.0, None)
+    assert_same(state.cpu(), plain(images.cpu()))
+
+
+@needs_cuda
 @pytest.mark.parametrize("sample", [None, 1000])
 def test_nothing_waits_for_the_gpu(gpu: torch.device, sample: int | None) -> None:
     """No launch synchronizes the GPU, with one program or with several."""
     tensors = [numbers(count, torch.float32).to(gpu) for count in (TILE, FEW + 1)]
+    on_gpu(tensors, sample=sample)  # the first tensors of a dtype wait until the kernels are checked
     state = Statistics(sample=sample).initial().to(gpu)
     torch.cuda.set_sync_debug_mode("error")
     try:
