@@ -32,6 +32,7 @@ _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
 _SIMILAR = 1 / 8  # the part of the legend within which colors are similar
+_MOST_SIMILAR = 1 / 4  # the same part, if the values of neighboring blocks differ as much
 _NOISE = 1 / 4  # a value that differs less from the median, relative to it, is similar whatever the legend
 _LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING = 99, 100, 101
 _LOOK = "statistic"  # the name of an argument that keeps modules of other colors from being folded
@@ -89,7 +90,8 @@ class StatisticStyler(GraphvizStyler):
         """Return a number for each module; equal modules with the same number have similar colors.
 
         The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
-        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out
+        units of an eighth of the legend; 0 if they differ by less than a quarter of the median, or by less than twice
+        the usual difference between neighbors, up to a quarter of the legend. Modules that stand out
         differ from the others in any case, and so do modules without a value if equal ones have one.
 
         Args:
@@ -103,7 +105,10 @@ class StatisticStyler(GraphvizStyler):
             values = np.array([self.values[name] for name in group])
             places = self.scale.place(np.where(np.isfinite(values), values, np.nan))
             if np.isfinite(places).any():
-                places = np.trunc((places - np.nanmedian(places)) / _SIMILAR)
+                away = places - np.nanmedian(places)
+                places = np.trunc(away / _SIMILAR)
+                usual = np.nanmedian(np.abs(np.diff(away))) if np.isfinite(np.diff(away)).any() else 0.0
+                places[np.abs(away) <= min(2 * usual, _MOST_SIMILAR)] = 0
                 middle = _middle(values.tolist())
                 # On a legend with a narrow range, noise has many colors.
                 places[np.abs(values - middle) <= _NOISE * abs(middle)] = 0

@@ -146,6 +146,16 @@ def test_a_trend_over_the_blocks_is_drawn_in_few_parts() -> None:
     assert 4 <= len([node for node in drawing.view.module_calls() if node.name in values]) <= 10
 
 
+def test_blocks_that_differ_as_neighbors_do_are_folded() -> None:
+    """Values that change from block to block without a trend do not divide the picture; the box shows their range."""
+    noise = torch.rand(24, generator=torch.Generator().manual_seed(0)).tolist()
+    values = {f"{i}.0": 0.2 + 0.3 * each for i, each in enumerate(noise)} | {f"{i}.1": 1.0 for i in range(24)}
+    drawing = color_graph(BLOCKS, values | {"12.1": 0.0}, statistic="rms")
+    assert [node.name for node in drawing.view.module_calls() if node.name in values] == [
+        *("0.0", "0.1", "12.0", "12.1", "13.0", "13.1")
+    ]
+
+
 def test_it_is_a_styler_like_others(graph: Graph) -> None:
     """The styler works with ``draw`` and ``make_dot``, and attributes for all nodes override its colors."""
     styler = StatisticStyler({"0": 1.0, "2": 2.0}, statistic="rms")
