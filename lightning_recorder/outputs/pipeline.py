@@ -74,6 +74,7 @@ class RecordConsumer(ABC):
 _JOIN_S = 0.5
 # The limits of the memory of waiting records. The states of a site take 16 KB.
 _MOST_JOINED_BYTES = 2**23
+_MOST_ARRIVING_BYTES = 2**26  # of a record whose states are still on their way from a GPU
 _MOST_BATCHES = 4
 
 
@@ -210,7 +211,8 @@ class RecordPipeline:
             self._has_receipt = True
             facts = self._facts(run, run.recorder.take_traces())
         nbytes, found = record.snapshot.nbytes, None
-        if nbytes > _MOST_JOINED_BYTES:  # many of these would wait, so the states are reduced to statistics at once
+        most = _MOST_JOINED_BYTES if record.snapshot.has_arrived else _MOST_ARRIVING_BYTES
+        if nbytes > most:  # many of these would wait, so the states are reduced to statistics at once
             found = record.snapshot.statistics()
             record.snapshot.release()
         with self._lock:

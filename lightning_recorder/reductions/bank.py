@@ -82,6 +82,11 @@ class Collected(Generic[Key]):
         return self.copied
 
     @property
+    def has_arrived(self) -> bool:
+        """True if :attr:`states` does not wait for a GPU."""
+        return self.arrival is None or bool(self.arrival.query())
+
+    @property
     def nbytes(self) -> int:
         """The size of the states in bytes."""
         return self.copied.nbytes

@@ -66,6 +66,11 @@ class Snapshot:
         """The size of the states of the default statistics in bytes."""
         return sum(group.nbytes for group in self.groups[0]) if self.groups else 0
 
+    @property
+    def has_arrived(self) -> bool:
+        """True if the states do not have to wait for a GPU."""
+        return all(group.has_arrived for groups in self.groups for group in groups)
+
     def resembles(self, other: Snapshot) -> bool:
         """Return True if another snapshot has the same modules, dtypes and shapes, in the same order."""
         are_equal = self.names == other.names and self.kinds == other.kinds

@@ -7,6 +7,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -439,6 +440,37 @@ def test_much_memory_does_not_wait(joined: None, monkeypatch: pytest.MonkeyPatch
     made.end()
     assert consumer.seen == [*range(9), "end"]
     assert len(made.latest_of("train")) == 1
+
+
+class Arriving:
+    """An event of a GPU, as far as it is used: it has happened when somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.waited_in: set[int] = set()
+
+    def query(self) -> bool:
+        return bool(self.waited_in)
+
+    def synchronize(self) -> None:
+        self.waited_in.add(threading.get_ident())
+
+
+def test_the_training_thread_does_not_wait_for_states_that_arrive(
+    joined: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States on their way from a GPU are awaited by the writer, unless they are very large."""
+    monkeypatch.setattr(pipeline, "_MOST_JOINED_BYTES", 3 * 2057 * 8)
+    for most, by_training in ((2**26, False), (0, True)):
+        monkeypatch.setattr(pipeline, "_MOST_ARRIVING_BYTES", most)
+        made, event = results(MemorySink()), Arriving()
+        large = record(0, names=("a", "b", "c", "d"))
+        groups = large.snapshot.groups[0]
+        groups[:] = [replace(each, arrival=event) for each in groups]
+        made.add(large)
+        assert (threading.get_ident() in event.waited_in) == by_training
+        made.end()
+        assert event.waited_in
+        assert len(made.latest_of("train")) == 4
 
 
 def test_an_error_in_joined_records_loses_no_earlier_one(joined: None, tmp_path: Path) -> None:
