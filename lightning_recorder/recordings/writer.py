@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_recorder.disk import append, attempt
-from lightning_recorder.recordings.history import Tail
 from lightning_recorder.recordings.record_format import (
     RecordSchema,
     SiteRecord,
@@ -23,6 +23,10 @@ from lightning_recorder.recordings.record_format import (
 from lightning_recorder.version import __version__
 
 __all__ = ["RecordWriter"]
+
+_HEADER_START = b'{"format"'
+_CHUNK = 1 << 20  # bytes
+_LONGEST_HEADER = 1 << 16  # bytes
 
 
 class RecordWriter:
@@ -83,7 +87,7 @@ class RecordWriter:
             "lightning_recorder": __version__,
             **more.pop("versions", {}),
         }
-        session = 1 + sum(1 for _, line in Tail(self.path).lines() if line.startswith(b'{"format"'))
+        session = 1 + _headers_in(self.path)
         about = {"label": label, "group": group, "name": name, "session": session, "ranks": ranks}
         header = header_line({**about, "time": time.time(), "versions": versions, **more})
         self._header = b"" if self._append(header) else header
@@ -148,3 +152,20 @@ class RecordWriter:
             self.written_bytes += append(self.path, lines, is_line=True)
 
         return attempt(self.path, len(lines), write)
+
+
+def _headers_in(path: Path) -> int:
+    """Return the number of complete header lines in a file, 0 if there is no file."""
+    start = b"\n" + _HEADER_START
+    count, end = 0, b"\n"  # the end of what was read before, in which a line may begin
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                text = end + chunk
+                count += text.count(start)
+                end = text[-len(start) + 1 :]
+            file.seek(-min(file.tell(), _LONGEST_HEADER), os.SEEK_END)
+            last = file.read().rpartition(b"\n")[2]
+    except FileNotFoundError:
+        return 0
+    return count - last.startswith(_HEADER_START)  # a run was killed in the middle of a line

@@ -21,6 +21,7 @@ import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.disk import begin_run
 from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteRecord, SiteTable, records_path
+from lightning_recorder.recordings import writer as writer_module
 from lightning_recorder.taps import Site
 from tests.disks import files_up_to
 
@@ -125,6 +126,19 @@ def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     writer = begun(tmp_path / "a.jsonl")
     writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
     assert writer.written_bytes == (tmp_path / "a.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10, 25, 1 << 20])
+@pytest.mark.parametrize("torn", [b"", b'{"format": 1', b'{"form', b'{"step": 1}'])
+def test_headers_are_counted_in_pieces(
+    chunk: int, torn: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a file is divided, each complete header counts once; text inside of a record and a torn line do not."""
+    monkeypatch.setattr(writer_module, "_CHUNK", chunk)
+    lines = [b'{"format": 1}', b'{"step": 0, "x": {"format": 2}}', b"", b'{"format": 3}', b'{"format": 4}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(line + b"\n" for line in lines) + torn)
+    assert RecordWriter(path).begin(label="a", group="activations") == 4
 
 
 def test_sessions_are_counted_in_the_file(tmp_path: Path) -> None:
