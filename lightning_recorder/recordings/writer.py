@@ -25,7 +25,7 @@ from lightning_recorder.version import __version__
 __all__ = ["RecordWriter"]
 
 _HEADER_START = b'{"format"'
-_CHUNK = 1 << 20  # bytes
+_CHUNK = 1 << 20  # bytes that are searched at a time
 _LONGEST_HEADER = 1 << 16  # bytes
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "count_where",
     "finite_or_zero",
     "finite_or_zero_",
+    "is_dense",
     "sample_places",
 ]
 
@@ -175,6 +176,11 @@ class Values:
     @cached_property
     def _scratch(self) -> Tensor:
         return torch.empty_like(self.flat)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if a tensor is contiguous in index order, or with the channels last."""
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def sample_places(numel: int, most: int) -> NDArray[np.int64]:

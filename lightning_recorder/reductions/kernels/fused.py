@@ -29,7 +29,7 @@ from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.disk import fits
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, Part
-from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
 __all__ = ["add_statistics", "add_tensor", "compact_states", "is_fast", "norm_of", "prepare"]
@@ -125,7 +125,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     if not row.is_contiguous() or not row.is_cpu:
         return False
     # The order of the values matters only for a sample. Otherwise a dense tensor is read in memory order.
-    if not tensor.is_contiguous() and (sample is not None or not _is_channels_last(tensor)):
+    if not tensor.is_contiguous() and (sample is not None or not is_dense(tensor)):
         tensor = tensor.contiguous()
     numel = tensor.numel()
     try:
@@ -172,7 +172,7 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
     for each in tensors:
         if type(each) is not Tensor or each.dtype is not torch.float32 or not each.is_cpu:
             return None
-        if each.layout is not torch.strided or not (each.is_contiguous() or _is_channels_last(each)):
+        if each.layout is not torch.strided or not is_dense(each):
             return None
         pointer, numel = each.data_ptr(), each.numel()
         if not pointer and numel:  # zeros without memory, which autograd creates
@@ -181,10 +181,6 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
         arrays.append(numel)
     address, words = arrays.buffer_info()
     return _Loaded.norm(address, words // 2, torch.get_num_threads())
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Scratch(threading.local):

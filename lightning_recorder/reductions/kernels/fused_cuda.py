@@ -26,7 +26,7 @@ from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.errors import describe_error
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, Part
-from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 
 __all__ = ["add_statistics_on_device", "add_tensor_on_device", "launch", "prepare_device"]
 
@@ -143,7 +143,7 @@ def add_tensor_on_device(row: Tensor, tensor: Tensor, factor: float, sample: int
     launcher = _Prepared.launchers.get((index, tensor.dtype))
     if launcher is None or sample is not None or type(tensor) not in PLAIN_TYPES:
         return False
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or not _is_dense(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or not is_dense(tensor):
         return False
     if row.get_device() != index or torch.cuda.current_device() != index or not row.is_contiguous():
         return False
@@ -169,11 +169,6 @@ def _is_array(tensor: Tensor) -> bool:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the memory of a tensor holds all its values and nothing else, in any order."""
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 class _Memory(threading.local):
@@ -302,7 +297,7 @@ def launch(
 
 def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
     """Return the tensor, or a copy, with contiguous memory. The values are in index order if ``ordered`` is true."""
-    return tensor if tensor.is_contiguous() or (not ordered and _is_dense(tensor)) else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or (not ordered and is_dense(tensor)) else tensor.contiguous()
 
 
 @lru_cache(maxsize=64)
