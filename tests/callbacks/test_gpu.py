@@ -338,6 +338,10 @@ def test_compiled(way: Any, mode: str, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         found = run(tmp_path / "recorded", kinds)
     if way == "skip":
+        try:
+            assert_same(run(tmp_path / "again", []), bare)
+        except AssertionError:
+            pytest.skip("two bare fits differ, since torch chooses kernels by their speed at that moment")
         assert_same(found, bare)
     else:  # eager code rounds differently, and so do the kernels of the graph that records
         assert list(sink.scalars[f"activations/{LEAVES[0]}/mean"]) == [0, 4, 9]

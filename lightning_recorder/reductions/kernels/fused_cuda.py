@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.errors import describe_error
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
-from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, Part
+from lightning_recorder.reductions.row import HISTOGRAM, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 
 __all__ = ["add_statistics_on_device", "add_tensor_on_device", "launch", "prepare_device"]
@@ -37,9 +37,9 @@ _SWITCH = "LIGHTNING_RECORDER_TRITON"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # A single program finishes this many tiles before the second launch, which several programs need, would have started.
-_FEW_TILES = 4
-# A multiprocessor has registers for two or three programs at a time, so all programs finish in two or three rounds.
-_PROGRAMS_PER_MULTIPROCESSOR = 6
+_FEW_TILES = 8
+# A multiprocessor has registers for a few programs at a time, so all programs finish in a few rounds.
+_PROGRAMS_PER_MULTIPROCESSOR = 12
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
 
 _Kind = tuple[int, torch.dtype, bool]
@@ -110,7 +110,7 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
     Note:
         Never synchronizes the device, except to prepare the kernels for the first tensor of a dtype. The work goes to
         the current stream of the device, or to the CUDA graph that is captured there. A tensor that is not contiguous
-        is copied. Apart from that copy and the sampled places, at most 56 KiB are allocated.
+        is copied. Apart from that copy and the sampled places, at most 368 KiB are allocated.
     """
     if not values.raw.is_cuda:
         return False
@@ -175,16 +175,23 @@ class _Memory(threading.local):
     """Memory for the results of the programs of a launch, for each stream of each device. Threads share none."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], Tensor] = {}
+        self._tensors: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def of(self, index: int, stream: int, numbers: int) -> int:
-        """Return the address of the memory."""
-        parts = self._parts.get((index, stream))
-        if parts is None:
+    def of(self, index: int, stream: int, kernels: ModuleType, most_programs: int) -> tuple[int, int]:
+        """Return the addresses of the parts and the counts, which every launch leaves at zero."""
+        tensors = self._tensors.get((index, stream))
+        if tensors is None:
             with torch.inference_mode(False):
-                parts = torch.empty(numbers, dtype=torch.float64, device=torch.device("cuda", index))
-            self._parts[index, stream] = parts
-        return parts.data_ptr()
+                tensors = _results(kernels, most_programs, torch.device("cuda", index))
+            self._tensors[index, stream] = tensors
+        parts, counts = tensors
+        return parts.data_ptr(), counts.data_ptr()
+
+
+def _results(kernels: ModuleType, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the memory for the results of some programs: the parts, and the counts, which are zero."""
+    parts = torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=device)
+    return parts, torch.zeros(kernels.COPIES * BINS, dtype=torch.int32, device=device)
 
 
 class _Launcher:
@@ -203,16 +210,15 @@ class _Launcher:
         from triton.runtime import driver
 
         self._reduce, self._merge = compiled
-        self._most_programs = most_programs
+        self._kernels, self._most_programs = kernels, most_programs
         self._tile = kernels.ROWS * kernels.COLUMNS
-        self._numbers = kernels.RESULTS * most_programs
         self._stream_of = driver.active.get_current_stream
         self._memory = _Memory()
         self._constants: tuple[Any, ...] = ()
         self._constants_of_merge: tuple[Any, ...] = ()
         if with_constants:
-            self._constants = (False, HISTOGRAM, BINS, BIN_SHIFT, kernels.ROWS, kernels.COLUMNS)
-            self._constants_of_merge = (SAMPLED_NUMEL, kernels.MOST_PROGRAMS)
+            self._constants = (False, HISTOGRAM, BINS, BIN_SHIFT, kernels.ROWS, kernels.COLUMNS, kernels.COPIES)
+            self._constants_of_merge = (HISTOGRAM, BINS, kernels.MOST_PROGRAMS, kernels.COPIES)
 
     def launch(self, index: int, row: int, data: int, numel: int, factor: float) -> None:
         """Add the statistics of values to a state on the current device, whose index is given.
@@ -226,13 +232,15 @@ class _Launcher:
         """
         programs, share = _shares(numel, self._tile, self._most_programs)
         stream = self._stream_of(index)
-        parts = row if programs == 1 else self._memory.of(index, stream, self._numbers)
+        parts = counts = row
+        if programs > 1:
+            parts, counts = self._memory.of(index, stream, self._kernels, self._most_programs)
         scaled = int(factor != 1.0)
         self._reduce[programs, 1, 1](
-            data, numel, share, _bits(factor), scaled, row, -1, parts, row, *self._constants, stream=stream
+            data, numel, share, _bits(factor), scaled, row, -1, parts, counts, row, *self._constants, stream=stream
         )
         if programs > 1:
-            self._merge[1, 1, 1](parts, programs, numel, -1, row, *self._constants_of_merge, stream=stream)
+            self._merge[1, 1, 1](parts, counts, programs, numel, -1, row, *self._constants_of_merge, stream=stream)
 
 
 def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
@@ -262,7 +270,9 @@ def launch(
         return None
     programs, share = _shares(numel, kernels.ROWS * kernels.COLUMNS, min(most_programs, kernels.MOST_PROGRAMS))
     # Arguments that a kernel does not use may be any tensor of the right type.
-    parts = row if programs == 1 else torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=row.device)
+    parts, counts = row, row.view(torch.int32)
+    if programs > 1:
+        parts, counts = _results(kernels, programs, row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
         # A plain copy to the device would synchronize it.
@@ -277,6 +287,7 @@ def launch(
         places,
         sampled,
         parts,
+        counts,
         row,
         gathered=gathered,
         first_bin=HISTOGRAM,
@@ -284,13 +295,23 @@ def launch(
         bin_shift=BIN_SHIFT,
         rows=kernels.ROWS,
         columns=kernels.COLUMNS,
+        most_copies=kernels.COPIES,
         **_OPTIONS,
     )
     if programs == 1:
         return None
-    most = kernels.MOST_PROGRAMS
     merge = kernels.merge_shares[(1,)](
-        parts, programs, numel, sampled, row, sampled_numel=SAMPLED_NUMEL, most_programs=most, **_OPTIONS
+        parts,
+        counts,
+        programs,
+        numel,
+        sampled,
+        row,
+        first_bin=HISTOGRAM,
+        bin_count=BINS,
+        most_programs=kernels.MOST_PROGRAMS,
+        most_copies=kernels.COPIES,
+        **_OPTIONS,
     )
     return reduce, merge
 

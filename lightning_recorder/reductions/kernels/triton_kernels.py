@@ -4,7 +4,11 @@ Importing this module imports Triton, which few CPU installations have, so it is
 
 A program runs on one multiprocessor and reduces one share of the values, tile by tile. A second kernel merges the
 results of the programs in order. Sums of deviations are float64, one per column of the tiles, so equal launches are
-bitwise equal. Only bins are added in the order in which the programs end, and integers are exact in any order.
+bitwise equal. Only bins are added in the order in which the programs arrive, and integers are exact in any order.
+
+Bins are counted by atomic additions. ``tl.histogram`` takes time in proportion to the number of bins. Additions to the
+same address wait for each other, so several programs count in up to 32 copies of the bins, and zeros, which are the
+most frequent of equal values, are counted in registers.
 
 Note:
     Constants are literals or parameters: Triton 3.2 uses a cached kernel even if a constant of the module that the
@@ -16,13 +20,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "MOST_PROGRAMS", "RESULTS", "ROWS", "merge_shares", "reduce_share"]
+__all__ = ["COLUMNS", "COPIES", "MOST_PROGRAMS", "RESULTS", "ROWS", "merge_shares", "reduce_share"]
 
-# A tile is the number of values that 128 threads process at a time. Each thread has 16 values in its registers, and
+# A tile is the number of values that 128 threads process at a time. Each thread has 8 values in its registers, and
 # neighboring threads have neighboring values.
-ROWS, COLUMNS = 4, 512
-MOST_PROGRAMS = 1024
+ROWS, COLUMNS = 2, 512
+MOST_PROGRAMS = 2048
 RESULTS = 7  # the numbers that each of several programs writes for the merge
+COPIES = 32  # of the bins, for at least 8 programs each
 
 
 @triton.jit
@@ -153,15 +158,9 @@ def _count_places(
 
 
 @triton.jit
-def _add_bins(
-    bins: tl.tensor, taken: tl.tensor, histogram: tl.tensor, bin_count: tl.constexpr, tile: tl.constexpr
-) -> None:
-    """Add the bins of all tiles, ``[bin_count]`` int32, to the bins of the row."""
-    place = tl.arange(0, bin_count)
-    # The padding of the last tile was counted as zeros.
-    behind = tl.cdiv(taken, tile) * tile - taken
-    bins -= tl.where(place == 0, behind, 0).to(tl.int32)
-    tl.atomic_add(histogram + place, bins.to(tl.float64), mask=bins != 0, sem="relaxed")
+def _copies_for(programs: tl.tensor, most_copies: tl.constexpr) -> tl.tensor:
+    """Return the number of copies of the bins for a number of programs."""
+    return tl.maximum(tl.minimum(programs // 8, most_copies), 1)
 
 
 @triton.jit
@@ -219,7 +218,9 @@ def _write_part(
 
 
 # Compiled once per dtype of the values, without specialization for numbers and addresses that are divisible by 16.
-@triton.jit(do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "row"])
+@triton.jit(
+    do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "counts", "row"]
+)
 def reduce_share(
     data: tl.tensor,
     numel: tl.int64,
@@ -229,6 +230,7 @@ def reduce_share(
     places: tl.tensor,
     sampled: tl.int64,
     parts: tl.tensor,
+    counts: tl.tensor,
     row: tl.tensor,
     gathered: tl.constexpr,
     first_bin: tl.constexpr,
@@ -236,8 +238,9 @@ def reduce_share(
     bin_shift: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
+    most_copies: tl.constexpr,
 ) -> None:
-    """Reduce one share of the values. Bins go to the row, the rest to the parts or, from a single program, to the row.
+    """Reduce one share of the values. A single program writes to the row, several to the parts and the counts.
 
     Args:
         data: The values, ``[numel]`` float16, bfloat16, float32 or float64.
@@ -248,6 +251,8 @@ def reduce_share(
         places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
         sampled: The maximum number of values to count in the bins; negative if the row has no slot for the sample.
         parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
+        counts: The copies of the bins, ``[most_copies, bin_count]`` int32, zero before the launch. Unused if
+            ``gathered``: the places are counted in the row.
         row: The state, ``[width]`` float64, as :class:`Statistics` lays it out.
         gathered: True if only the values at the places are counted in the bins.
         first_bin: The slot of the first bin in the row.
@@ -255,6 +260,7 @@ def reduce_share(
         bin_shift: The shift that turns the bits of a float32 into its bin.
         rows: The number of rows of a tile.
         columns: The number of columns of a tile.
+        most_copies: The maximum number of copies of the bins.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -266,10 +272,11 @@ def reduce_share(
     squares = tl.zeros([columns], tl.float64)
     lows = tl.full([columns], float("inf"), tl.float64 if data.dtype.element_ty == tl.float64 else tl.float32)
     highs = -lows
-    counts = tl.zeros([columns], tl.int32)
+    finites = tl.zeros([columns], tl.int32)
     zeros = tl.zeros([columns], tl.int32)
+    negatives = tl.zeros([columns], tl.int32)  # of the zeros
     nans = tl.zeros([columns], tl.int32)
-    bins = tl.zeros([bin_count], tl.int32)
+    counts += (program % _copies_for(programs, most_copies)) * bin_count
     for at in range(start, end, rows * columns):
         values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
         sizes = _sizes_of(values)
@@ -279,16 +286,30 @@ def reduce_share(
         squares += tl.sum(deviations * deviations, axis=0)
         lows = tl.minimum(lows, tl.min(tl.where(finite, values, float("inf")), axis=0))
         highs = tl.maximum(highs, tl.max(tl.where(finite, values, float("-inf")), axis=0))
-        counts += tl.sum(finite.to(tl.int32), axis=0)
+        finites += tl.sum(finite.to(tl.int32), axis=0)
         zeros += tl.sum((inside & (sizes == 0)).to(tl.int32), axis=0)
         nans += tl.sum((inside & (sizes > _infinity_of(values))).to(tl.int32), axis=0)
         if not gathered:
-            bins += tl.histogram(tl.ravel(_bins_of(values, bin_count, bin_shift)), bin_count)
+            bins = _bins_of(values, bin_count, bin_shift)
+            counted = inside & (sizes != 0)
+            negatives += tl.sum((inside & (sizes == 0) & (bins != 0)).to(tl.int32), axis=0)
+            if programs == 1:
+                tl.atomic_add(row + first_bin + bins, 1.0, mask=counted, sem="relaxed")
+            else:
+                tl.atomic_add(counts + bins, 1, mask=counted, sem="relaxed")
+    zero_count = tl.sum(zeros, axis=0)
     if gathered:
         _count_places(data, factor, scaled, places, sampled, row + first_bin, bin_count, bin_shift)
     else:
-        _add_bins(bins, end - start, row + first_bin, bin_count, rows * columns)
-    count = _total(counts)
+        negative = tl.sum(negatives, axis=0)
+        sign: tl.constexpr = bin_count // 2  # the bin of negative zeros
+        if programs == 1:
+            tl.atomic_add(row + first_bin, (zero_count - negative).to(tl.float64), sem="relaxed")
+            tl.atomic_add(row + first_bin + sign, negative.to(tl.float64), sem="relaxed")
+        else:
+            tl.atomic_add(counts, zero_count - negative, sem="relaxed")
+            tl.atomic_add(counts + sign, negative, sem="relaxed")
+    count = _total(finites)
     total = tl.sum(sums, axis=0)
     square = tl.sum(squares, axis=0)
     shift = total / tl.maximum(count, 1.0)
@@ -298,49 +319,63 @@ def reduce_share(
     if not (square <= 16 * m2):
         m2 = _squares_from(mean, data, start, end, factor, scaled, rows, columns)
     low, high = tl.min(lows, axis=0).to(tl.float64), tl.max(highs, axis=0).to(tl.float64)
-    zero_count, nan_count = _total(zeros), _total(nans)
+    nan_count = _total(nans)
     if programs == 1:
         sampled_numel: tl.constexpr = first_bin + bin_count
-        _merge(row, count, mean, m2, low, high, zero_count, nan_count, numel.to(tl.float64), sampled, sampled_numel)
+        zero_total = zero_count.to(tl.float64)
+        _merge(row, count, mean, m2, low, high, zero_total, nan_count, numel.to(tl.float64), sampled, sampled_numel)
     else:
-        _write_part(parts + program, programs, count, mean, m2, low, high, zero_count, nan_count)
+        _write_part(parts + program, programs, count, mean, m2, low, high, zero_count.to(tl.float64), nan_count)
 
 
-@triton.jit(do_not_specialize=["parts", "programs", "numel", "sampled", "row"])
+@triton.jit(do_not_specialize=["parts", "counts", "programs", "numel", "sampled", "row"])
 def merge_shares(
     parts: tl.tensor,
+    counts: tl.tensor,
     programs: tl.int32,
     numel: tl.int64,
     sampled: tl.int64,
     row: tl.tensor,
-    sampled_numel: tl.constexpr,
+    first_bin: tl.constexpr,
+    bin_count: tl.constexpr,
     most_programs: tl.constexpr,
+    most_copies: tl.constexpr,
 ) -> None:
-    """Merge the results of the programs into the first slots of the row, with one program.
+    """Merge the results of the programs into the row, with one program, and set the counts to zero.
 
     Args:
         parts: The results of :func:`reduce_share`, ``[7, programs]`` float64.
+        counts: The copies of the bins, as for :func:`reduce_share`.
         programs: The number of programs of :func:`reduce_share`.
         numel: The number of values, as for :func:`reduce_share`.
         sampled: The sample size, as for :func:`reduce_share`.
         row: The state.
-        sampled_numel: The slot for the number of values with a sample.
+        first_bin: The slot of the first bin in the row.
+        bin_count: The number of bins. The slot after them is for the number of values with a sample.
         most_programs: A power of two that is not less than ``programs``.
+        most_copies: The maximum number of copies of the bins.
     """
+    place = tl.arange(0, bin_count)
+    bins = tl.zeros([bin_count], tl.float64)
+    for copy in range(_copies_for(programs, most_copies)):
+        bins += tl.load(counts + copy * bin_count + place)
+        tl.store(counts + copy * bin_count + place, tl.zeros([bin_count], tl.int32))
+    tl.store(row + first_bin + place, tl.load(row + first_bin + place) + bins)
     program = tl.arange(0, most_programs)
     inside = program < programs
     part = parts + program
-    counts = tl.load(part, mask=inside, other=0.0)
+    finites = tl.load(part, mask=inside, other=0.0)
     means = tl.load(part + programs, mask=inside, other=0.0)
     spreads = tl.load(part + 2 * programs, mask=inside, other=0.0)
     lows = tl.load(part + 3 * programs, mask=inside, other=float("inf"))
     highs = tl.load(part + 4 * programs, mask=inside, other=float("-inf"))
     zeros = tl.load(part + 5 * programs, mask=inside, other=0.0)
     nans = tl.load(part + 6 * programs, mask=inside, other=0.0)
-    count = tl.sum(counts, axis=0)
-    mean = tl.sum(counts * means, axis=0) / tl.maximum(count, 1.0)
+    count = tl.sum(finites, axis=0)
+    mean = tl.sum(finites * means, axis=0) / tl.maximum(count, 1.0)
     deltas = means - mean
-    m2 = tl.sum(spreads + counts * deltas * deltas, axis=0)
+    m2 = tl.sum(spreads + finites * deltas * deltas, axis=0)
     low, high = tl.min(lows, axis=0), tl.max(highs, axis=0)
     zeros, nans = tl.sum(zeros, axis=0), tl.sum(nans, axis=0)
+    sampled_numel: tl.constexpr = first_bin + bin_count
     _merge(row, count, mean, m2, low, high, zeros, nans, numel.to(tl.float64), sampled, sampled_numel)
