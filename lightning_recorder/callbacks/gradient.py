@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor
+from lightning_recorder.internals.autograd import adds_to, graph_task
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
@@ -21,6 +23,32 @@ from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsReco
 from lightning_recorder.taps import InputGradientTap, OutputGradientTap
 
 __all__ = ["GradientRecorder"]
+
+
+class _LossPasses:
+    """Distinguishes the backward passes of losses from others in a step, such as that of a gradient penalty.
+
+    A pass is of a loss if Lightning runs it, or if it adds to the gradient of a parameter: with manual optimization, a
+    model may call ``loss.backward()`` itself.
+
+    Args:
+        pl_module: The model.
+    """
+
+    def __init__(self, pl_module: LightningModule) -> None:
+        self.is_of_loss = False
+        """True while Lightning runs a backward pass."""
+        self._pl_module = pl_module
+        self._known = -1, False
+
+    def are_others(self) -> bool:
+        """Return True in a backward pass that is not of a loss."""
+        task = graph_task()
+        if self.is_of_loss or task == -1:
+            return False
+        if task != self._known[0]:
+            self._known = task, not any(map(adds_to, self._pl_module.parameters()))
+        return self._known[1]
 
 
 class GradientRecorder(TensorsCallback):
@@ -81,8 +109,9 @@ class GradientRecorder(TensorsCallback):
 
     Note:
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
-        dataclasses are therefore supported, and the gradients stay bitwise identical. If a backward pass runs twice in
-        a step, both runs are counted. N ranks record what one process does whose batch has the batches of all ranks, if
+        dataclasses are therefore supported, and the gradients stay bitwise identical. All backward passes of a step
+        that add to the gradients of parameters are counted. What ``torch.autograd.grad`` computes before, as for a
+        gradient penalty, is not. N ranks record what one process does whose batch has the batches of all ranks, if
         the loss is a mean over the batch and the ranks have batches of equal size. Otherwise the gradients belong to
         the mean of the losses of the ranks, like those of the parameters. Everything else is the same as for
         :class:`~lightning_recorder.ActivationRecorder`.
@@ -140,6 +169,31 @@ class GradientRecorder(TensorsCallback):
         if isinstance(recorder, StatisticsRecorder):
             factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
             recorder.factor = factor / averaged_ranks(trainer)
+            self._passes = _LossPasses(pl_module)
+            recorder.ignores = self._passes.are_others
+
+    @override
+    def _idle(self) -> dict[str, Any]:
+        return {**super()._idle(), "_passes": None}
+
+    _passes: _LossPasses | None
+
+    @override
+    def _release(self, trainer: Trainer | None) -> None:
+        self._passes = None
+        super()._release(trainer)
+
+    @guarded
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._passes is not None:
+            self._passes.is_of_loss = True
+
+    @guarded
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._passes is not None:
+            self._passes.is_of_loss = False
 
     @property
     @override

@@ -219,8 +219,9 @@ def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 def _not_in_optimizer(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     trained = {site.name for site in evidence.gradients.places}
-    for name, why in evidence.missing("parameters"):
-        if why.startswith("no step") and (name in trained or not trained):
+    updated = {each.site.name for each in evidence.tensors if each.update is not None}
+    for name, why in evidence.missing("parameters"):  # as known after the first record
+        if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield rule.found(evidence, evidence.parameters, Site(name, ""), verdict)
     left_out = [each for each in _left_out(evidence) if each.note != "frozen"]

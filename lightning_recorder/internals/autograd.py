@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
@@ -28,6 +28,7 @@ __all__ = [
     "CALL_OF_MODULE",
     "LEAF_NUMBER",
     "MODULE_CALLS",
+    "adds_to",
     "base_of",
     "counted_version",
     "current_function_mode",
@@ -82,11 +83,8 @@ except ImportError:
     DisableTorchFunction = contextlib.nullcontext
 
 
-try:
-    from torch._C import _set_grad_enabled
-except ImportError:
-    _set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]  # a class that is called for its side effect
-
+_set_grad_enabled: Any = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+_will_execute: Callable[[Node], bool] = getattr(torch._C, "_will_engine_execute_node", lambda _: True)
 
 try:
     from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -96,11 +94,7 @@ except ImportError:
         return True
 
 
-try:
-    from torch._C import _is_tracing
-except ImportError:
-    _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, but missing from the type stubs
-
+_is_tracing: Any = getattr(torch._C, "_is_tracing", None) or torch.jit.is_tracing  # type: ignore[attr-defined]  # no stub
 
 try:
     from torch._C._autograd import _get_sequence_nr
@@ -219,6 +213,17 @@ def function_behind(tensor: Tensor) -> type | None:
 # The id of the backward pass that this thread is running, or -1 outside of one.
 # Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
 graph_task: Callable[[], int] = _current_graph_task_id
+
+
+def adds_to(parameter: Tensor) -> bool:
+    """Return True if the backward pass that this thread is running adds to ``.grad`` of a parameter.
+
+    Fallback: ``True``; what ``torch.autograd.grad`` computes is taken for a gradient of the loss.
+    """
+    try:
+        return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad returns the gradient instead
+        return False
 
 
 def has_accumulate_hooks(parameter: Tensor) -> bool:

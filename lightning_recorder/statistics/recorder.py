@@ -212,6 +212,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
+        self.ignores: Callable[[], bool] = bool
+        """A function that returns True while tensors are to be ignored."""
         kinds = [tap] if isinstance(tap, type) else tap
         inside = {name: module for name, module in modules.items() if module in traced} if traced else {}
         outside = {name: module for name, module in modules.items() if name not in inside} if inside else modules
@@ -232,10 +234,11 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             each.traced = traced
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
-        return self.states.try_fast_path(site, tensor, self.factor)
+        return self.ignores() or self.states.try_fast_path(site, tensor, self.factor)
 
     def _receive(self, site: Site, tensor: Tensor) -> None:
-        self.states.add(site, tensor, self.factor)
+        if not self.ignores():
+            self.states.add(site, tensor, self.factor)
 
     @property
     @override

@@ -174,6 +174,50 @@ def test_gradients_have_the_numbers_of_the_activations(tmp_path: Path) -> None:
     assert sorted(gradients) == ["out#3", "out#4"]
 
 
+class Penalized(Nested):
+    """Computes gradients within the step that change neither the loss nor its gradients."""
+
+    def __init__(self, penalty: str, way: str) -> None:
+        super().__init__()
+        self.penalty, self.way = penalty, way
+        self.automatic_optimization = way == "automatic"
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        images = batch[0].requires_grad_()
+        logits = self(images)
+        loss = F.cross_entropy(logits, batch[1])
+        if self.penalty:
+            wanted: list[Tensor] = [images] if self.penalty == "input" else list(self.parameters())
+            (first, *_) = torch.autograd.grad(logits.square().sum(), wanted, create_graph=True, allow_unused=True)
+            loss = loss + 0 * first.sum()
+        if self.way == "automatic":
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss.backward() if self.way == "own" else self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("penalty", ["input", "weights"])
+@pytest.mark.parametrize("way", ["automatic", "accumulated", "manual", "own"])
+def test_gradients_of_a_penalty_are_not_those_of_the_loss(way: str, penalty: str, tmp_path: Path) -> None:
+    """Gradients that a step computes with torch.autograd.grad are left out, however the loss is differentiated."""
+    options = {"accumulate_grad_batches": 3} if way == "accumulated" else {}
+    found = []
+    for kind in ("", penalty):
+        sink = MemorySink()
+        model = Penalized(kind, "automatic" if way == "accumulated" else way)
+        recorder = GradientRecorder(tensors=["inputs", "outputs"], sinks=[sink], **UNDRAWN)
+        fit(model, tmp_path / kind, [recorder], logger=False, **options)
+        # The mean before a normalization is rounding noise.
+        found.append({tag: values for tag, values in sink.scalars.items() if tag.endswith(("/rms", "/min", "/max"))})
+    assert found[0]
+    assert found[1].keys() == found[0].keys()
+    for tag, values in found[0].items():
+        assert found[1][tag] == pytest.approx(values, rel=1e-5, abs=1e-9), tag
+
+
 def test_merged_calls_are_the_sum_of_the_calls_kept_apart(tmp_path: Path) -> None:
     """The count, the extrema and the number of zeros of all calls are those of the calls together."""
     merged, apart = ActivationRecorder("act", **UNDRAWN), ActivationRecorder("act", name="b", per_call=True, **UNDRAWN)

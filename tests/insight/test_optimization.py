@@ -148,6 +148,13 @@ def test_a_layer_that_no_optimizer_has() -> None:
     assert brief(found) == [("warning", "not-in-optimizer", "b")]
 
 
+def test_a_layer_that_another_step_updates() -> None:
+    """A layer that has taken part in a later step is no finding, although it took part in none at first."""
+    missing = {"b": {"fired": False, "why": "no step: no optimizer that stepped has its parameters"}}
+    coverage = {"parameters": {"modules": missing}}
+    assert brief(run({"a": {}, "b": {}}, {"b": {"rms": 1e-3}}, network("a", "b"), coverage=coverage)) == []
+
+
 def test_one_cause_in_many_modules_is_one_finding() -> None:
     """If the optimizer lacks ten modules, there is one finding, which lists the others."""
     names = [f"layer_{letter}" for letter in "abcdefghij"]
