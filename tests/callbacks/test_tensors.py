@@ -207,6 +207,7 @@ def test_gradients_of_a_penalty_are_not_those_of_the_loss(way: str, penalty: str
     found = []
     for kind in ("", penalty):
         sink = MemorySink()
+        torch.manual_seed(0)
         model = Penalized(kind, "automatic" if way == "accumulated" else way)
         recorder = GradientRecorder(tensors=["inputs", "outputs"], sinks=[sink], **UNDRAWN)
         fit(model, tmp_path / kind, [recorder], logger=False, **options)

@@ -216,8 +216,8 @@ class Drawn(NamedTuple):
         return self.nodes.total(), self.edges.total()
 
 
-# In-place and reflected operators count as one function.
-_SAME = {"radd": "add", "iadd": "add", "rsub": "sub", "rmul": "mul", "truediv": "div"}
+# In-place and reflected operators count as one function, unless the order matters.
+_SAME = {"radd": "add", "iadd": "add", "rmul": "mul", "truediv": "div"}
 _KINDS = {"input": "input-tensor", "output": "output-tensor", "tensor": "hidden-tensor"}
 
 

@@ -37,8 +37,6 @@ _SEQUENCES = (tuple, list)
 _SAME = {
     "radd": "add",
     "rmul": "mul",
-    "rsub": "sub",
-    "rdiv": "div",
     "truediv": "div",
     "iadd": "add",
     "imul": "mul",

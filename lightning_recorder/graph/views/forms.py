@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
@@ -15,10 +16,18 @@ _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "
 
 # Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth.
 _VARIED = ("p", "drop_prob", "drop_rate")
-# Settings of functions that decide what they compute. An index or an operand may be the number of a step.
-_SETTINGS = (
-    *("dim", "dims", "stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding"),
-    *("approximate", "keepdim", "is_causal", "mode", "negative_slope", "equation", "reduction", "descending"),
+# Settings of functions that decide what they compute. An index or an operand may be the number of a step, and a size
+# may depend on the data.
+_SETTINGS = frozenset(
+    (
+        *("dim", "dims", "dim0", "dim1", "axis", "axis0", "axis1", "source", "destination", "start_dim", "end_dim"),
+        *("stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding", "ceil_mode"),
+        *("pad", "shifts", "dimension", "diagonal", "chunks", "k", "n", "ord", "offset", "repeats", "num_heads"),
+        *("exponent", "alpha", "beta", "min", "max", "eps", "scale", "threshold", "negative_slope", "lambd"),
+        *("approximate", "keepdim", "is_causal", "mode", "equation", "reduction", "descending", "largest", "upper"),
+        *("scale_factor", "align_corners", "num_classes", "normalized_shape", "correction", "unbiased"),
+        *("rounding_mode", "right", "divisor_override", "count_include_pad", "norm_type", "num_groups"),
+    )
 )
 
 
@@ -70,7 +79,8 @@ def _label(node: Node) -> Key:
     # A module differs from its siblings by its name, and a parameter by its name before the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
-    about = node.parameters, node.failed, node.repeats, node.parallel, node.shared
+    tied = tuple(re.sub(r"\d+", "#", each) for each in node.tied)  # the names of blocks differ in their numbers
+    about = node.parameters, node.failed, node.repeats, node.parallel, node.shared, tied
     return node.kind, name, node.type_name, sizes, _settings(node), *about
 
 

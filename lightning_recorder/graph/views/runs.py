@@ -75,17 +75,24 @@ def merged_ports(
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
-    """Return the number of units that call the same modules, or each another module."""
-    first = set(siblings.names(start, length))
+    """Return the number of units that call the same module or each another one, at each place in a unit.
+
+    In all units or in none, a module at a place was called before the first unit.
+    """
+    first = siblings.names(start, length)
+    before = [siblings.first_calls[name] < start for name in first]
     seen = set(first)
-    same = None
+    shared = None
     for unit in range(1, times):
-        names = set(siblings.names(start + unit * length, length))
-        again = names == first
-        if not (again or seen.isdisjoint(names)) or same not in (None, again):
+        names = siblings.names(start + unit * length, length)
+        again = [name == known for name, known in zip(names, first, strict=True)]
+        new = {name for name, is_known in zip(names, again, strict=True) if not is_known}
+        if shared not in (None, again) or not seen.isdisjoint(new):
             return unit
-        same = again
-        seen |= names
+        if [siblings.first_calls[name] < start for name in names] != before:
+            return unit
+        shared = again
+        seen |= new
     return times
 
 

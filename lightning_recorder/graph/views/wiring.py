@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 from lightning_recorder.graph.model import Edge, Graph, Node
@@ -236,11 +237,17 @@ class Siblings:
                 places.append(index)
         return places[-1] - places[0] + 1 == len(places) and all(each == seen[0] for each in seen)
 
-    def names(self, unit: int, length: int) -> Iterator[str]:
-        """Yield the names of the modules of a unit."""
-        for part in self.parts[unit : unit + length]:
-            if self.graph.nodes[part].kind == "module":
-                yield self.graph.nodes[part].name
+    def names(self, unit: int, length: int) -> list[str]:
+        """Return the names of the modules in a unit, which equal units have in the same places."""
+        nodes = self.graph.nodes
+        inside = (nodes[node] for tree in self.subtrees[unit : unit + length] for node in tree)
+        return [node.name for node in inside if node.kind == "module" and node.name]
+
+    @cached_property
+    def first_calls(self) -> Mapping[str, int]:
+        """The position of the first part that calls each module, by name."""
+        positions = range(len(self.parts) - 1, -1, -1)
+        return {name: position for position in positions for name in self.names(position, 1)}
 
 
 def tensor_label(node: Node) -> Key:

@@ -26,6 +26,7 @@ from lightning_recorder.graph import (
     without,
 )
 from lightning_recorder.graph.renderers.labels import shown_times, size
+from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.wiring import Siblings
 from tests.graph.nets import Net, X, bare, linear, stack
 from tests.graph.outline import outline, text
@@ -314,6 +315,61 @@ def test_the_order_of_arguments_matters() -> None:
           sub#3 <- 2.fc, sub#2
         """
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: x.transpose(1, 3), lambda x: x.transpose(2, 3)),
+        (lambda x: x.movedim(1, 2), lambda x: x.movedim(1, 3)),
+        (lambda x: x.swapaxes(1, 2), lambda x: x.swapaxes(1, 3)),
+        (lambda x: x.unfold(1, 4, 1).squeeze(1), lambda x: x.unfold(2, 4, 1).squeeze(2)),
+        (lambda x: x.roll(1, 2), lambda x: x.roll(2, 2)),
+        (lambda x: F.pad(x, (1, 0)), lambda x: F.pad(x, (0, 1))),
+        (lambda x: x.triu(0), lambda x: x.triu(1)),
+        (lambda x: x.clamp(-1, 1), lambda x: x.clamp(-2, 2)),
+        (lambda x: x.add(x, alpha=1), lambda x: x.add(x, alpha=2)),
+        (lambda x: x**2, lambda x: x**3),
+        (lambda x: x - 1, lambda x: 1 - x),
+        (lambda x: x / 2, lambda x: 2 / x),
+    ],
+)
+def test_functions_with_other_settings_stay_apart(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]
+) -> None:
+    """Blocks that compute different things in turn are pairs, and those that compute the same are equal."""
+
+    def repeats(*functions: Callable[[Tensor], Tensor]) -> list[int]:
+        blocks = [Net(lambda net, x, f=each: f(net.fc(x).relu())[..., :4], fc=linear()) for each in functions]
+        view = fold_repeats(collapse(bare(nn.Sequential(*blocks), torch.rand(2, 4, 4, 4))))
+        return [node.repeats for node in view.module_calls() if view[node.parent or 0] is view.root]
+
+    assert repeats(*[one] * 6) == [6]
+    assert repeats(*[one, other] * 3) == [3]
+
+
+def test_tied_blocks_stay_apart_from_their_owner() -> None:
+    """Blocks whose weight is that of another block say so, and are not folded with others."""
+
+    def tied(*owners: int | None) -> list[tuple[str, int, tuple[str, ...]]]:
+        blocks = [Net(lambda net, x: x + net.b(net.a(x)), a=linear(), b=linear()) for _ in owners]
+        for block, owner in zip(blocks, owners, strict=True):
+            if owner is not None:
+                block.b.weight = blocks[owner].b.weight  # type: ignore[union-attr]  # both are layers
+        view = fold_repeats(collapse(own_tensors(capture_graph(nn.Sequential(*blocks), X))))
+        calls = [node for node in view.module_calls() if node.name.endswith("b")]
+        return [(node.name, view[node.parent or 0].repeats, node.tied) for node in calls]
+
+    assert tied(None, 0, 0, 0) == [("0.b", 1, ()), ("1.b", 3, ("0.b.weight",))]
+    assert tied(None, None, 0, None, None) == [("0.b", 2, ()), ("2.b", 1, ("0.b.weight",)), ("3.b", 2, ())]
+
+
+def test_a_layer_that_some_blocks_share_ends_a_repetition() -> None:
+    """A block that calls a layer of another block is not equal to blocks with layers of their own."""
+    blocks = [Net(lambda net, x: net.fc(x).relu(), fc=linear()) for _ in range(5)]
+    blocks[3].fc = blocks[0].fc
+    view = fold_repeats(collapse(bare(nn.Sequential(*blocks), X)))
+    assert shown(view) == ["0 ×3", "0.fc", "3", "0.fc", "4", "4.fc"]
 
 
 def test_closed_calls_with_other_wirings_stay_apart() -> None:
