@@ -86,6 +86,8 @@ class GraphBuilder:
         """The number of tensors on each edge with several."""
         self.compound: set[int] = set()
         """The nodes for a custom ``autograd.Function`` after the modules that it has called."""
+        self.written: dict[str, list[int]] = {}
+        """The functions that take a parameter whose values another function has written, by its name."""
         self._detached: set[int] = set()
         """The edges that pass no gradient back, since no tensor on them requires one."""
 

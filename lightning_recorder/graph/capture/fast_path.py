@@ -67,6 +67,7 @@ class FastPath:
         if caller.trainer or caller.custom is not None:
             return False
         find = self._known_tensors.find
+        nodes = self._builder.nodes
         sources: list[int] = []
         metas: list[TensorMeta] = []
         passing: list[bool] = []
@@ -78,6 +79,8 @@ class FastPath:
                 if known is None:
                     return False
             if known.node == IGNORED or tensor is result:
+                return False
+            if type(tensor) is Parameter and nodes[known.node].kind != "parameter":
                 return False
             sources.append(known.node)
             metas.append(known.meta)

@@ -42,6 +42,7 @@ def find_unused(
         used = {nodes[number].name for number in numbers}
     else:
         used = {nodes[number].name for number in numbers if number in reached}.union(given)
+        used |= _written(builder, reached)
     frozen = [name for name, trained in parameters.items() if not trained]
     missing = dict.fromkeys([name for name, trained in parameters.items() if trained and name not in used])
     if frozen or missing:
@@ -56,6 +57,11 @@ def find_unused(
         tuple(_joined(frozen, parameters)),
         tuple(_stops(builder, reached)),
     )
+
+
+def _written(builder: GraphBuilder, reached: set[int]) -> set[str]:
+    """Return the parameters whose values a function has written, and that get a gradient from a later one."""
+    return {name for name, users in builder.written.items() if not reached.isdisjoint(users)}
 
 
 def _reached(builder: GraphBuilder) -> set[int] | None:
@@ -122,9 +128,14 @@ def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
     if reached is None:
         return
     nodes = builder.nodes
+    # To write to a parameter without autograd, as in a projection of weights, stops nothing.
+    written = _written(builder, reached)
+    writing = {user for name in written for user in builder.written[name]}
+    if written:
+        writing.update(target for source, target in builder.ends if nodes[source].name in written)
     stopping = [
         number
-        for number in builder.taking_gradients() - reached
+        for number in builder.taking_gradients() - reached - writing
         if nodes[number].kind == "op" and not nodes[number].autograd and nodes[number].name != "identity"
     ]
     for number in sorted(builder.leading().intersection(stopping)) if stopping else ():

@@ -123,6 +123,11 @@ class TensorOrigins:
             inputs = [unwrapped(each) if not each.requires_grad else each for each in inputs]
         passing = [each.requires_grad for each in inputs]
         self._builder.connect_all(node, sources, metas, passing)
+        for source, each in zip(sources, inputs, strict=True):
+            if type(each) is Parameter and source >= 0 and self._builder.nodes[source].kind != "parameter":
+                own = self.model_tensor(each)
+                if own is not None:
+                    self._builder.written.setdefault(own[1], []).append(node)
         return True in passing
 
     def connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -233,3 +235,37 @@ def test_a_module_that_was_never_called_is_named_in_the_picture(tmp_path: Path) 
     assert spare.lines == ["head", "Linear", "never called"]
     (line,) = (line for line in drawing.visual_graph.body if "never called</font>" in line)
     assert 'style="filled,rounded,dashed"' in line
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "project",
+    [
+        lambda weight: weight.data.renorm_(2, 0, 1.0),
+        lambda weight: weight.data.clamp_(-1, 1).mul_(0.5),
+        lambda weight: (weight.data.clamp_(-1, 1), weight.data.mul_(0.5)),
+        torch.no_grad()(lambda weight: weight.clamp_(-1, 1)),
+    ],
+    ids=["renorm", "chain", "twice", "no_grad"],
+)
+def test_a_weight_that_is_projected_in_place_is_trained(project: Callable[[Tensor], object], backward: bool) -> None:
+    """A layer that writes to its weight before it uses it, without autograd, still gets a gradient."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        project(net.fc.weight)
+        result: Tensor = net.fc(net.first(x))
+        return result
+
+    net = Net(forward, first=linear(), fc=linear())
+    assert (_trained(net) if backward else capture_graph(net, X)).unused == Unused()
+
+
+def test_a_copy_of_a_weight_that_is_projected_is_not_trained() -> None:
+    """If the layer uses a detached copy instead, its weight gets no gradient."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return F.linear(net.first(x), net.fc.weight.detach().clone().clamp_(-1, 1), net.fc.bias)
+
+    unused = capture_graph(Net(forward, first=linear(), fc=linear()), X).unused
+    assert unused.parameters == ("fc.weight",)
+    assert len(unused.stops) == 1
