@@ -27,7 +27,8 @@ class TensorPictures:
     """Keep the statistics of more than one number over a run, and draw them.
 
     A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. A matrix
-    and an image are drawn as they are in the latest record, with the leading dimension of three as panels.
+    and an image are drawn as they are in the latest record, with the leading dimension of three as panels. A tensor
+    without values is not drawn.
 
     Args:
         max_images: The maximum number of pictures. The sites are evenly spaced among those of the first record that
@@ -52,7 +53,7 @@ class TensorPictures:
             self._choose(sites, found)
         for site, statistic in self._chosen:
             tensor = found[site].tensors.get(statistic) if site in found else None
-            if tensor is None:
+            if tensor is None or not tensor.numel():
                 continue
             if tensor.dim() > 1:
                 self._latest[site, statistic] = tensor

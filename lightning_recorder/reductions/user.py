@@ -41,6 +41,8 @@ _MERGEABLE: tuple[Callable[..., Any], ...] = (
     operator.or_, operator.xor,
 )  # fmt: skip
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class Results(NamedTuple):
     """The results of a reduction at one site."""
@@ -214,6 +216,8 @@ def _snake(name: str) -> str:
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
+        if value.is_sparse or value.layout in _COMPRESSED:
+            value = value.to_dense()
         yield name, torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     elif isinstance(value, (bool, int, float)):
         yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
@@ -224,4 +228,6 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         for index, part in enumerate(value):
             yield from _named(f"{name}_{index}", part)
     else:
-        raise ArgumentError(f"the result of {name} is a {type(value).__name__}, which cannot be recorded")
+        raise ArgumentError(
+            f"the result of {name} is a {type(value).__name__}: return a tensor, a number, or a list or mapping of them"
+        )

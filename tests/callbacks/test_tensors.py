@@ -421,6 +421,33 @@ def test_a_reduction_that_fails_is_left_out_at_its_site(tmp_path: Path) -> None:
     assert [list(seen.tensors) for seen in recorder.latest.values()] == [[], ["strictly"]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")  # of torch
+@pytest.mark.parametrize(
+    ("result", "drawn"),
+    [
+        (lambda old, new: new.to_sparse(), True),
+        (lambda old, new: new.to_sparse_csr(), True),
+        (lambda old, new: new[0].to_sparse(), True),
+        (lambda old, new: torch.complex(new, new), True),
+        (lambda old, new: new > 0, True),
+        (lambda old, new: new.bfloat16() * math.nan, True),
+        (lambda old, new: new[:0], False),
+        (lambda old, new: new[new > math.inf], False),
+    ],
+    ids=["sparse", "compressed", "sparse vector", "complex", "bool", "nan", "no rows", "empty"],
+)
+def test_unusual_results_end_no_output(result: Callable[[Tensor, Tensor], Tensor], drawn: bool, tmp_path: Path) -> None:
+    """Sparse, complex and empty results are written to the records, and neither end these nor the pictures."""
+    sink = MemorySink()
+    recorder = ActivationRecorder(
+        "head", extra={"odd": result}, reduce=2, sinks=[sink], **{**QUIET, "outputs": Outputs(plot_every_n_records=1)}
+    )
+    trainer = fit(Classifier(), tmp_path, [recorder])
+    assert len(open_recording(tmp_path if trainer.log_dir is None else trainer.log_dir)["activations"].steps) == 3
+    assert {len(images) for tag, images in sink.images.items() if tag.startswith("activations_plots/ridge")} == {3}
+    assert ("activations_plots/odd/head" in sink.images) == drawn
+
+
 def test_a_smaller_batch_is_left_out_of_a_function_with_one_warning(tmp_path: Path) -> None:
     """A function that cannot combine batches of different sizes ignores the smaller one, as in a plain loop."""
     recorder = ActivationRecorder("head", extra=torch.maximum, reduce=2, every_n_train_steps=1)
