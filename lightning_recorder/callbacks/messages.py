@@ -1,4 +1,4 @@
-"""Messages about a run: the reasons why it recorded nothing, and compiled code that ran eagerly."""
+"""Messages about a run: why it recorded nothing, what ran eagerly, and other surprises."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.outputs import write_receipt
+from lightning_recorder.recordings import records_path
 from lightning_recorder.reductions.user import UserReduction
 from lightning_recorder.schedule import Sampling
 
 __all__ = [
     "Silence",
     "say_compiled",
+    "say_mixed",
     "say_ran_eagerly",
     "warn_of_eager_memory",
     "warn_of_unmerged",
@@ -143,6 +145,28 @@ def say_ran_eagerly(trainer: Trainer, names: Collection[str]) -> None:
             f"Recorded steps run compiled code eagerly: {', '.join(new[:_MOST_NAMED])}{more}. The last bits of "
             "their results can differ from those of compiled steps. compiled='skip' keeps compiled code in use and "
             "records only what is outside of it."
+        )
+
+
+# The trainers for which the log already says that their folder has records of another run.
+_logged_mixed: weakref.WeakSet[Trainer] = weakref.WeakSet()
+
+
+def say_mixed(trainer: Trainer, directory: Path | None, label: str) -> None:
+    """Log once per trainer that a run starts anew in a folder with the records of another one.
+
+    Args:
+        trainer: The trainer, before its run.
+        directory: The folder of the run's recordings, if it has one.
+        label: The name of the recorder in files.
+    """
+    if directory is None or trainer in _logged_mixed or trainer.ckpt_path is not None or trainer.global_step:
+        return
+    if trainer.state.fn == "fit" and records_path(directory, label).exists():
+        _logged_mixed.add(trainer)
+        rank_zero_info(
+            f"{directory} has the records of another run. A step of this run replaces the step of that run with the "
+            "same number. To keep the runs apart, pass a logger, or another version or default_root_dir."
         )
 
 

@@ -24,6 +24,7 @@ from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
+    say_mixed,
     say_ran_eagerly,
     warn_of_unmerged,
     why_no_files,
@@ -188,6 +189,7 @@ class StatisticsCallback(ResumingCallback):
         why = why_no_files(trainer, self._directory) or ("" if directory else "its folder cannot be created")
         self._pipeline.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
+            say_mixed(trainer, directory if self.outputs.records else None, label)
             self._pipeline.consumers = consumers(
                 self.outputs,
                 self._dumps,
@@ -297,8 +299,7 @@ class StatisticsCallback(ResumingCallback):
             run.recorder.uninstall()
         if exchange is not None:
             exchange.close(interrupted=trainer is None or trainer.interrupted)
-        # After a failure, a second error is not reported.
-        failed = trainer is None or (run is not None and run.failed)
+        failed = trainer is None or (run is not None and run.failed)  # a second error is then not reported
         with suppress(Exception) if failed else nullcontext():
             try:
                 self._pipeline.end()

@@ -758,3 +758,19 @@ def test_a_wider_interval_is_kept_after_a_resume(tmp_path: Path) -> None:
     assert sink.scalars[TAG] == {4: before.scalars[TAG][2]}
     go(tmp_path, [ActivationRecorder("head", every_n_train_steps=1, sinks=[plain])], ckpt=tmp_path / "saved.ckpt")
     assert list(plain.scalars["activations/head/mean"]) == [4, 5, 6, 7]
+
+
+@pytest.mark.usefixtures("warned")
+def test_a_run_in_the_folder_of_another_one_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A new run whose steps replace those of another run says so; a resumed run and one in its own folder do not."""
+
+    def said(ckpt: Path | None = None, **options: Any) -> int:
+        caplog.clear()
+        recorders: list[Callback] = [kind(every_n_train_steps=1) for kind in (ActivationRecorder, ParameterRecorder)]
+        go(tmp_path, recorders, ckpt=ckpt, **{"max_epochs": 1, **options}).save_checkpoint(tmp_path / "last.ckpt")
+        return len({each.message for each in caplog.records if "the records of another run" in each.message})
+
+    assert said() == 0
+    assert said(tmp_path / "last.ckpt", max_epochs=2) == 0
+    assert said() == 1
+    assert said(logger=CSVLogger(tmp_path)) == 0
