@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -235,6 +236,7 @@ class TagBudget:
             self._has_warned = True
             if self.is_brief:
                 what = "parameters" if any(" " in key for key in self._left_out) else "modules"
+                what = "tensors" if any(re.search(r" in\b", key) for key in self._left_out) else what  # inputs
                 self._log(
                     f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as "
                     "curves: those with unusual statistics, and the others evenly spread. The heat maps and "

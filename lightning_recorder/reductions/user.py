@@ -146,6 +146,12 @@ def as_reductions(given: Any, taken: Iterable[str] = ()) -> list[Reduction | Use
     names = [*taken, *(each.name for each in found if isinstance(each, UserReduction))]
     names += [name for each in found if isinstance(each, Reduction) for name in each.statistics]
     twice = dict.fromkeys(name for name in names if names.count(name) > 1)
+    known = next((each.name for each in found if isinstance(each, UserReduction) and each.name in taken), None)
+    if known is not None:
+        raise ArgumentError(
+            f"the statistic {known!r} is always computed: choose another name, as in extra={{'my_{known}': …}}, or "
+            "leave it out"
+        )
     if twice:
         listed = ", ".join(map(repr, twice))
         raise ArgumentError(

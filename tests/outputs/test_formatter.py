@@ -155,6 +155,13 @@ def test_a_selection_of_a_large_model_is_shown_by_default(place: int) -> None:
     assert "Recorder shows 11 of 48 parameters as curves" in message
 
 
+def test_a_selection_of_inputs_and_outputs_says_tensors() -> None:
+    """The message about a selection calls inputs and outputs of modules tensors, not parameters."""
+    found = {Site(f"blocks.{block}", path): seen(mean=0.0) for block in range(80) for path in ("in[0]", "out")}
+    _, (message,) = shown_by_default(found)
+    assert " of 160 tensors as curves" in message
+
+
 def test_what_the_user_asks_for_is_shown() -> None:
     """Statistics that were given are shown in a selection as well."""
     formatter, sink = (

@@ -65,6 +65,12 @@ def test_other_objects_are_refused(given: Any, warned: str) -> None:
         as_reductions(given)
 
 
+def test_the_name_of_a_statistic_that_is_always_computed_is_refused() -> None:
+    """The error says so, with an example of another name."""
+    with pytest.raises(ArgumentError, match=r"'mean' is always computed: .* extra={'my_mean': …}"):
+        as_reductions({"mean": torchmetrics.MeanMetric()}, taken=("mean", "std"))
+
+
 @pytest.mark.parametrize(
     ("given", "is_mergeable"),
     [
