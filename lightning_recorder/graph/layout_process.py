@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -398,9 +398,14 @@ def points_of(line: Line, bottom: float = -math.inf, top: float = math.inf) -> I
 def crossings(line: Line, frame: Frame) -> Iterator[Interval]:
     """Yield the horizontal intervals in which a line lies at the height of a title."""
     bottom, top = frame.bottom - 1, frame.top + 1
-    for inside, points in groupby(points_of(line, bottom, top), key=lambda point: bottom <= point[1] <= top):
-        if inside:
-            xs = [x for x, _ in points]
+    for piece in line:
+        points = list(points_of([piece], bottom, top))
+        # The points of a long piece may be farther apart than a title is high, so the sections between them count.
+        for (x, y), (end_x, end_y) in pairwise(points if len(points) > 1 else points * 2):
+            if max(y, end_y) < bottom or min(y, end_y) > top:
+                continue
+            shares = [(height - y) / (end_y - y) if end_y != y else height - bottom for height in (bottom, top)]
+            xs = [x + (end_x - x) * min(max(share, 0.0), 1.0) for share in shares]
             yield min(xs) - 2, max(xs) + 2
 
 

@@ -55,7 +55,16 @@ def test_only_pieces_near_a_title_are_computed() -> None:
 def test_an_edge_crosses_a_title_once_for_each_pass() -> None:
     """An edge that passes the height of a title twice takes two intervals, and the room between them is free."""
     line = line_of(straight(20, 120, 60)) + line_of(straight(150, 60, 120))
-    assert [tuple(map(round, each)) for each in crossings(line, FRAME)] == [(18, 22), (148, 152)]
+    assert {tuple(map(round, each)) for each in crossings(line, FRAME)} == {(18, 22), (148, 152)}
+
+
+def test_a_long_edge_crosses_a_title_between_its_points() -> None:
+    """The height of a title may be between two points of a long edge, of which only the passage counts."""
+    line = line_of("e,2000,-3000 0,3000 0,3000 0,3000 2000,-3000")
+    height = (FRAME.bottom + FRAME.top) / 2
+    found = list(crossings(line, FRAME))
+    assert found
+    assert all(abs((left + right) / 2 - (3000 - height) / 3) < FRAME.top - FRAME.bottom for left, right in found)
 
 
 def test_a_title_moves_into_a_gap() -> None:

@@ -19,7 +19,7 @@ from lightning_recorder.graph.layout_process import line_of, points_of
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import Net, X, linear
-from tests.graph.svg import Picture, read_svg
+from tests.graph.svg import Picture, Text, read_svg
 
 _SVG = "{http://www.w3.org/2000/svg}"
 # Ordered by what they have of: long chains, broad rows, nested frames, skips around frames, several inputs, skips
@@ -64,12 +64,23 @@ def edges_over_titles(path: Path) -> Iterator[tuple[str, str]]:
             for line in group.iter(f"{_SVG}path"):
                 numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", line.attrib["d"])]
                 spline = " ".join(f"{x},{y}" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
-                for x, y in points_of(line_of(spline)):
-                    across, down = x + float(move[1]), y + float(move[2])
-                    for text in titles:
-                        inside = text.baseline - 0.75 * text.size <= down <= text.baseline
-                        if text.left <= across <= text.right and inside:
-                            yield group.findtext(f"{_SVG}title") or "", text.content
+                for piece in line_of(spline):
+                    points = [(x + float(move[1]), y + float(move[2])) for x, y in points_of([piece])]
+                    for section in pairwise(points):
+                        for text in titles:
+                            if passes(section, text):
+                                yield group.findtext(f"{_SVG}title") or "", text.content
+
+
+def passes(section: tuple[tuple[float, float], tuple[float, float]], text: Text) -> bool:
+    """Return True if a straight section passes through a text."""
+    (x, y), (to_x, to_y) = section
+    top, bottom = text.baseline - 0.75 * text.size, text.baseline
+    if max(y, to_y) < top or min(y, to_y) > bottom:
+        return False
+    shares = [min(max((height - y) / (to_y - y), 0.0), 1.0) if to_y != y else 0.5 for height in (top, bottom)]
+    across = [x + share * (to_x - x) for share in shares]
+    return max(across) >= text.left and min(across) <= text.right
 
 
 def covered_labels(picture: Picture) -> Iterator[tuple[str, str]]:
