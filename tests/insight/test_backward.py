@@ -26,6 +26,12 @@ def test_an_unused_module() -> None:
     assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
 
 
+def test_parameters_alone_do_not_tell_where_a_gradient_stops() -> None:
+    """If only parameters are recorded, it is unknown whether a module without a gradient was called."""
+    (found,) = run(None, None, {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}})
+    assert found.verdict == "extra gets no gradient: it is not called, or its output has no effect on the loss"
+
+
 @pytest.mark.parametrize("loud", [False, True])
 def test_experts_that_no_token_reaches(loud: bool) -> None:
     """Uncalled modules beside called ones are a finding of the list; a router with large outputs is their cause."""

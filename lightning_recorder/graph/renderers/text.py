@@ -63,6 +63,10 @@ class TextRenderer(BaseRenderer[list[str]]):
             if child.kind == "module" and (name in in_sight or name.isdigit()):
                 # An enclosing call contains the same name, or the name is a number, which is unclear elsewhere.
                 reference = full_name(child)
+            if not name:  # its contents are referenced from outside, so they need names that differ from those there
+                self._shown[child.id] = self._reference[child.id] = ""
+                self._survey(child, in_sight)
+                continue
             # Nothing inside a call refers to the call itself, so its name is available there.
             self._survey(child, in_sight.new_child())
             in_sight[reference] = number = in_sight.get(reference, 0) + 1

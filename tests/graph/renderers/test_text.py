@@ -396,3 +396,33 @@ def test_loops_of_equal_length_in_each_other() -> None:
     assert [line.split("← ")[1] for line in shown.splitlines() if "sin" in line and "←" in line] == [
         "add (first), add#2 (next of inner ×3)"
     ]
+
+
+def test_two_loops_after_each_other() -> None:
+    """Nodes inside the frames of loops, which have no names, have names of their own."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = net.one(x).relu() + 1
+        y = x
+        for _ in range(5):
+            x = net.two(x).relu() + 1
+        return x + y
+
+    assert (
+        to_text(fit_view(capture_graph(Net(forward, one=linear(), two=linear()), X))).strip()
+        == """
+Net.forward · 40 parameters
+├─ input  2×4
+├─ ×4, same weights
+│  ├─ one  Linear · 20 parameters  2×4  ← input (first), add (next)
+│  ├─ relu  2×4
+│  └─ add  2×4
+├─ ×5, same weights
+│  ├─ two  Linear · 20 parameters  2×4  ← add (first), add#2 (next)
+│  ├─ relu#2  2×4
+│  └─ add#2  2×4
+├─ add#3  2×4  ← add#2, add
+└─ output  2×4
+""".strip()
+    )
