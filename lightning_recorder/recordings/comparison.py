@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.graph.model import Graph
 from lightning_recorder.names import site_title
 from lightning_recorder.recordings.bands import noise_bands, rounding_sites
 from lightning_recorder.recordings.call_order import CallOrder
@@ -166,7 +167,7 @@ def compare(
         rules=name_map.rules,
         pairs=pairs,
         classes={} if graph is None else {node.name: node.type_name for node in graph.module_calls()},
-        notes=list(_notes(one, other, pairs)),
+        notes=[*_unused_rules(name_map, graph, pairs), *_notes(one, other, pairs)],
         bad=_bad(first, (one, other)),
     )
 
@@ -329,6 +330,12 @@ def _site_name(site: tuple[str, str]) -> str:
 
 def _shown(value: str | tuple[int, ...]) -> str:
     return value if isinstance(value, str) else str(list(value))
+
+
+def _unused_rules(names: NameMap, graph: Graph | None, pairs: list[SeriesPair]) -> Iterator[str]:
+    known = {site.name for pair in pairs for site in pair.one.sites}
+    known.update(node.name for node in (() if graph is None else graph.module_calls()))
+    yield from (f"--map {rule!r} matches no module in A" for rule in names.unused(known))
 
 
 def _notes(one: Run, other: Run, pairs: list[SeriesPair]) -> Iterator[str]:

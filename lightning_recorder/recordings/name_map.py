@@ -52,6 +52,12 @@ class NameMap:
                 return parts[0] + "".join(text + part for text, part in zip(match.groups(), parts[1:], strict=True))
         return name
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Return the rules that match none of the names."""
+        known = list(names)
+        pairs = zip(self.rules, self._patterns, strict=True)
+        return [rule for rule, (pattern, _) in pairs if not any(map(pattern.fullmatch, known))]
+
     def sites(self, sites: Iterable[Site], others: Iterable[Site]) -> dict[Site, Site]:
         """Return the site of the second run for each site that both runs have.
 

@@ -445,6 +445,8 @@ def test_diff_with_a_map_of_names(tmp_path: Path) -> None:
     plain = run("diff", *paths)
     assert (plain.status, plain.out.splitlines()[2][:19]) == (1, "nothing to compare:")
     assert run("diff", *paths, "--map", "layers.*=blocks.*").status == 0
+    useless = run("diff", *paths, "--map", "layers.*=blocks.*", "--map", "heads=tails")
+    assert "--map 'heads=tails' matches no module in A" in useless.out
     wrong = run("diff", *paths, "--map", "layers.*=blocks")
     assert (wrong.status, "with as many * on both sides" in wrong.err) == (2, True)
 

@@ -26,6 +26,7 @@ def test_a_rule_applies_to_a_whole_name() -> None:
 def test_two_sites_with_one_counterpart_are_an_error() -> None:
     """A map that gives two sites the same name is refused."""
     names = NameMap(["a=c", "b=c"])
+    assert names.unused(["a", "other"]) == ["b=c"]
     with pytest.raises(ArgumentError, match="--map gives 'a' and 'b' the same name 'c'"):
         names.sites([Site("a", "out"), Site("b", "out")], [Site("c", "out")])
     assert names.sites([Site("a", "out")], [Site("c", "out")]) == {Site("a", "out"): Site("c", "out")}
