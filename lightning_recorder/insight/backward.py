@@ -107,10 +107,10 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         what = "a gradient of zero" if lost[names[0]] else "no gradient"
         count = f"{len(names)} modules with parameters get {what}" if len(names) > 1 else f"{names[0]} gets {what}"
         more = f" and at {len(alike) - 1} modules like it" if len(alike) > 1 else ""
-        verdict = f"{count}: the gradient{towards} stops at {frontier}{more}"
+        where = f"the gradient{towards} stops at {frontier}{more}"
         if not (called or wiring.has_graph or len(evidence.gradients)):  # only parameters are recorded
-            verdict = f"{count}: it is not called, or its output has no effect on the loss"
-            verdict = verdict if len(names) == 1 else f"{count}: they are not called, or have no effect on the loss"
+            where = "not called, or without effect on the loss"
+        verdict = f"{count}: {where}"
         site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
         found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
         yield replace(found, others=tuple(each for each in names if each != frontier))

@@ -221,7 +221,8 @@ def adds_to(parameter: Tensor) -> bool:
     Fallback: ``True``; what ``torch.autograd.grad`` computes is taken for a gradient of the loss.
     """
     try:
-        return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
+        with torch.enable_grad():  # which the edge of a leaf needs
+            return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch.autograd.grad returns the gradient instead
         return False
 

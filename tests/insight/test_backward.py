@@ -29,7 +29,7 @@ def test_an_unused_module() -> None:
 def test_parameters_alone_do_not_tell_where_a_gradient_stops() -> None:
     """If only parameters are recorded, it is unknown whether a module without a gradient was called."""
     (found,) = run(None, None, {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}})
-    assert found.verdict == "extra gets no gradient: it is not called, or its output has no effect on the loss"
+    assert found.verdict == "extra gets no gradient: not called, or without effect on the loss"
 
 
 @pytest.mark.parametrize("loud", [False, True])
