@@ -19,6 +19,7 @@ _MOST_NODES = 150  # the default of GraphRecorder
 _WHOLE = ("out", "weight")  # the tensors that represent their modules
 _PICTURES = ("svg", "png", "pdf", "jpg", "jpeg", "gif", "webp", "ps", "eps")
 _TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot"}
+_WITHOUT_COLORS = ("text", "mermaid")
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
@@ -36,6 +37,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
         raise ArgumentError(f"{form!r} is not a known format; the formats are {known}")
     if arguments.format and suffix and form not in _TEXTS and form != suffix.lower():
         raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} contradict each other")
+    if arguments.color and _TEXTS.get(form) in _WITHOUT_COLORS:
+        raise ArgumentError(f"the format {form!r} has no colors: leave --color out, or choose a picture such as svg")
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""

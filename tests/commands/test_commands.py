@@ -358,6 +358,7 @@ def test_graph_with_the_colors_of_a_statistic(arguments: list[str], step: int, s
         (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
         (["version_0", "--depth", "-1"], "depth must be an integer of at least 0"),
         (["version_0", "--format", "png", "--output", "x.svg"], "contradict each other"),
+        (["version_0", "--color", "activations/rms", "--output", "x.mmd"], "the format 'mmd' has no colors"),
     ],
 )
 def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:

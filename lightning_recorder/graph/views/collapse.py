@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
@@ -12,7 +12,7 @@ from lightning_recorder.graph.views.rebuild import rebuilt
 __all__ = ["closed_calls", "collapse"]
 
 
-def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> Graph:
+def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
     """Close the module calls at a depth, and the calls that contain no other call at any depth.
 
     A closed call is a single node in place of its contents. It takes over the edges of its contents; edges inside it
@@ -23,6 +23,7 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed, and 0 shows the
             whole model as one node between its inputs and outputs. ``None`` sets no limit.
         leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown.
+        opened: The ids of calls that stay open at any depth.
 
     Raises:
         ArgumentError: If the depth is negative.
@@ -31,7 +32,7 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         check_integer("depth", depth, 0)
     if depth == 0:
         return collapse(_in_a_box(graph), 1)
-    closed = closed_calls(graph, depth, leaves=leaves)
+    closed = closed_calls(graph, depth, leaves=leaves, opened=opened)
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
     counted: set[tuple[int, str]] = set()
@@ -104,13 +105,14 @@ def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetiti
     )
 
 
-def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True) -> set[int]:
+def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> set[int]:
     """Return the calls that :func:`collapse` closes, with those inside of them."""
     open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
     return {
         node.id
         for node in graph.module_calls()
-        if (leaves and node.id not in open_calls) or (depth is not None and node.depth >= depth)
+        if (leaves and node.id not in open_calls)
+        or (depth is not None and node.depth >= depth and node.id not in opened)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
@@ -32,7 +33,8 @@ def fit_view(
     """Return the most detailed view with a limited number of nodes.
 
     Isolated tensors, and the parameters and buffers of closed calls, are removed and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used. If a view has more than 60 nodes, functions that compute nothing
+    the greatest depth at which the view fits is used. Without ``depth``, a module with more than half of the parameters
+    is opened further as long as the view fits. If a view has more than 60 nodes, functions that compute nothing
     (:data:`PLUMBING`) are hidden and ops with unused results are removed.
 
     Args:
@@ -54,14 +56,47 @@ def fit_view(
     deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
     whole = gather(graph)
     contents: _Contents = {}
-    view = graph
-    for level in range(depth or deepest, 0, -1):
-        closed = _closed(whole, level, leaves, parameters)
+
+    def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
+        closed = _closed(whole, level, leaves, parameters, opened)
         for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
             view = _folded(simpler, whole, contents) if fold else drop_empty_calls(drop_isolated(simpler))
             if len(drawn_nodes(view)) <= limit:
-                return view
-    return truncate(view, max_nodes)
+                return view, True
+        return view, False
+
+    deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
+    for level in range(depth or deepest, 0, -1):
+        view, fits = fitting(level)
+        if fits:
+            break
+        deeper = view.nodes
+    else:
+        return truncate(view, max_nodes)
+    opened = frozenset[int]()
+    while depth is None and fits and (more := _largest(whole, level, opened)):
+        if sum(node.parent in more for node in deeper) > max_nodes:
+            break
+        opened |= more
+        further, fits = fitting(level, opened)
+        view = further if fits else view
+    return view
+
+
+def _largest(graph: Graph, level: int, opened: Set[int]) -> set[int]:
+    """Return the closed calls of the module that has more than half of the parameters; empty if there is none.
+
+    Of several such modules, one inside the other, only the outermost one is closed itself.
+    """
+    outer = {call.parent for call in graph.module_calls()}
+    return {
+        call.id
+        for call in graph.module_calls()
+        if call.id not in opened
+        and call.id in outer
+        and (call.depth == level or call.parent in opened)
+        and 2 * call.total_parameters > graph.parameters
+    }
 
 
 def view_at_depth(
@@ -73,11 +108,14 @@ def view_at_depth(
     return _folded(closed, whole, {}) if fold else drop_isolated(closed)
 
 
-def _closed(graph: Graph, depth: int | None, leaves: bool, parameters: bool | None) -> Graph:
+def _closed(
+    graph: Graph, depth: int | None, leaves: bool, parameters: bool | None, opened: Set[int] = frozenset()
+) -> Graph:
     """Return the graph with closed calls and the requested parameters and buffers."""
     if parameters is None:
-        graph = own_tensors(graph, depth)
-    return collapse(graph if parameters is not False else without(graph, _MODEL_TENSORS), depth, leaves=leaves)
+        graph = own_tensors(graph, depth, opened)
+    graph = graph if parameters is not False else without(graph, _MODEL_TENSORS)
+    return collapse(graph, depth, leaves=leaves, opened=opened)
 
 
 _Contents = dict[frozenset[int], dict[int, int]]

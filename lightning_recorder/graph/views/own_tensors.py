@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Graph, Node
@@ -16,7 +16,7 @@ _MODEL_TENSORS = ("parameter", "buffer")
 _OF_LAYERS = ("weight", "bias", "running_mean", "running_var")
 
 
-def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
+def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = frozenset()) -> Graph:
     """Remove the parameters and buffers inside the calls that are closed at a depth, and inside layers.
 
     The tensors that an open call uses itself stay, such as the position embedding of a transformer. The weight and bias
@@ -26,6 +26,7 @@ def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
     Args:
         graph: A recorded graph, or a view of one, before its calls are closed.
         depth: The depth at which :func:`collapse` will close calls; ``None`` for the calls that contain no other.
+        opened: The ids of calls that stay open at any depth.
 
     Example:
         >>> import torch
@@ -39,7 +40,7 @@ def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
         >>> [node.name for node in own_tensors(capture_graph(Scaled(), torch.ones(1, 2))).nodes if not node.type_name]
         ['input', 'linear', 'scale', 'mul', 'output']
     """
-    closed = closed_calls(graph, depth)
+    closed = closed_calls(graph, depth, opened=opened)
     around: dict[int, int] = {}
     for node in graph.nodes:
         # The outermost closed call around each node, or the node itself.

@@ -93,6 +93,71 @@ def test_fit_takes_the_greatest_depth_that_fits() -> None:
     assert sizes == {17: 17, 16: 9, 9: 9, 8: 5, 5: 5}
 
 
+def test_fit_opens_the_module_with_most_parameters_further() -> None:
+    """A loss with many functions does not keep the network closed; with less room, an inner module stays closed."""
+    net = Net(lambda net, x: net.loss(net.backbone(x)), backbone=backbone(), loss=long_loss())
+    graph = without(capture_graph(net, X), ["output"])
+    opened = """
+        input
+        backbone: Net
+          backbone.stem: Linear <- input
+          backbone.layers: Sequential
+            backbone.layers.0: Linear <- backbone.stem
+            backbone.layers.1: Linear <- backbone.layers.0
+          add <- backbone.stem, backbone.layers.1
+        loss: Net <- add
+        """
+    assert outline(fit_view(graph, 6)) == text(opened)
+    closed = opened[: opened.index("            backbone.layers.0")].replace(
+        "Sequential", "Sequential <- backbone.stem"
+    )
+    closed += opened[opened.index("          add") :].replace("layers.1", "layers")
+    assert [outline(fit_view(graph, limit)) for limit in (5, 3)] == [
+        text(closed),
+        text("input\nbackbone: Net <- input\nloss: Net <- backbone"),
+    ]
+
+
+def test_fit_opens_no_module_further_below_a_given_depth() -> None:
+    """The depth of the user holds for the module with most parameters, too."""
+    net = Net(lambda net, x: net.loss(net.backbone(x)), backbone=backbone(), loss=long_loss())
+    assert {node.depth for node in fit_view(capture_graph(net, X), 6, 1).module_calls()} == {1}
+
+
+def test_fit_opens_all_calls_of_the_module_with_most_parameters() -> None:
+    """Two calls of one network are both open or both closed."""
+    shared = backbone()
+    net = Net(lambda net, x: net.loss(net.twin(x) - net.twin(x + 1)), twin=shared, loss=long_loss())
+    graph = capture_graph(net, X)
+    for limit in range(4, 20):
+        view = fit_view(graph, limit, fold=False)
+        inside = [
+            sum(node.parent == call.id for node in view.nodes) for call in view.module_calls() if call.name == "twin"
+        ]
+        assert len(set(inside)) == 1, limit
+
+
+def backbone() -> nn.Module:
+    """Return a network with a residual block."""
+    layers = nn.Sequential(linear(4, 9), linear(9, 4))
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        stem: Tensor = net.stem(x)
+        return stem.add(net.layers(stem))
+
+    return Net(forward, stem=linear(), layers=layers)
+
+
+def long_loss() -> nn.Module:
+    """Return a loss with a module and eight functions, which differ so that they do not fold."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        smooth: Tensor = net.part(x)
+        return smooth.exp().sin().cos().tanh().sigmoid().abs().sqrt().mean()
+
+    return Net(forward, part=nn.Softplus())
+
+
 def test_fit_takes_a_depth() -> None:
     """With a depth no deeper level is opened, even if it would fit."""
     assert [node.name for node in fit_view(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
