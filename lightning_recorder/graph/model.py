@@ -138,8 +138,8 @@ class Node:
         duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
         repeats: The number of equal recorded nodes that this node represents after folding.
         parallel: True if the repeated nodes have no edges between them.
-        shared: Only in a folded view: True if the repetitions of the node, or of a folded node around it, call the same
-            module, or several, and so have the same parameters. False if these modules have no parameters.
+        shared: Only in a folded view: True if the repetitions of the node, or of a folded node around it, have the same
+            parameters, because they call the same modules. False if these modules have no parameters.
         inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
             value has three.
         arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a

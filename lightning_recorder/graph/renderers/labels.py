@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = [
@@ -83,8 +81,12 @@ def size(node: Node) -> str:
 
 
 def _counts(total: int, used: int | None) -> str:
-    some = f", {short_count(used)} used" if used is not None and used < total else ""
-    return f"{short_count(total)} parameters{some}"
+    known = f"{short_count(total)} parameter{'s' * (total != 1)}"
+    if used is None or used == total:
+        return known
+    # The rounded numbers may be equal.
+    few = short_count(used) == short_count(total)
+    return f"{known}, {short_count(total - used)} unused" if few else f"{known}, {short_count(used)} used"
 
 
 def tied_to(node: Node) -> str:
@@ -155,13 +157,7 @@ def times(edge: Edge, graph: Graph) -> int:
 
     Inside a call that is shown once but occurs twelve times, an edge that was recorded twelve times counts as one.
     """
-    expected = graph.occurrences(edge)
-    source = graph[edge.source]
-    each = math.prod(node.repeats for node in (source, *graph.ancestors(source)))
-    if not edge.across and edge.multiplicity >= each:
-        # In a rolled view, the source may pass on a tensor at each call.
-        expected = max(expected, each)
-    return max(edge.multiplicity // expected, 1)
+    return max(edge.multiplicity // graph.occurrences(edge), 1)
 
 
 def short_count(number: int) -> str:

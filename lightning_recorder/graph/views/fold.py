@@ -186,8 +186,13 @@ class _Fold:
             return []
         self._free += 1
         depth = nodes[parts[0]].depth
-        again = not shared.isdisjoint(parts)
+        trained = {node for node in parts if nodes[node].total_parameters or nodes[node].parameters}
+        # An op with parameters, or a parameter that only its unit uses, is another one in each unit.
+        again = bool(trained) and trained <= shared and all(nodes[node].kind != "parameter" for node in private)
         nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel, shared=again)
+        for node in () if again else shared.intersection(parts):
+            if nodes[node].repeats == 1:
+                nodes[node] = replace(nodes[node], shared=True)
         inside = [node for node in order if node in private or node in set(parts)]
         self._graph.children[group] = inside
         self._graph.children[parent or 0] = [

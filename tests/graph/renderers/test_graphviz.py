@@ -219,7 +219,7 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
     """A number of parameters has at most four digits."""
     root = Node(0, "module", "", None, 0, type_name="Net")
     graph = Graph((root, Node(1, "module", "fc", 0, 1, type_name="Linear", parameters=number)), ())
-    assert f"Linear · {shown} parameters<" in GraphvizRenderer(graph).render().source
+    assert f"Linear · {shown} parameter{'s' * (number > 1)}<" in GraphvizRenderer(graph).render().source
 
 
 def test_second_call_is_numbered(tmp_path: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lightning_recorder.graph import Edge, Graph, Node
+from lightning_recorder.graph import Edge, Graph, Node, capture_graph, fit_view
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
     short_count,
     short_name,
+    shown_across,
     shown_shapes,
     shown_times,
+    size,
     times,
     title,
 )
+from tests.graph.nets import Net, X, stack
 from tests.graph.sketch import Sketch
 
 
@@ -23,13 +27,23 @@ from tests.graph.sketch import Sketch
     [
         ("Net", "forward", 0, "Net.forward"),
         ("Net", "training_step", 12_345, "Net.training_step · 12.3 k parameters"),
-        ("", "forward", 1, "forward · 1 parameters"),
+        ("", "forward", 1, "forward · 1 parameter"),
     ],
 )
 def test_title(type_name: str, scope: str, parameters: int, shown: str) -> None:
     """The title has the model's class, the recorded method, and the number of parameters, if there are any."""
     root = Node(0, "module", "", None, 0, type_name=type_name)
     assert title(Graph((root,), (), scope, parameters)) == shown
+
+
+@pytest.mark.parametrize(
+    ("parameters", "used", "shown"),
+    [(80, 20, "80 parameters, 20 used"), (22_416, 22_400, "22.4 k parameters, 16 unused"), (80, 80, "80 parameters")],
+)
+def test_used_parameters(parameters: int, used: int, shown: str) -> None:
+    """The number of used parameters is given if it differs, or that of the others if it is the same when rounded."""
+    node = Node(1, "module", "fc", 0, 1, total_parameters=parameters, used_parameters=used)
+    assert size(node) == shown
 
 
 def test_names() -> None:
@@ -73,7 +87,7 @@ def test_class_shapes_and_times() -> None:
 
 
 def test_tensors_of_an_edge() -> None:
-    """An edge inside repeated nodes counts the tensors of a single repetition."""
+    """An edge into repeated nodes counts the tensors of a single repetition, and an edge out of them those of all."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     call = sketch.call("h.0", "Block", repeats=4)
@@ -84,10 +98,20 @@ def test_tensors_of_an_edge() -> None:
     assert [(edge.source, edge.target, times(edge, graph)) for edge in graph.edges] == [
         (x, inner, 1),
         (inner, leaf, 1),
-        (leaf, 5, 2),
+        (leaf, 5, 8),
         (x, 5, 2),
     ]
+    assert times(Edge(leaf, 5, 8, across=((call, "all"),)), graph) == 2
     assert times(Edge(x, inner, 24), graph) == 2
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_tensors_of_an_edge_out_of_folded_blocks(blocks: int) -> None:
+    """A function that takes the result of the last block three times says so, however many blocks there are."""
+    net = Net(lambda net, x: torch.cat([net.blocks(x)] * 3), blocks=stack(blocks))
+    view = fit_view(capture_graph(net, X))
+    (into,) = (edge for edge in view.edges if view[edge.target].name == "cat")
+    assert (times(into, view), shown_across(into, view)) == (3, "")
 
 
 @pytest.mark.parametrize(

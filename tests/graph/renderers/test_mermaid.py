@@ -43,7 +43,7 @@ def block() -> Sketch:
     call = sketch.call("blocks.0", "Block", repeats=3)
     fc = sketch.call("blocks.0.fc", "Linear", x, inside=call, parameters=20)
     relu = sketch.add("op", "relu", fc, inside=call)
-    sketch.add("op", "add", (relu, 3), x)
+    sketch.add("op", "add", relu, x)
     return sketch
 
 
@@ -110,10 +110,10 @@ def test_everything_is_drawn_once(graph: Graph) -> None:
 
 
 def test_edges_with_several_tensors_say_so() -> None:
-    """Two tensors on one edge are shown as a number, unless they are one tensor in each of several repetitions."""
+    """Two tensors on one edge are shown as a number, also if their source is the last of several repetitions."""
     sketch = block()
-    sketch.add("op", "mul", (5, 2))
-    assert [label for *_, label in read(sketch.graph()).edges] == ["", "", "", "", "×2"]
+    sketch.add("op", "mul", (5, 2), (4, 3))
+    assert [label for *_, label in read(sketch.graph()).edges] == ["", "", "", "", "×2", "×3"]
 
 
 def test_calls_and_repeats() -> None:

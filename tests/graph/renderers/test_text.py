@@ -133,7 +133,7 @@ def test_calls_and_repeats() -> None:
     act = sketch.call("act", "ReLU", sketch.add("input", "x"))
     block = sketch.call("h.0", "Block", repeats=12)
     fc = sketch.call("h.0.fc", "Linear", act, inside=block)
-    sketch.call("act", "ReLU", (fc, 12), call=2)
+    sketch.call("act", "ReLU", fc, call=2)
     sketch.call("heads.0", "Head", fc, repeats=3, parallel=True)
     assert to_text(sketch.graph()) == text(
         """
@@ -207,8 +207,8 @@ def test_a_frame_without_a_name() -> None:
     frame = sketch.call("", "", repeats=3, shapes=[])
     conv = sketch.call("conv", "Conv2d", x, inside=frame)
     relu = sketch.add("op", "relu", conv, inside=frame)
-    last = sketch.add("op", "exp", (relu, 3))
-    sketch.add("op", "mul", last, (relu, 3))
+    last = sketch.add("op", "exp", relu)
+    sketch.add("op", "mul", last, relu)
     assert to_text(sketch.graph()) == text(
         """
         Net.forward

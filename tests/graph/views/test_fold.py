@@ -801,6 +801,32 @@ def test_a_layer_inside_several_blocks_shares_its_weights() -> None:
     ]
 
 
+def test_a_layer_beside_different_blocks_shares_its_weights() -> None:
+    """Of a repeated row, the module that is the same each time is marked, and the row only if all of its modules are."""
+
+    def film(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
+            x = layer(x) + net.common(x)
+        return x
+
+    def functional(net: Any, x: Tensor) -> Tensor:
+        for weight in net.weights:
+            x = net.common(x) @ weight
+        return x
+
+    net = Net(film, layers=nn.ModuleList(linear() for _ in range(3)), common=linear())
+    view = fold_repeats(collapse(bare(net, X)))
+    assert shown(view) == ["×3", "layers.0", "common"]
+    sizes = [size(node) for node in view.module_calls()]
+    assert sizes == ["", "20 parameters", "20 parameters, the same each time"]
+    same = Net(film, layers=nn.ModuleList([linear()] * 3), common=linear())
+    assert shown(fold_repeats(collapse(bare(same, X))))[0] == "×3, same weights"
+
+    weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(3))
+    net = Net(functional, weights=weights, common=linear())
+    assert shown(fold_repeats(collapse(own_tensors(capture_graph(net, X))))) == ["×3", "common"]
+
+
 def shown(view: Graph) -> list[str]:
     """Return the name and number of each call of a view."""
     return [f"{node.name} {shown_times(node)}".strip() for node in view.module_calls()]
