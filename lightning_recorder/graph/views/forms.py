@@ -26,9 +26,23 @@ _SETTINGS = frozenset(
         *("exponent", "alpha", "beta", "min", "max", "eps", "scale", "threshold", "negative_slope", "lambd"),
         *("approximate", "keepdim", "is_causal", "mode", "equation", "reduction", "descending", "largest", "upper"),
         *("scale_factor", "align_corners", "num_classes", "normalized_shape", "correction", "unbiased"),
-        *("rounding_mode", "right", "divisor_override", "count_include_pad", "norm_type", "num_groups"),
+        *("rounding_mode", "right", "divisor_override", "count_include_pad", "norm_type", "num_groups", "norm"),
+        *("hard", "tau", "min_val", "max_val", "lower", "q", "interpolation", "margin", "delta", "label_smoothing"),
+        *(
+            "padding_mode",
+            "antialias",
+            "upscale_factor",
+            "downscale_factor",
+            "enable_gqa",
+            "step",
+            "max_norm",
+            "maxnorm",
+        ),
+        *("n_fft", "hop_length", "win_length", "onesided", "normalized", "center", "nan", "posinf", "neginf"),
     )
 )
+
+_SETTINGS_AND_P = _SETTINGS | {"p"}
 
 
 def forms(graph: Graph, parts: MutableGraph) -> dict[int, int]:
@@ -88,7 +102,9 @@ def _settings(node: Node) -> Key:
     """Return the arguments in which equal nodes agree, such as a dilation."""
     if node.kind == "module":
         return tuple(pair for pair in node.arguments if pair[0] not in _VARIED)
-    return tuple(pair for pair in node.arguments if pair[0] in _SETTINGS)
+    # The p of a dropout is a drop rate, and that of others the kind of a norm.
+    settings = _SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
+    return tuple(pair for pair in node.arguments if pair[0] in settings)
 
 
 def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:

@@ -332,6 +332,11 @@ def test_the_order_of_arguments_matters() -> None:
         (lambda x: x**2, lambda x: x**3),
         (lambda x: x - 1, lambda x: 1 - x),
         (lambda x: x / 2, lambda x: 2 / x),
+        (lambda x: F.gumbel_softmax(x, hard=False), lambda x: F.gumbel_softmax(x, hard=True)),
+        (lambda x: F.normalize(x, p=1), lambda x: F.normalize(x, p=2)),
+        (lambda x: x / x.norm(p=1), lambda x: x / x.norm(p=2)),
+        (lambda x: F.hardtanh(x, -1, 1), lambda x: F.hardtanh(x, -2, 2)),
+        (lambda x: torch.fft.fft(x, norm="ortho").real, lambda x: torch.fft.fft(x, norm="forward").real),
     ],
 )
 def test_functions_with_other_settings_stay_apart(
@@ -346,6 +351,12 @@ def test_functions_with_other_settings_stay_apart(
 
     assert repeats(*[one] * 6) == [6]
     assert repeats(*[one, other] * 3) == [3]
+
+
+def test_functions_with_other_drop_rates_are_equal() -> None:
+    """A drop rate may grow with the depth."""
+    blocks = [Net(lambda net, x, p=rate: F.dropout(net.fc(x), p), fc=linear()) for rate in (0.1, 0.2, 0.3)]
+    assert shown(fold_repeats(collapse(bare(nn.Sequential(*blocks), X)))) == ["0 ×3", "0.fc"]
 
 
 def test_tied_blocks_stay_apart_from_their_owner() -> None:
@@ -802,7 +813,7 @@ def test_a_layer_inside_several_blocks_shares_its_weights() -> None:
 
 
 def test_a_layer_beside_different_blocks_shares_its_weights() -> None:
-    """Of a repeated row, the module that is the same each time is marked, and the row only if all of its modules are."""
+    """Of a repeated row, a module that is the same each time is marked, and the row only if all of its modules are."""
 
     def film(net: Any, x: Tensor) -> Tensor:
         for layer in net.layers:
