@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -244,6 +244,15 @@ class GraphBuilder:
     def taking_gradients(self) -> set[int]:
         """Return the nodes that take a tensor that requires a gradient."""
         return {key & _TARGET for key in self._edges if key not in self._detached}
+
+    def without_gradient(self, users: Set[int]) -> dict[int, TensorMeta | None]:
+        """Return the nodes of which some users take only results without a gradient, with the first of these."""
+        passing = {key >> 32 for key in self._edges if key not in self._detached and key & _TARGET in users}
+        found: dict[int, TensorMeta | None] = {}
+        for key, meta in self._edges.items():
+            if key & _TARGET in users and key >> 32 not in passing:
+                found.setdefault(key >> 32, meta)
+        return found
 
     @property
     def ends(self) -> Iterable[tuple[int, int]]:

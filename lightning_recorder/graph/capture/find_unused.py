@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
-from lightning_recorder.graph.model import Kind
+from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.names import is_metric, named_submodules
 
@@ -15,6 +15,8 @@ __all__ = ["find_unused"]
 
 _DETACHING = ("detach", "data")
 _FLOATING = ("float", "bfloat", "complex")
+# The names or ends of names of functions that take only the shape, dtype and device of a tensor, or of the second one.
+_LIKE = ("_like", "_as", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided")
 
 
 def find_unused(
@@ -133,23 +135,34 @@ def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
     writing = {user for name in written for user in builder.written[name]}
     if written:
         writing.update(target for source, target in builder.ends if nodes[source].name in written)
-    stopping = [
-        number
-        for number in builder.taking_gradients() - reached - writing
-        if nodes[number].kind == "op" and not nodes[number].autograd and nodes[number].name != "identity"
-    ]
-    for number in sorted(builder.leading().intersection(stopping)) if stopping else ():
+    taking = [each for each in builder.taking_gradients() - reached - writing if _may_stop(nodes[each])]
+    leading = builder.leading() if taking else set[int]()
+    ends = builder.without_gradient(leading)
+    for number in sorted(leading.intersection(taking)):
         node = nodes[number]
-        reason = node.note or _reason(node)
+        if node.autograd and number not in ends:
+            continue  # a later function stops the gradient
+        reason = node.note or _reason(node, ends.get(number))
         node.note = f"stops the gradient: {reason}"
         around = nodes[node.parent or 0].name
         place = f"{around}/{node.name}" if around else node.name
         yield f"{place} ({reason})" + (f" at {node.source}" if node.source else "")
 
 
-def _reason(node: Draft) -> str:
+def _may_stop(node: Draft) -> bool:
+    return node.kind == "op" and node.name != "identity" and not node.name.endswith(_LIKE)
+
+
+def _reason(node: Draft, used: TensorMeta | None) -> str:
+    """Return why a function stops the gradient.
+
+    Args:
+        node: The function.
+        used: The first of its results that are used.
+    """
     if node.name in _DETACHING:
         return "detach"
-    if node.outputs and not any(meta.dtype.startswith(_FLOATING) for meta in node.outputs):
-        return f"{node.outputs[0].dtype} result"
+    used = next(iter(node.outputs), None) if used is None else used
+    if used is not None and not used.dtype.startswith(_FLOATING):
+        return f"{used.dtype} result"
     return "not differentiable"

@@ -104,6 +104,7 @@ def _without_gradients(net: Any, x: Tensor) -> Any:
         pytest.param(lambda net, x: net.other((net.one(x) > 0).float()),
                      "gt (bool result)", id="comparison"),
         pytest.param(lambda net, x: net.other(x[net.one(x).argmax(1) % 2]), "argmax (int64 result)", id="index"),
+        pytest.param(lambda net, x: net.other(x[net.one(x).max(1).indices % 2]), "max (int64 result)", id="one result"),
     ],
 )  # fmt: skip
 def test_where_a_gradient_stops(forward: Any, stop: str) -> None:
@@ -112,6 +113,40 @@ def test_where_a_gradient_stops(forward: Any, stop: str) -> None:
     assert [line.partition(" at ")[0] for line in unused.stops] == [stop]
     assert unused.parameters == ("one.weight", "one.bias")
     assert (unused.modules, unused.frozen) == ((), ())
+
+
+def test_a_function_whose_other_results_are_only_logged() -> None:
+    """Only results that lead to the loss count."""
+
+    def step(net: Any, x: Tensor) -> None:
+        values, indices = net.one(x).topk(1)
+        values.mean().exp()
+        net.other(x[indices[:, 0] % 2]).sum().backward()
+
+    graph = record_step(Net(lambda net, x: net.one(x), one=linear(), other=linear()), step)
+    assert [line.partition(" at ")[0] for line in graph.unused.stops] == ["topk (int64 result)"]
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.zeros_like,
+        torch.randn_like,
+        lambda y: torch.full_like(y, 2.0),
+        lambda y: y.new_ones(y.shape),
+        lambda y: y.new_tensor(1.0),
+        lambda y: torch.ones(4).expand_as(y),
+        lambda y: torch.ones(8).view_as(y),
+    ],
+)
+def test_the_shape_of_a_tensor_is_no_stop(like: Callable[[Tensor], Tensor]) -> None:
+    """A function that takes only the shape and dtype of a tensor stops no gradient."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        return torch.add(y, like(y))
+
+    assert _trained(Net(forward, fc=linear())).unused == Unused()
 
 
 def test_a_stop_without_effect() -> None:
