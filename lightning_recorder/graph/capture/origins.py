@@ -138,6 +138,12 @@ class TensorOrigins:
             for source, meta, tensor in zip(sources, metas, inputs, strict=True)
             if source < node and not self._builder.is_connected(source, node)
         ]
+        nodes = self._builder.nodes
+        # The result of a module that is no argument: the function has called this module before.
+        for source, _, _ in kept:
+            before = nodes[source]
+            if before.kind == "op" and not before.autograd and before.parent != nodes[node].parent:
+                self._builder.compound.add(node)
         return self.connect_inputs(node, [each[0] for each in kept], [each[1] for each in kept], [e[2] for e in kept])
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -50,6 +50,17 @@ class _Reversible(torch.autograd.Function):
         return gradient, None
 
 
+class _LayersFirst(_Reversible):
+    """Calls the layers before any function of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(X)
+        y: Tensor = layers[1](layers[0](x))
+        return y.relu()
+
+
 def _trained(net: nn.Module) -> Graph:
     return record_step(net, lambda net, x: net(x).sum().backward())
 
@@ -170,9 +181,9 @@ def test_a_checkpoint_is_no_stop(reentrant: bool) -> None:
     assert _trained(net).unused == Unused()
 
 
-def test_a_function_that_calls_layers_is_no_stop() -> None:
+@pytest.mark.parametrize("function", [_Reversible, _LayersFirst])
+def test_a_function_that_calls_layers_is_no_stop(function: Any) -> None:
     """The layers that a custom function calls without gradients may get them in its backward pass."""
-    function: Any = _Reversible
     net = Net(lambda net, x: net.out(function.apply(net.fc(x), net.layers)), fc=linear(), out=linear())
     net.layers = nn.ModuleList(linear() for _ in range(2))
     assert _trained(net).unused == Unused()
