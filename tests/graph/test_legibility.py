@@ -134,6 +134,24 @@ def assert_every_edge(picture: Picture, expected: set[tuple[str, str]]) -> None:
             assert {(f"n{number}", f"bottom_{number}"), (one, f"bottom_{number}")} <= lines
 
 
+@pytest.mark.parametrize("direction", ["TB", "BT", "LR", "RL"])
+def test_two_loops_of_a_node_are_drawn_apart(direction: Direction, tmp_path: Path) -> None:
+    """A node that passes a tensor to the next one in two nested repetitions has two lines with labels."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for block in net.children():
+            for _ in range(3):
+                x = block(x) + x
+        return x
+
+    blocks = {name: nn.Sequential(linear(), nn.ReLU()) for name in ("one", "two")}
+    drawing = draw(capture_graph(Net(forward, **blocks), X), graph_dir=direction)
+    assert sum(edge.source == edge.target for edge in drawing.view.edges) == 2
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    assert {"next of ×2", "next of ×3"} <= {text.content.strip() for text in picture.texts}
+    assert set(covered_labels(picture)) == set()
+
+
 @pytest.mark.parametrize("columns", [2, 3])
 def test_a_long_chain_has_columns(columns: int, tmp_path: Path) -> None:
     """The columns of a chain stand side by side from left to right, and the chain continues at the top of the next."""

@@ -119,6 +119,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._colors: dict[int, str] = {}
         """The color of the edges that leave a node and cross columns."""
         self._columns = self._divided() if wrap else Columns()
+        loops = {edge.source: edge for edge in reversed(graph.edges) if edge.source == edge.target}
+        self._further_loops = {edge for edge in graph.edges if edge.source == edge.target} - set(loops.values())
+        """The loops of nodes that have another one, which dot would draw at the same place."""
 
     @property
     def crossing(self) -> int:
@@ -268,6 +271,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             start, further = self._entries[ends], {**further, "tailclip": "false"}
         elif ends in self._columns.crossing:
             further = {"constraint": "false", **({} if edge.relates("next") else self._marks(edge))}
+        elif edge in self._further_loops:
+            side = "w" if self.direction in ("TB", "BT") else "s"
+            further = {"tailport": side, "headport": side}
         canvas.edge(start, f"n{edge.target}", **{**further, **self.styler.style_edge(edge, self.graph)})
 
     def _detour(self, source: int) -> dict[str, str]:
