@@ -212,6 +212,7 @@ class StatisticsCallback(ResumingCallback):
             self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
             has_file = directory is not None and self.outputs.records
             report, ignored = self.outputs.report, self.outputs.ignored_rules
+            self._pipeline.formatter.named = partial(getattr, self._findings, "named")
             examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
             self._pipeline.consumers.append(examined)
         elif self.outputs.report:
@@ -222,7 +223,6 @@ class StatisticsCallback(ResumingCallback):
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
         options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}
-        limit = self.sampling.max_overhead
         for stage in self.stages:
             if stage != "train":
                 recorder = self._make_recorder(modules, stage)
@@ -234,7 +234,7 @@ class StatisticsCallback(ResumingCallback):
                     self._on_record,
                     reduce=self.reduce,
                     announce=self._announce,
-                    budget=None if limit is None else OverheadLimit(limit),
+                    budget=None if (limit := self.sampling.max_overhead) is None else OverheadLimit(limit),
                     device=pl_module.device,
                     **options,
                 )

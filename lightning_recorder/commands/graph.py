@@ -7,6 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.graph import Drawing, draw, to_mermaid, to_text
@@ -44,7 +46,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
     values, caption = dict[str, float](), ""
     if arguments.color:
         values, statistic, caption = _values(recorded, arguments.color, arguments.step)
-        drawing = color_graph(graph, values, statistic=statistic, caption=caption, **options)
+        named = {each.module for each in recorded.findings if each.module and not each.is_note}
+        drawing = color_graph(graph, values, statistic=statistic, caption=caption, framed=named, **options)
     else:
         drawing = draw(graph, **options)
     if form in _TEXTS:
@@ -67,11 +70,15 @@ def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], s
     table = series.values(statistic)  # raises an error that lists the recorded statistics
     step = series.steps[-1] if step is None and series.steps else step
     series.about(step or 0)  # likewise for the step
-    row = table[series.steps.index(step or 0)].tolist()
-    whole: dict[str, float] = {}
-    for site, value in sorted(zip(series.sites, row, strict=True), key=lambda each: each[0].path not in _WHOLE):
-        whole.setdefault(site.name, value)  # for a module with several tensors, the first one
-    known = {name: value for name, value in whole.items() if not math.isnan(value)}
+    place = series.steps.index(step or 0)
+    bad = sum(series.values(name)[place] for name in ("nan_count", "inf_count") if name in series.statistics)
+    whole: dict[str, tuple[float, bool]] = {}
+    rows = zip(
+        series.sites, table[place].tolist(), (torch.as_tensor(bad) > 0).expand(len(series.sites)).tolist(), strict=True
+    )
+    for site, *found in sorted(rows, key=lambda each: each[0].path not in _WHOLE):
+        whole.setdefault(site.name, (found[0], found[1]))  # for a module with several tensors, the first one
+    known = {name: value for name, (value, is_bad) in whole.items() if is_bad or not math.isnan(value)}
     return known, statistic, f"{recorder} {statistic} at step {step}"
 
 

@@ -7,7 +7,8 @@ import operator
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple, TextIO
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.commands.terminal import module, number, printable, spark, table
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.insight import Finding
+from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.unusual import compared, standing_out, unusualness
 from lightning_recorder.names import closest_names, compile_glob
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording
@@ -25,6 +28,7 @@ __all__ = ["run"]
 
 _FEWEST_ROWS = 5
 _MISSING = "-"
+_NAMED = 1e9  # the degree of a site that a finding names, more than any other has
 _NARROWEST = 6  # characters of a bar chart
 _NUMBERS = 30  # characters of the last, the smallest and the largest value
 _AROUND = 4  # lines around the rows: title, column names, prompt
@@ -163,6 +167,8 @@ _PARTS = (_Part("value", "rms", ""), _Part("gradient", "rms", ".grad"), _Part("u
 def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several: bool) -> list[str]:
     """List the sites with one line each, the unusual ones first, one table for each recorder."""
     lines: list[str] = []
+    runs = {each.run.name: each.run for each in found}
+    findings = {name: _findings(run) for name, run in runs.items()}
     tables = [list(group) for _, group in groupby(found, key=lambda each: (each.run.name, each.label))]
     most = max(shutil.get_terminal_size().lines // len(tables) - _AROUND, _FEWEST_ROWS)
     for group in tables:
@@ -180,18 +186,30 @@ def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several:
             parts = [_Part(statistic, statistic, "") for statistic in wanted or _default_statistics(sites[0].series)]
             if wanted is not None:  # the update ratio, for example, belongs to parameters and not to their gradients
                 sites = [site for site in sites if any(_values(site, part) for part in parts)] or sites
-        lines += _lines_of(sites, parts, ", ".join(where), out, len(sites) if arguments.all else most)
+        lines += _lines_of(sites, parts, findings[name], ", ".join(where), out, len(sites) if arguments.all else most)
     return lines
+
+
+def _findings(run: Run) -> list[Finding]:
+    """Return the findings of a run without notes; none if one of its files is damaged, as its records may not be."""
+    with suppress(DumpError):
+        return [each for each in run.findings if not each.is_note]
+    return []
 
 
 def _default_statistics(series: Series) -> list[str]:
     return ["rms"] if "rms" in series.statistics else series.statistics[:1]
 
 
-def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: TextIO, most: int) -> list[str]:
-    """Return a table with a line for each of at most ``most`` sites of a series."""
+def _lines_of(
+    sites: list[SiteSeries], parts: list[_Part], findings: Sequence[Finding], where: str, out: TextIO, most: int
+) -> list[str]:
+    """Return a table with a line for each of at most ``most`` sites of a series; those of findings are the first."""
     series = sites[0].series
     degrees = _degrees(series)
+    # Of several findings, the first one is the most severe.
+    named = dict.fromkeys(series.sites[row] for _, row in rows_of(findings, series.sites) if row is not None)
+    degrees |= {(site.name, site.path): _NAMED - place for place, site in enumerate(named)}
     # A parameter is as unusual as the most unusual of its tensors.
     paths = [[site.path + part.suffix for part in parts] for site in sites]
     own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
@@ -211,7 +229,14 @@ def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: Text
     numeric = [place for place in range(2, len(heads) + 2) if place % 4 != 1]
     lines = [f"{where}: {what}{len(series.steps)} records, {_span(series.steps)}", *table(rows, right=[0, *numeric])]
     if ranked:
-        lines.append(f"{len(ranked)} of {len(sites)} stand out: unlike neighboring or equal modules, or their own past")
+        why = (
+            "named by a finding, or "
+            if any(degrees.get((site.name, site.path), 0) > _NAMED / 2 for site in sites)
+            else ""
+        )
+        lines.append(
+            f"{len(ranked)} of {len(sites)} stand out: {why}unlike neighboring or equal modules, or their own past"
+        )
     if len(order) > most:
         lines.append(f"{len(order) - most} more; --all lists them")
     return lines

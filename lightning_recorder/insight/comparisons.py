@@ -18,17 +18,25 @@ from lightning_recorder.insight.wiring import families
 from lightning_recorder.names import site_title
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "UNLIKE"]
+
+UNLIKE = "unlike-siblings"
+"""The rule about one of several modules at the same place of repeated blocks."""
+
+_FORWARD = 2  # the number of the statistics of the forward pass, in which siblings are compared first
 
 
 def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
-    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site."""
-    weights = {each.site for each in evidence.weights}
+    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
+
+    The first two are of the forward pass and may be causes of the others.
+    """
+    weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
     activations, parameters = evidence.activations, evidence.parameters
     yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
-    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     first = {site: parameters.column(site, "rms")[0] for site in weights}
     yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     ratios = evidence.medians(parameters, "update_ratio")
     yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
 
@@ -47,8 +55,10 @@ def _families(table: Table, values: Mapping[Site, float], fewest: int) -> Iterat
 
 
 def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    seen: dict[Site, list[Finding]] = {}
-    for table, statistic, words, values in _sibling_values(evidence):
+    forward: dict[Site, list[Finding]] = {}
+    backward: dict[Site, list[Finding]] = {}
+    for kind, (table, statistic, words, values) in enumerate(_sibling_values(evidence)):
+        seen = forward if kind < _FORWARD else backward
         for group in _families(table, values, int(rule.thresholds["fewest"])):
             for site, value, others in _outliers(rule, values, group):
                 factor = value / float(np.median(others))
@@ -58,7 +68,11 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 )
                 found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
                 seen.setdefault(site, []).append(found)
-    for several in seen.values():
+    order = evidence.wiring.order
+    # A gradient comes from the modules behind, so the last module is the nearest to the cause.
+    first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
+    last_first = sorted(backward.items(), key=lambda each: -order.get(each[0].name, -1))
+    for _, several in (*first_last, *((site, found) for site, found in last_first if site not in forward)):
         yield max(several, key=lambda each: abs(np.log(each.numbers["factor"])))
 
 
@@ -80,7 +94,8 @@ def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> It
 
 
 def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    for table, statistic, words, values in list(_sibling_values(evidence))[:2]:
+    of_outputs, _, of_gradients, _ = _sibling_values(evidence)
+    for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
         for group in _families(table, values, int(rule.thresholds["fewest"])):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
@@ -332,7 +347,7 @@ RULES = (
         ),
     ),
     Rule(
-        name="unlike-siblings",
+        name=UNLIKE,
         severity="warning",
         statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
         thresholds={"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0},

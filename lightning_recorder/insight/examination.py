@@ -20,6 +20,7 @@ from lightning_recorder.insight import (
     settings,
     steps,
 )
+from lightning_recorder.insight.comparisons import UNLIKE
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
@@ -67,7 +68,7 @@ _ORDER = (
     "does-not-move",
     "block-trend",
     "attention-collapse",
-    "unlike-siblings",
+    UNLIKE,
     "train-differs",
     "scale-jump",
     "never-chosen",
@@ -175,7 +176,8 @@ def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
-    order = evidence.wiring.order.get(finding.module, -1)
+    # This rule has an order of its own.
+    order = 0 if finding.rule == UNLIKE else evidence.wiring.order.get(finding.module, -1)
     place = _ORDER.index(finding.rule) if finding.rule in _ORDER else len(_ORDER)
     return SEVERITIES.index(finding.severity), place, order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ __all__ = [
     "Trace",
     "findings_from_json",
     "findings_to_json",
+    "rows_of",
     "with_watched",
 ]
 
@@ -132,6 +133,22 @@ def findings_from_json(data: Any) -> list[Finding]:
         return [_finding(each) for each in data["findings"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"these are no findings written by lightning_recorder: {error!r}") from error
+
+
+def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tuple[Finding, int | None]]:
+    """Return each finding with the row of its tensor, or else of the first tensor of its module.
+
+    Args:
+        findings: The findings. Those about modules without a row are left out; those about the whole model have None.
+        sites: The sites of the rows.
+    """
+    rows = {site: place for place, site in enumerate(sites)}
+    first: dict[str, int] = {}
+    for place, site in enumerate(sites):
+        if isinstance(site, tuple):
+            first.setdefault(site[0], place)
+    found = [(each, rows.get((each.module, each.path), first.get(each.module))) for each in findings]
+    return [(each, row) for each, row in found if row is not None or not each.module]
 
 
 def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> list[Finding]:

@@ -138,9 +138,9 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     rates = {each: rates.max() for each in compared if len(rates := evidence.setting(each, "learning_rate"))}
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
-        usual = _in_slower_groups(each, rates, rule.thresholds["factor"]) or [
-            key for key in compared if key is not each
-        ]
+        slower = _in_slower_groups(each, rates, rule.thresholds["factor"])
+        # If only a few layers are slower, they are the odd ones.
+        usual = slower if 2 * len(slower) >= len(compared) else [key for key in compared if key is not each]
         others = np.array([compared[key] for key in usual if key is not each and key not in fast])
         if not len(others):
             continue

@@ -35,6 +35,7 @@ _MOSTLY_ZERO = 0.9
 _AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
 _AT_THE_END = 1.5  # the first and the last block have other neighbors, so a larger distance is normal there
 _MISSING = 2.0  # the degree of a site that is not recorded any more
+_NOT_FINITE = 1e6  # the degree of a site with NaN or infinities, more than any size has
 _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind one that is unusual now
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
@@ -50,8 +51,8 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
     of the same path. A distance counts
     in units of the median distance of the compared values, so a noisy statistic needs a larger one. Values of earlier
     steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. A site
-    that is not recorded any more, while most others are, stands out as well. The degree of a site with NaN or
-    infinities is infinite.
+    that is not recorded any more, while most others are, stands out as well. A site with NaN or infinities stands out
+    more than any other, the earlier the more.
 
     Args:
         sites: The sites in the order of execution: pairs of name and path, or display names such as ``"fc weight"``.
@@ -83,8 +84,15 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
         degrees = np.maximum(degrees, _missing(list(tables.values()), groups))
         for name in ("nan_count", "inf_count"):
             if name in tables:
-                degrees[(tables[name] > 0).any(axis=1)] = np.inf
+                degrees = np.maximum(degrees, _not_finite(tables[name]))
     return degrees
+
+
+def _not_finite(counts: Floats) -> Floats:
+    """Return the degree of the sites with values that are not finite: the earlier these began, the higher."""
+    is_bad = counts > 0
+    began = np.argmax(is_bad, axis=1) / counts.shape[1]
+    return np.where(is_bad.any(axis=1), _NOT_FINITE * (2 - began), 0.0)
 
 
 def compared(statistics: Collection[str]) -> tuple[str, ...]:

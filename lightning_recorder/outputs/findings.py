@@ -99,6 +99,8 @@ class RunFindings:
         self._current: list[Finding] = []
         self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
         self._findings: list[Finding] = []  # when the run has ended
+        self.named: frozenset[str] = frozenset()
+        """The modules that findings name, without notes, as of the last check."""
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
@@ -155,6 +157,7 @@ class RunFindings:
             self._watched[known[_key(finding)]] = finding
             return
         self._watched.append(finding)
+        self.named |= {finding.module} - {""}
         self._said.add(_key(finding))
         self._log(f"Found at step {finding.last_step}: {finding.line}")
         self._write(self._examined())
@@ -219,6 +222,7 @@ class RunFindings:
     def _check(self) -> None:
         findings = self._examined()
         bad = [each for each in findings if not each.is_note]
+        self.named = frozenset(each.module for each in bad) - {""}
         for each in bad:
             key = _key(each)
             if key not in self._said and (key in self._before or each.rule in _LASTING):

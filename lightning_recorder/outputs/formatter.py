@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +91,8 @@ class SinkFormatter:
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
+        self.named: Callable[[], Set[str]] = frozenset
+        """Returns the modules that findings name so far, which are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
 
     def begin(self, label: str) -> None:
@@ -99,7 +101,7 @@ class SinkFormatter:
         Args:
             label: The first part of the tags that contain no module.
         """
-        self._label = label
+        self._label, self.named = label, frozenset
         self._plans.clear()
         if self._numbers is not None:
             self._numbers = {}
@@ -123,13 +125,20 @@ class SinkFormatter:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
+        names = self.named()
+        if self._budget is not None:
+            self._budget.named = names
         plan = self._plan(record, found)
         pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
-        if self._budget is None or self._budget.is_complete:
-            scalars = dict(pairs)
-        else:  # the sites that are shown are too few to compare them with each other alone
+        named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
+        scalars: dict[str, float]
+        if self._budget is not None and not self._budget.is_complete:
+            # The sites that are shown are too few to compare them with each other alone.
             degrees = self._budget.degrees
-            scalars = RankedScalars(pairs, {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees})
+            known = {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees}
+            scalars = RankedScalars(pairs, known, named)
+        else:
+            scalars = RankedScalars(pairs, None, named) if named else dict(pairs)
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:

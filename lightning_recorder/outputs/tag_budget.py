@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,11 @@ _SELECTION = 75
 class TagBudget:
     """Choose whole modules so that the tags of all their sites do not exceed a limit.
 
-    Modules with unusual statistics come first (see :func:`~lightning_recorder.insight.unusual.unusualness`): values
-    that are not finite, nearly all zeros, or a size far from that of the neighboring or equal modules or from their own
-    past. The others are spread evenly over the model. A quarter of the tags is reserved for modules that become unusual
-    in a later record, which are shown from that record on. A module that is shown stays shown.
+    Modules that findings name come first. Those with unusual statistics follow (see
+    :func:`~lightning_recorder.insight.unusual.unusualness`): values that are not finite, nearly all zeros, or a size
+    far from that of the neighboring or equal modules or from their own past. The others are spread evenly over the
+    model. A quarter of the tags is reserved for modules that become unusual in a later record, which are shown from
+    that record on. A module that is shown stays shown.
 
     Args:
         max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. Otherwise
@@ -71,6 +72,8 @@ class TagBudget:
         self._has_warned = False
         self.degrees: dict[Site, float] = {}
         """The degrees of the sites that stand out, from the latest call of :meth:`unusual`."""
+        self.named: Set[str] = frozenset()
+        """The modules that findings name, which come first."""
 
     def clear(self) -> None:
         """Discard the choice, for another run."""
@@ -79,7 +82,7 @@ class TagBudget:
         self._left_out.clear()
         self._refused.clear()
         self._past.clear()
-        self.degrees = {}
+        self.degrees, self.named = {}, frozenset()
         self._has_warned = False
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
@@ -164,6 +167,8 @@ class TagBudget:
         table = np.stack(steps, axis=-1)
         columns = {name: table[:, column] for column, name in enumerate(COMPARED)}
         degrees = unusualness(sites, columns, is_latest=True)
+        if self.named:
+            degrees[[place for place, site in enumerate(sites) if site.name in self.named]] = np.inf
         self.degrees = {sites[place]: float(degrees[place]) for place in standing_out(degrees)}
         most: dict[str, float] = {}
         for site, degree in self.degrees.items():

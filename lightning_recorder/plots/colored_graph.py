@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
@@ -34,7 +34,8 @@ _LIGHT, _DARK = "#ffffff", "#000000"
 _SIMILAR = 1 / 8  # the part of the legend within which colors are similar
 _MOST_SIMILAR = 1 / 4  # the same part, if the values of neighboring blocks differ as much
 _NOISE = 1 / 4  # a value that differs less from the median, relative to it, is similar whatever the legend
-_LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING = 99, 100, 101
+_LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING, _LOOK_FRAMED = 99, 100, 101, 102
+_FRAMED = {"color": "#d4002a", "penwidth": "3"}
 _LOOK = "statistic"  # the name of an argument that keeps modules of other colors from being folded
 
 
@@ -53,6 +54,7 @@ class StatisticStyler(GraphvizStyler):
         caption: The description in the legend; by default the statistic.
         log: If True or False, force or forbid a logarithmic scale. By default, positive values that span more than a
             factor of 50 have a logarithmic scale. The scale of signed values is always symmetric around 0.
+        framed: The names of modules that are drawn apart, with a red border, such as those of findings.
         shapes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
         attributes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
 
@@ -73,6 +75,7 @@ class StatisticStyler(GraphvizStyler):
         statistic: str,
         caption: str = "",
         log: bool | None = None,
+        framed: Collection[str] = (),
         shapes: Shapes = "nodes",
         **attributes: str,
     ) -> None:
@@ -83,6 +86,7 @@ class StatisticStyler(GraphvizStyler):
             raise ArgumentError(f"values must be numbers by module name, got {error}") from error
         self.statistic = statistic
         self.caption = caption or statistic
+        self.framed = frozenset(framed)
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
         self._families = {name: group for group in families(dict.fromkeys(self.values), 2) for name in group}
 
@@ -92,7 +96,7 @@ class StatisticStyler(GraphvizStyler):
         The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
         units of an eighth of the legend; 0 if they differ by less than a quarter of the median, or by less than twice
         the usual difference between neighbors, up to a quarter of the legend. Modules that stand out
-        differ from the others in any case, and so do modules without a value if equal ones have one.
+        differ from the others in any case, and so do modules without a value if equal ones have one, and framed ones.
 
         Args:
             modules: The names of all modules.
@@ -117,7 +121,7 @@ class StatisticStyler(GraphvizStyler):
         for name, degree in self._degrees.items():
             if degree >= STANDS_OUT:
                 found[name] = found[name] or _LOOK_STANDS_OUT
-        return found
+        return found | dict.fromkeys(self.framed, _LOOK_FRAMED)
 
     @cached_property
     def _degrees(self) -> dict[str, float]:
@@ -153,6 +157,8 @@ class StatisticStyler(GraphvizStyler):
         style = super().style_node(_unmarked(node), graph)
         if node.kind != "module":
             return style
+        if any(name == node.name or name.startswith(f"{node.name}.") for name in self.framed):  # also inside
+            style |= _FRAMED
         inner = None if node.name in self.values else self._inside(node)
         if node.name not in self.values and inner is None:
             return {**style, "fillcolor": _NOT_RECORDED, **self.attributes}
@@ -176,6 +182,8 @@ class StatisticStyler(GraphvizStyler):
     @override
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         style = super().style_frame(_unmarked(node), graph)
+        if node.name in self.framed:
+            style |= _FRAMED
         if node.name not in self.values or not node.name:
             return style
         return {
@@ -222,6 +230,8 @@ class StatisticStyler(GraphvizStyler):
         cells += [_cell("not recorded", _NOT_RECORDED)]
         if len(known) < len(self.values):
             cells += [_cell("NaN or infinite", _NOT_FINITE)]
+        if self.framed:
+            cells += [f'<td color="{_FRAMED["color"]}">named by a finding</td>']
         return cells
 
 
@@ -232,6 +242,7 @@ def color_graph(
     statistic: str,
     caption: str = "",
     log: bool | None = None,
+    framed: Collection[str] = (),
     **options: Any,
 ) -> Drawing:
     """Draw a recorded graph with modules colored by a statistic.
@@ -242,6 +253,7 @@ def color_graph(
         statistic: As for :class:`StatisticStyler`.
         caption: As for :class:`StatisticStyler`.
         log: As for :class:`StatisticStyler`.
+        framed: As for :class:`StatisticStyler`.
         options: As for :func:`~lightning_recorder.draw`, for example ``depth=2`` or ``max_nodes=60``. By default all
             calls are expanded, because statistics are recorded for leaf modules. Equal blocks are drawn once only if
             their colors are similar: their values differ by less than an eighth of the legend from the median.
@@ -255,7 +267,8 @@ def color_graph(
         name = next(iter(values))
         raise ArgumentError(f"the graph has no module {name!r} nor another of values; {closest_names(name, calls)}")
     shapes: Shapes = "nodes" if options.pop("show_shapes", True) else "none"
-    styler = StatisticStyler(values, statistic=statistic, caption=caption, log=log, shapes=shapes)
+    framed = calls.keys() & framed
+    styler = StatisticStyler(values, statistic=statistic, caption=caption, log=log, framed=framed, shapes=shapes)
     looks = {name: look for name, look in styler.looks(calls).items() if look}
     marked = replace(graph, nodes=tuple(_marked(node, looks) for node in graph.nodes))
     drawing = draw(marked, styler=styler, **{"depth": None, **options})

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import Finding, rows_of
 from lightning_recorder.insight.unusual import choose, standing_out
 from lightning_recorder.plots.axes import Columns, Floats, Scale
 from lightning_recorder.plots.canvas import (
@@ -367,17 +367,7 @@ def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[Fo
         findings: The findings. Those about modules without a row are left out.
         sites: The sites of the rows.
     """
-    rows = {site: place for place, site in enumerate(sites)}
-    first: dict[str, int] = {}
-    for place, site in enumerate(sites):
-        if isinstance(site, tuple):
-            first.setdefault(site[0], place)
-    marks = []
-    for each in findings:
-        row: int | None = rows.get((each.module, each.path), first.get(each.module))
-        if row is not None or not each.module:
-            marks.append(FoundAt(row, each.first_step, each.rule))
-    return marks
+    return [FoundAt(row, each.first_step, each.rule) for each, row in rows_of(findings, sites)]
 
 
 def outline_findings(

@@ -39,8 +39,8 @@ def overview(
     histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
     latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients
     of parameters have no plots over time, because their names would collide with those of the parameters. Statistics
-    and histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand
-    out in any of the kept statistics, and an even selection of the others.
+    and histograms that were never recorded have no plots. All images choose and mark the same sites: those of findings,
+    those that stand out in any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.
@@ -68,12 +68,14 @@ def pictures(
     # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
     degrees, marks, known = history.degrees, places_of(findings, sites), history.has_values
+    ranked = degrees.copy()
+    ranked[[each.row for each in marks if each.row is not None]] = np.inf
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
             tag = make_tag(f"{group}_plots", "heat_map", statistic)
             yield tag, _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks, known)
-    shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
+    shown = _most_telling(history, ranked) if len(sites) > _FEW_LAYERS else None
     if shown:
         title = f"{group}: most unusual layers"
         tag = make_tag("Unusual", group, "out")
@@ -93,7 +95,7 @@ def pictures(
         yield make_tag(f"{group}_plots", "flow", ""), _flow(history, names, group, degrees)
     taken = set[str]()
     places = [] if of_parameters else history.histogram_sites_of(degrees)
-    for place in choose(degrees[[rows[site] for site in places]], max_images):
+    for place in choose(ranked[[rows[site] for site in places]], max_images):
         of_site = [each for each in marks if each.row in (None, rows[places[place]])]
         name = _name(places[place])
         tag = _free(make_tag(f"{group}_plots", "over_time", name), taken)

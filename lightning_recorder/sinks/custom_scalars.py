@@ -37,12 +37,16 @@ class RankedScalars(dict[str, float]):
 
     Args:
         scalars: The scalars by tag.
-        degrees: The degree of each site that stands out and has scalars, by one of its tags.
+        degrees: The degree of each site that stands out and has scalars, by one of its tags. ``None`` if all sites have
+            scalars, so that these can be compared.
+        named: A tag of each site whose module a finding names.
     """
 
-    def __init__(self, scalars: Iterable[tuple[str, float]], degrees: Mapping[str, float]) -> None:
+    def __init__(
+        self, scalars: Iterable[tuple[str, float]], degrees: Mapping[str, float] | None, named: Iterable[str] = ()
+    ) -> None:
         super().__init__(scalars)
-        self.degrees = degrees
+        self.degrees, self.named = degrees, tuple(named)
 
 
 class _Line(NamedTuple):
@@ -155,7 +159,7 @@ class Dashboard:
     def _note_unusual(self, scalars: Mapping[str, float]) -> bool:
         """Note the modules that stand out. Return True if there is a new one, or one for the titles."""
         now: dict[str, dict[str, float]] = {}  # the degrees of this record, by group and module
-        if isinstance(scalars, RankedScalars):
+        if isinstance(scalars, RankedScalars) and scalars.degrees is not None:
             for tag, degree in {**dict.fromkeys(islice(scalars, 1), 0.0), **scalars.degrees}.items():
                 group, _, line = _parsed(tag)
                 if line is not None:
@@ -166,6 +170,10 @@ class Dashboard:
                     degrees, modules = compared.degrees(scalars), now.setdefault(compared.group, {})
                     for place in standing_out(degrees):
                         _raise(modules, compared.sites[place][0], float(degrees[place]))
+        for tag in scalars.named if isinstance(scalars, RankedScalars) else ():
+            group, _, line = _parsed(tag)
+            if line is not None:
+                _raise(now.setdefault(group, {}), line.module, math.inf)
         is_new = False
         for group, modules in now.items():
             is_new |= self._add_degrees(group, modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import Tensor, nn
 
-from lightning_recorder import default_recorders
+from lightning_recorder import default_recorders, open_recording
 from lightning_recorder.commands import main
 from tests.callbacks.models import digits, events, fit
 from tests.plots.test_unusual import drawn_texts
@@ -132,3 +133,47 @@ def test_the_sick_layer_is_seen_first(
     drawn = capsys.readouterr().out
     assert any(name in drawn for name in sick)
     assert len(set(re.findall(r"blocks\.\d+\.fc1", drawn))) <= 6
+
+
+def freeze(model: Deep, layer: nn.Linear) -> None:
+    """Train the layers before and after one, but not this one."""
+    layer.requires_grad_(False)
+
+
+def spoil(model: Deep, layer: nn.Linear) -> None:
+    """Make the result of a layer NaN between two records, so that everything is NaN in the next one."""
+    layer.register_forward_hook(lambda module, args, result: result * math.nan if model.global_step >= 21 else result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [3, 12])
+@pytest.mark.parametrize("disease", [freeze, spoil])
+def test_the_layer_of_a_finding_is_seen_first(
+    disease: Callable[[Deep, Any], None], place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer that no statistic tells from the others is framed in the first pictures, in the charts, and so on."""
+    seed_everything(2, verbose=False)
+    model = Deep()
+    sick = f"blocks.{place}.fc1"
+    disease(model, model.blocks[place].fc1)
+    with drawn_texts() as (texts, _):
+        trainer = fit(model, tmp_path, default_recorders(every_n_train_steps=5), loader=digits(12), max_epochs=4)
+    folder = Path(str(trainer.log_dir))
+    assert [each.module for each in open_recording(folder).findings] == [sick]
+
+    written = events(trainer)
+    # Each picture has its title, its rows and its notes in order.
+    starts = [number for number, text in enumerate(texts) if text == "activations: most unusual layers"]
+    assert starts
+    assert f"{place}.fc1" in texts[starts[-1] : starts[-1] + 60] or sick in texts[starts[-1] : starts[-1] + 60]
+    (layout,) = written.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
+    charts = [chart for category in Layout.FromString(layout).category for chart in category.chart]
+    assert any(re.escape(f"activations/{sick}/") in line for chart in charts for line in chart.multiline.tag)
+
+    capsys.readouterr()
+    assert main(["show", str(folder), "--recorder", "activations"]) == 0
+    assert re.findall(r"^ *1 +(\S+)", capsys.readouterr().out, re.MULTILINE)[0] == sick
+    assert main(["graph", str(folder), "--format", "dot", "--color", "activations"]) == 0
+    (box,) = (line for line in capsys.readouterr().out.splitlines() if f'tooltip="{sick} ' in line)
+    assert 'color="#d4002a"' in box
+    assert ("NaN" in box) == (disease is spoil)

@@ -165,7 +165,10 @@ def test_show_begins_with_the_unusual(place: int, name: str) -> None:
 
 
 def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_path: Path) -> None:
-    """A parameter has one line; a parameter without a gradient has empty columns, and no NaN."""
+    """A parameter has one line; a parameter without a gradient has empty columns, and no NaN.
+
+    The one that a finding names comes first.
+    """
     writer = RecordWriter(records_path(tmp_path / "recorder", "parameters"))
     writer.begin(label="parameters", group="parameters")
     for step in range(3):
@@ -183,9 +186,10 @@ def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_
         *(word for part in ("value", "gradient", "update") for end in ends for word in (part, end)),
     ]
     bars = ["▁▅█", "▅▅▅", "▅▅▅"]
-    assert lines[2].split() == ["fc", "weight", "4", "2", "4", bars[0], *["0.25"] * 3, bars[1], *["0.5"] * 3, bars[2]]
-    assert lines[3].split() == ["frozen", "weight", "1", "1", "1", "▅▅▅"]
-    assert len(lines) == 4
+    assert lines[2].split() == ["1", "frozen", "weight", "1", "1", "1", "▅▅▅"]
+    assert lines[3].split() == ["fc", "weight", "4", "2", "4", bars[0], *["0.25"] * 3, bars[1], *["0.5"] * 3, bars[2]]
+    assert lines[4].startswith("1 of 2 stand out: named by a finding, or")
+    assert len(lines) == 5
 
 
 def test_show_leaves_out_sites_that_cannot_have_a_statistic(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import Examination, comparisons
-from tests.insight.records import Values, brief, chain, record, run
+from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 
 @pytest.mark.parametrize(("place", "factor", "alarm"), [(2, 10, True), (2, 5, False), (5, 10, False), (5, 30, True)])
@@ -23,6 +23,29 @@ def test_unlike_siblings(place: int, factor: float, alarm: bool) -> None:
     layers[names[place]] = {"rms": 0.1 * factor}
     found = run({**layers, "head": {"rms": 1.0}}, graph=chain(*names, "head"))
     assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[place]] * alarm
+
+
+def test_the_updates_of_siblings_are_in_the_order_of_the_blocks() -> None:
+    """Only the first and the last block may differ more than the others."""
+    names = [f"blocks.{number}.fc" for number in range(24)]
+    for place, sick in enumerate(names):
+        found = run(None, None, network(*names, **{sick: trained(sick, update=2.5e-5, ratio=1e-4)}))
+        assert [each.module for each in found] == [sick] * (0 < place < 23)
+
+
+def test_the_forward_pass_comes_before_the_gradients_of_siblings() -> None:
+    """A layer with an unusual output is named, and not those before it, whose gradients are a consequence."""
+    names = [f"blocks.{number}.{part}" for number in range(6) for part in ("norm", "fc", "out")]
+    layers: dict[str, Values] = {name: {"rms": 0.1} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    for part, factor in (("norm", 1e-3), ("fc", 1e-2)):
+        gradients[f"blocks.3.{part}"] = {"rms": 1e-3 * factor}
+    (found,) = run(layers, gradients, graph=chain(*names))
+    assert (found.module, found.others) == ("blocks.3.fc", ("blocks.3.norm",))
+    layers["blocks.3.out"] = {"rms": 1e-3}
+    (found,) = run(layers, gradients, graph=chain(*names))
+    assert (found.module, found.others) == ("blocks.3.out", ("blocks.3.fc", "blocks.3.norm"))
+    assert found.verdict.startswith("the rms of the output of blocks.3.out is 0.001")
 
 
 def test_a_trend_over_blocks() -> None:

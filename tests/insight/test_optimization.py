@@ -118,6 +118,16 @@ def test_the_learning_rate_of_a_group(factor: float, ratios: tuple[float, ...], 
         assert f"{factor * 1e-3:.3g} instead of 0.001" in each.verdict
 
 
+def test_a_few_slow_layers_do_not_make_the_others_fast() -> None:
+    """Usual layers are not compared with one whose rate is far lower, as the first ones have in a fine-tuning."""
+    parameters: dict[str, Values] = {"a/weight.exp_avg_sq": {"rms": 1e-6}}
+    for name, rate in (("a", 1e-5), ("b", 1e-3), ("c", 1e-3), ("d", 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=20 * rate)
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], "learning_rate": rate}
+        parameters |= layer
+    assert [each.rule for each in run(None, None, parameters)] == []
+
+
 def test_equal_weights() -> None:
     """A weight whose values are all equal is a finding."""
     constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}
