@@ -67,6 +67,8 @@ def _counted(count: int, noun: str) -> str:
 
 def _examined(run: Run) -> str:
     series = [run[label] for label in run if label != WATCH]
+    if not series:
+        return f"the loss and the gradient norm of {_counted(len(run[WATCH].steps), 'step')}; nothing else was recorded"
     steps = sorted({step for each in series for step in each.steps})
     sites = sum(len(each) for each in series)
     span = f", {_span(steps[0], steps[-1])}" if steps else ""

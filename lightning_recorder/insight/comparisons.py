@@ -215,7 +215,10 @@ def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     pairs = {
         site.name: (site, pair)
         for site in validation.places
-        if site in train.places and site.path == "out" and (pair := _pair(rule, evidence, site, last)) is not None
+        if site in train.places
+        and site.path == "out"
+        and train.shapes[train.places[site]] != ()  # a loss
+        and (pair := _pair(rule, evidence, site, last)) is not None
     }
     for name, (site, (here, there, apart)) in pairs.items():
         kind = evidence.type_of(name)
@@ -368,7 +371,7 @@ RULES = (
         usual="0.9 to 1.1 without dropout",
         why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
         next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
-        false_alarms="Dropout; outputs that still grow; trainings that were not recorded near the validation.",
+        false_alarms="Dropout; outputs that still grow; trainings that were not recorded near the validation; losses.",
         examine=_train_differs,
     ),
 )

@@ -28,7 +28,9 @@ _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, w
 
 def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
-    for site in table.places:
+    for site, place in table.places.items():
+        if table.shapes[place] == ():
+            continue  # such as one of several losses
         values, steps = table.column(site, "zero_fraction")
         limit = rule.thresholds["zero_fraction"]
         nearly = evidence.type_of(site.name) in _RELUS
@@ -113,6 +115,16 @@ def _share_rule(
     return examine
 
 
+def _collapsed(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    shapes, places, wiring = evidence.activations.shapes, evidence.activations.places, evidence.wiring
+    for found in _mass_on_few(rule, evidence):
+        # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
+        is_last = wiring.has_graph and not wiring.outputs.get(found.module)
+        entries = shapes[places[Site(found.module, found.path)]]
+        if not is_last and (not entries or entries[-1] >= rule.thresholds["entries"]):
+            yield found
+
+
 def _largest(table: Table, site: Site) -> float:
     """Return the largest absolute value in all records."""
     ends = [np.abs(table.column(site, name)[0]) for name in ("min", "max")]
@@ -183,7 +195,7 @@ def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
-    middle = evidence.medians(table, "rms")
+    middle, spreads = evidence.medians(table, "rms"), evidence.medians(table, "std")
     for site, rms in middle.items():
         feeds = evidence.wiring.inputs.get(site.name, [])
         before = [middle.get(Site(name, "out"), np.nan) for name in feeds]
@@ -197,8 +209,10 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             or not max(before) > 0
         ):
             continue
-        gain = min(rms / max(before), _first_gain(evidence, site, feeds))
-        if gain > rule.thresholds["gain"] and rms > rule.thresholds["rms"]:
+        # A mean that is far from zero may be a bias by design, as before the softplus of a state-space model.
+        spread = spreads.get(site, rms)
+        gain = min(spread / max(before), _first_gain(evidence, site, feeds))
+        if gain > rule.thresholds["gain"] and spread > rule.thresholds["rms"]:
             verdict = f"the output of {site.name} has rms {rms:.3g}, {gain:.3g} × that of its input from {feeds[-1]}"
             yield rule.found(evidence, table, site, verdict, statistic="rms", rms=rms, gain=gain, input=max(before))
 
@@ -253,6 +267,10 @@ def _input_rms(evidence: Evidence, site: Site) -> float | None:
 
 
 _EVERYTHING_AFTER = {"downstream", "same"}
+
+_mass_on_few = _share_rule(
+    ("Softmax",), _mass_of_large, "{share:.0%} of the attention of {name} lies on single positions"
+)
 
 RULES = (
     Rule(
@@ -371,15 +389,13 @@ RULES = (
         name="attention-collapse",
         severity="warning",
         statistic="share of the mass of a softmax in entries above 0.875",
-        thresholds={"share": 0.3},
+        thresholds={"share": 0.3, "entries": 8},
         persistence=2,
         usual="at most 0.2",
         why="The scores are too large: the queries and keys are not scaled by 1/√d, or their weights grow.",
         next="Check the scale of the scores, the initialization of query and key, or normalize both.",
-        false_alarms="Sharp heads of trained models and sequences of length 1.",
-        examine=_share_rule(
-            ("Softmax",), _mass_of_large, "{share:.0%} of the attention of {name} lies on single positions"
-        ),
+        false_alarms="Sharp heads of trained models. Fewer than 8 entries and probabilities of classes are left out.",
+        examine=_collapsed,
         explains={
             "attention-collapse": ("any",),
             "unlike-siblings": ("any",),
@@ -390,7 +406,7 @@ RULES = (
     Rule(
         name="scale-jump",
         severity="warning",
-        statistic="rms(output) / rms(input) of a module",
+        statistic="std(output) / rms(input) of a module",
         thresholds={"gain": 8.0, "rms": 3.0},
         persistence=2,
         usual="at most 3",

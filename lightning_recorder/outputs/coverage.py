@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
 
@@ -26,6 +27,7 @@ _REASONS = (
     "unsupported input",
     "compiled",
     "frozen",
+    "empty",
     "no step",
     "shared",
     "never called",
@@ -202,6 +204,8 @@ class Coverage:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]
         if not any(parameter.requires_grad for parameter in parameters):
             return "frozen: none of its own parameters requires a gradient"
+        if all(not is_uninitialized(parameter) and not parameter.numel() for parameter in parameters):
+            return "empty: its own parameters have no elements"
         theirs = {id(parameter) for parameter in parameters}
         for other in self.fired:
             if other in self.modules and theirs <= {id(each) for _, each in own_parameters(self.modules[other])}:

@@ -23,6 +23,7 @@ from lightning_recorder import (
     ParameterRecorder,
     Schedule,
     StatisticsRecorder,
+    open_recording,
 )
 from lightning_recorder.reductions import Norms
 from lightning_recorder.schedule import Sampling
@@ -166,6 +167,36 @@ def test_every_module_has_its_reason(label: str, tmp_path: Path) -> None:
     about = receipt(tmp_path, label)
     assert why(about) == expected
     assert (about["step"], about["merged_ranks"]) == (0, 1)
+
+
+class Condition(nn.Module):
+    """A loss with a parameter without elements, as physics-informed losses have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coefficient = nn.Parameter(torch.zeros(1, 0))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss + self.coefficient.sum()
+
+
+class Conditioned(Odd):
+    """A model with such a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = Condition()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.condition(super().training_step(batch, batch_idx))
+
+
+def test_a_parameter_without_elements_has_a_reason(tmp_path: Path) -> None:
+    """It has no record, and no finding says that no optimizer has it."""
+    fit(Conditioned(), tmp_path, [ParameterRecorder(["condition", "head"], parts=["values"])], logger=False)
+    expected = {"condition": "empty: its own parameters have no elements", "head": "weight, bias"}
+    assert why(receipt(tmp_path, "parameters")) == expected
+    assert "not-in-optimizer" not in {each.rule for each in open_recording(tmp_path).findings}
 
 
 class OwnCall(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import RULES, Finding, findings_from_json, findings_to_json
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.watch import StepSeries
 from tests.commands.console import run
 from tests.recordings.runs import record_run
 
@@ -147,6 +148,19 @@ def test_nothing_to_examine(tmp_path: Path) -> None:
     said = run("doctor", tmp_path)
     assert (said.status, said.out) == (2, "")
     assert "has no records to examine" in said.err
+
+
+def test_nothing_but_the_loss_to_examine(tmp_path: Path) -> None:
+    """A run whose steps were watched without any record says so."""
+    series = StepSeries(tmp_path / "recorder", None, label="watch", is_logged=bool)
+    for step in range(3):
+        series.add(step, 0, 1.0, 0.5)
+    series.end()
+    said = run("doctor", tmp_path)
+    assert said.status == 0
+    assert said.out == (
+        "healthy: no findings in the loss and the gradient norm of 3 steps; nothing else was recorded\n"
+    )
 
 
 def test_hostile_names(tmp_path: Path) -> None:

@@ -156,6 +156,18 @@ def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -
     assert brief(found) == [("warning", "train-differs", "norm")] * alarm
 
 
+def test_a_loss_differs_from_that_of_the_validation() -> None:
+    """A module that returns a scalar is a loss, which overfitting makes smaller in training."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "loss": {"rms": 0.1}}
+    found = run(
+        layers,
+        validation={**layers, "loss": {"rms": 1.0}},
+        graph=chain("a", "loss", loss="MSELoss"),
+        shapes={("loss", "out"): ()},
+    )
+    assert found == []
+
+
 def test_a_sudden_change() -> None:
     """An output that changes more than eightfold against four records, and stays so, is a finding from that step on."""
     layers: dict[str, Values] = {"a": {"rms": [1.0] * 5 + [9.0] * 3}, "b": {"rms": 1.0}}

@@ -107,6 +107,12 @@ def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
     assert [each.module for each in found] == (["b"] if alarm else [])
 
 
+def test_a_large_bias_is_no_jump() -> None:
+    """An output far from zero by its bias, as before the softplus of a state-space model, is not compared."""
+    layers: dict[str, Values] = {"a": {"rms": 0.1}, "b": {"rms": 5.0, "mean": -4.9, "std": 1.0}, "c": {"rms": 1.0}}
+    assert run(layers, graph=chain("a", "b", "c")) == []
+
+
 def test_a_jump_in_the_first_output_of_several() -> None:
     """The output of a recurrent layer, which returns its state as well, is compared with its input."""
     examination = Examination(chain("embed", "rnn", "head"))
@@ -141,6 +147,25 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
     histogram = Histogram(edges, counts, min(values), max(values), sum(values), 1.0)
     found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [(("fc", "act"), (16, 16)), (("act", "fc"), (16, 4)), (("act", "fc"), (16, 2, 7))],
+)
+def test_probabilities_are_no_attention(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """A softmax that nothing follows, or over a few entries as of experts or variables, may choose one of them."""
+    counts, edges = np.histogram([0.95, 0.05, 0.01, 0.01], bins=np.linspace(-1, 1, 81))
+    histogram = {("act", "out"): Histogram(edges, counts, 0.01, 0.95, 1.0, 1.0)}
+    layers: dict[str, Values] = {name: {} for name in names}
+    assert run(layers, graph=chain(*names, act="Softmax"), shapes={("act", "out"): shape}, histograms=histogram) == []
+
+
+def test_a_scalar_zero_is_not_dead() -> None:
+    """One of several losses that a module returns may be zero by design."""
+    layers: dict[str, Values] = {"a": {"rms": 0.0, "zero_fraction": 1.0}, "b": {}}
+    assert [each.rule for each in run(layers, graph=chain("a", "b"))] == ["dead-output"]
+    assert run(layers, graph=chain("a", "b"), shapes={("a", "out"): ()}) == []
 
 
 @pytest.mark.parametrize(
