@@ -210,7 +210,7 @@ class RecorderCallback(GuardedCallback):
         """
         if trainer.is_global_zero:
             self._sink = MultiSink(
-                sinks_for_loggers(trainer.loggers),
+                sinks_for_loggers(trainer.loggers, known=self._is_from_environment),
                 fallback=None if directory is None else _Folder(directory),
                 additional=[for_any_thread(sink) for sink in self._own_sinks],
                 strict=self.strict,

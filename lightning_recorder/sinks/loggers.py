@@ -75,21 +75,30 @@ def register_sink(logger_class: str, make: Callable[[Any], Sink | None]) -> None
     _SINKS[logger_class] = make
 
 
-def sink_for_logger(logger: Any) -> Sink | None:
-    """Return the registered sink for a Lightning logger, or a :class:`MetricsSink` if there is none."""
+def sink_for_logger(logger: Any, *, known: bool = False) -> Sink | None:
+    """Return the registered sink for a Lightning logger, or a :class:`MetricsSink` if there is none.
+
+    Args:
+        logger: The logger.
+        known: Return ``None`` for a logger without a registered sink.
+    """
     for base in type(logger).__mro__:
         if base.__name__ in _SINKS:
             return _SINKS[base.__name__](logger)
-    return MetricsSink(logger)
+    return None if known else MetricsSink(logger)
 
 
-def sinks_for_loggers(loggers: Iterable[Any]) -> list[Destination]:
+def sinks_for_loggers(loggers: Iterable[Any], *, known: bool = False) -> list[Destination]:
     """Return a destination for each logger that is written to. Any thread may write to their sinks.
+
+    Args:
+        loggers: The loggers.
+        known: Leave out loggers without a registered sink, such as one in which a program keeps its own results.
 
     Note:
         A sink that writes through its logger is skipped while the disk of the logger's ``save_dir`` is full.
     """
-    sinks = [(logger, sink) for logger in loggers if (sink := sink_for_logger(logger)) is not None]
+    sinks = [(logger, sink) for logger in loggers if (sink := sink_for_logger(logger, known=known)) is not None]
     return [Destination(for_any_thread(sink), _guarded_folder(sink, logger)) for logger, sink in sinks]
 
 

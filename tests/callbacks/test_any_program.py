@@ -18,6 +18,7 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 
@@ -160,6 +161,34 @@ def test_training_is_bitwise_the_same(on: Path, monkeypatch: pytest.MonkeyPatch)
         assert added(train(model, max_epochs=2)) == (DEFAULT if value == "on" else [])
         found.append([*model.state_dict().values(), torch.get_rng_state()])
     assert all(map(torch.equal, *found))
+
+
+class _History(Logger):
+    """A logger in which a program keeps its own results."""
+
+    name = version = "mine"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.seen.update(metrics)
+
+
+def test_a_logger_of_the_program_is_left_alone(on: Path) -> None:
+    """A logger of an unknown class gets nothing that the program does not log, but one in the code does."""
+    history = _History()
+    trainer = train(logger=history)
+    assert added(trainer) == DEFAULT
+    assert history.seen == {"epoch", "loss"}
+    assert open_recording(on).run["activations"].steps
+    asked = _History()
+    train(logger=asked, callbacks=[ActivationRecorder(every_n_train_steps=1)])
+    assert {name.partition("/")[0] for name in asked.seen} == {"epoch", "loss", "activations", "watch"}
 
 
 def test_recorders_of_the_program_are_not_doubled(on: Path) -> None:
