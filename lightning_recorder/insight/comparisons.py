@@ -266,10 +266,18 @@ def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             continue
         own, steps = table.column(site, "rms")
         at = int(first[place] if is_complete[place] else _first_changes(rule, own[:, None])[0])
-        if at >= 0:
+        if at >= 0 and _is_sudden(rule, own[at - int(rule.thresholds["records"]) : at + 1]):
             ratio = np.median(own[at:]) / np.median(own[at - int(rule.thresholds["records"]) : at])
             verdict = f"the rms of {site_title(*site)} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
             yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
+
+
+def _is_sudden(rule: Rule, values: Floats) -> bool:
+    """Return True if the last value differs from the one before it by more than the records before have changed."""
+    steps = np.diff(np.log(values))
+    if not np.isfinite(steps).all():  # from zero or to zero
+        return True
+    return bool(abs(steps[-1]) > np.abs(steps[:-1]).max() + np.log(rule.thresholds["beyond"]))
 
 
 def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
@@ -290,12 +298,13 @@ RULES = (
         name="sudden-change",
         severity="warning",
         statistic="rms of the output, against the four records before",
-        thresholds={"factor": 8.0, "records": 4},
+        thresholds={"factor": 8.0, "records": 4, "beyond": 4.0},
         persistence=2,
         usual="the rms of a record is within a factor of 4 of the records before it",
         why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
         next="Look at the batches and at the updates of the parameters before this step.",
-        false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows.",
+        false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows. "
+        "Growth of the records before is subtracted.",
         examine=_sudden,
         explains=dict.fromkeys(
             ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),

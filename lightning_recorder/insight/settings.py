@@ -69,7 +69,8 @@ def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 found[graph[node.parent or 0].name] = share
     if found:
         name, share = next(iter(found.items()))
-        verdict = f"{name or 'the model'} drops {share:.0%} of its inputs in training, so that {1 - share:.0%} are left"
+        dropped, left = f"{100 * share:.3g}%", f"{100 * (1 - share):.3g}%"
+        verdict = f"{name or 'the model'} drops {dropped} of its inputs in training, so that {left} are left"
         site = Site(name, "out") if Site(name, "out") in evidence.activations.places else Site(name, "")
         finding = rule.found(evidence, evidence.activations, site, verdict, statistic="zero_fraction", share=share)
         yield replace(finding, others=tuple(other for other in found if other != name))
@@ -341,7 +342,12 @@ RULES = (
         next="Look at the argument p of the layer: it is the share of the inputs that are set to zero.",
         false_alarms="Dropout of whole inputs or labels that a method asks for.",
         examine=_strong_dropout,
-        explains={"train-differs": ("any",), "scale-jump": ("same",), "dead-output": ("same",)},
+        explains={
+            "train-differs": ("any",),
+            "scale-jump": ("same",),
+            "dead-output": ("same",),
+            "unlike-siblings": ("same", "upstream"),
+        },
     ),
     Rule(
         name="learning-rate-vanishes",

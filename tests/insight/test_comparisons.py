@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -175,6 +176,9 @@ def test_a_sudden_change() -> None:
     assert (found.rule, found.module, found.first_step) == ("sudden-change", "a", 50)
     layers["a"] = {"rms": [1.0] * 5 + [9.0] + [1.0] * 2}
     assert run(layers, graph=chain("a", "b")) == []
+    # As a branch that begins near zero grows.
+    layers["a"] = {"rms": [1.7e-6, 4.7e-6, 1.5e-5, 4.5e-5, 3.8e-4, 4e-4, 4e-4, 4e-4]}
+    assert run(layers, graph=chain("a", "b")) == []
 
 
 SIZE = st.sampled_from([0.0, 1e-320, 0.125, 1.0, 1.5, 8.0, 9.0, 200.0, math.inf, math.nan])
@@ -183,17 +187,25 @@ SIZES = RUNS.map(lambda runs: [size for size, times in runs for _ in range(times
 
 
 def first_change(sizes: list[float], before: int, lasting: int, factor: float) -> int | None:
-    """Return the first place from which on all sizes are larger, or all are smaller, than those before it."""
+    """Return the first place from which on all sizes are larger, or all are smaller, than those before it.
+
+    None if the sizes before have changed as much, up to a factor of four.
+    """
     for at in range(before, len(sizes) - lasting + 1):
         past, now = sizes[at - before : at], sizes[at:]
         if min(now) > factor * max(past) > 0 or 0 < factor * max(now) < min(past) or max(now) == 0 < min(past):
-            return at
+            if not all(0 < each < math.inf for each in (*past, now[0])):
+                return at
+            changes = [abs(math.log(other) - math.log(one)) for one, other in pairwise([*past, now[0]])]
+            is_sudden = changes[-1] > max(changes[:-1]) + math.log(4)
+            return at if is_sudden else None
     return None
 
 
 @given(st.lists(SIZES, min_size=1, max_size=3))
 @example([[0.0] * 4 + [1.0] * 2])
 @example([[1.0] * 4 + [8.0] * 2])
+@example([[0.125, 1.0, 1.0, 1.0, 9.0, 9.0]])
 def test_sudden_changes_are_found_as_defined(sizes: list[list[float]]) -> None:
     """The first lasting change of each module is found, whatever is missing in the records of others."""
     (rule,) = (each for each in comparisons.RULES if each.name == "sudden-change")

@@ -129,7 +129,7 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("share", "training", "alarm"),
-    [("0.9", "True", 1), ("0.8", "True", 1), ("0.5", "True", 0), ("0.9", "False", 0), ("1.0", "True", 0)],
+    [("0.999", "True", 1), ("0.8", "True", 1), ("0.5", "True", 0), ("0.9", "False", 0), ("1.0", "True", 0)],
 )
 @pytest.mark.parametrize("op", ["dropout", "alpha_dropout", "dropout2d"])
 def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
@@ -140,6 +140,11 @@ def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("fc1", "drop", "fc2")}
     found = run(layers, graph=replace(graph, nodes=tuple(nodes)))
     assert brief(found) == [("warning", "strong-dropout", "drop")] * alarm
+    if alarm:  # that nearly all outputs are zero is a consequence
+        layers["drop"] = {"rms": 0.1, "zero_fraction": 1.0}
+        (dead,) = run(layers, graph=replace(graph, nodes=tuple(nodes)))
+        assert (dead.rule, dead.consequences) == ("strong-dropout", ("dead-output",))
+        assert f"drops {100 * float(share):g}% of its inputs" in dead.verdict
 
 
 @pytest.mark.parametrize(
