@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +113,23 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         verdict = f"{count}: {where}"
         site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
         found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
+        recorded = _recorded_stops(evidence, {frontier, *names, *after})
+        if recorded:
+            found = replace(
+                found, next=f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
+            )
         yield replace(found, others=tuple(each for each in names if each != frontier))
+
+
+def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
+    """Return at most two places where the gradient stops in the recorded graph, in a module around some modules."""
+    graph = evidence.wiring.graph
+    found = []
+    for each in () if graph is None else graph.unused.stops:
+        module = each.partition(" ")[0].rpartition("/")[0]  # as in "encoder/detach (detach) at net.py:42"
+        if module and any(f"{name}.".startswith(f"{module}.") for name in near):
+            found.append(each)
+    return found[:2]
 
 
 def _alike(frontiers: dict[str, list[str]]) -> list[list[tuple[str, list[str]]]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.backward import without_gradient
@@ -110,9 +111,23 @@ def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
             span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
             verdict = f"{each.name} {way} {span}{because}"
-            yield rule.found(
+            found = rule.found(
                 evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1]
             )
+            yield _as_jump(rule, found, each.name, values, steps)
+
+
+def _as_jump(rule: Rule, found: Finding, name: str, values: Floats, steps: NDArray[np.int64]) -> Finding:
+    """Return a finding about a weight that says so if nearly all of its change is between two records."""
+    with np.errstate(all="ignore"):
+        changes = np.abs(np.diff(np.log(values)))
+        at = int(np.argmax(changes))
+        if not changes[at] > rule.thresholds["jump"] * abs(np.log(values[-1] / values[0])):
+            return found
+    span = f"from rms {values[at]:.3g} to {values[at + 1]:.3g} between steps {steps[at]} and {steps[at + 1]}"
+    why = "The weight was set or loaded anew, or a single step was far too large."
+    look = "Look at the code that writes to the weight, and at the batches and the updates between these steps."
+    return replace(found, first_step=int(steps[at + 1]), verdict=f"{name} jumps {span}", why=why, next=look)
 
 
 def _is_decay(rule: Rule, evidence: Evidence, each: Parameter) -> bool:
@@ -392,7 +407,7 @@ RULES = (
             "rms of a weight, last against first record; for shrinking also the share of the updates that point to "
             "zero, for growing also rms √inputs"
         ),
-        thresholds={"shrink": 0.25, "grow": 8.0, "gain": 8.0, "alignment": 0.1, "numel": 64},
+        thresholds={"jump": 0.8, "shrink": 0.25, "grow": 8.0, "gain": 8.0, "alignment": 0.1, "numel": 64},
         persistence=3,
         usual="0.8 to 3.5",
         why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from lightning_recorder.graph import Unused
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, run, trained
 
@@ -17,6 +20,21 @@ def test_the_gradient_stops() -> None:
     (found,) = run(layers, {"head": {"rms": 1e-3}}, {**still, **trained("head")}, graph=chain(*names, pool="MaxPool2d"))
     assert found.verdict == "2 modules with parameters get no gradient: the gradient from head stops at pool"
     assert (found.rule, found.module, found.others) == ("gradient-stops", "pool", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_near"),
+    [("net/detach (detach) at net.py:42", True), ("other/detach (detach) at net.py:7", False), ("argmax (…)", False)],
+)
+def test_the_place_in_the_recorded_graph(stop: str, is_near: bool) -> None:
+    """The finding names the line at which the gradient of the recorded step stops, if it is in a module around it."""
+    names = ("net.a", "net.b", "head")
+    graph = replace(chain(*names), unused=Unused(stops=(stop,)))
+    still = {f"net.{name}/weight": {"rms": 0.25, "update_ratio": 0.0} for name in "ab"}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    (found,) = run(layers, {"head": {"rms": 1e-3}}, {**still, **trained("head")}, graph=graph)
+    assert found.rule == "gradient-stops"
+    assert found.next.startswith(f"Look at {stop}") == is_near
 
 
 def test_an_unused_module() -> None:

@@ -47,6 +47,13 @@ def test_weights_that_grow() -> None:
     assert run(None, None, small) == []
 
 
+def test_a_weight_that_jumps() -> None:
+    """A weight that changes between two records only is not said to grow."""
+    (found,) = run(None, None, trained("a", rms=[0.25] * 5 + [10.0] * 3))
+    assert (found.rule, found.first_step) == ("weight-drift", 50)
+    assert found.verdict == "a.weight jumps from rms 0.25 to 10 between steps 40 and 50"
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_learning_rate_of_a_layer(adaptive: bool) -> None:
     """A layer whose updates are 50 times those that the optimizer gives to the others is a finding."""
