@@ -131,11 +131,14 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
     order = np.argsort(-degrees, kind="stable")
     outstanding = int((degrees >= STANDS_OUT).sum())
     first = max(min(outstanding, most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2))
-    taken = {int(place) for place in order[:first]}
-    if sites:
-        nearest = _groups(tuple(sites)).nearest
-        for place in order[: min(outstanding, first)].tolist():
+    nearest = _groups(tuple(sites)).nearest if sites else {}
+    taken: set[int] = set()
+    for place in order[:first].tolist():
+        taken.update([place][: most - len(taken)])
+        if np.isinf(degrees[place]):  # a finding names it, so its neighbors come before others that stand out
             taken.update(nearest.get(place, ())[: most - len(taken)])
+    for place in order[: min(outstanding, first)].tolist():
+        taken.update(nearest.get(place, ())[: most - len(taken)])
     rest = [place for place in range(len(degrees)) if place not in taken]
     spread = np.linspace(0, len(rest) - 1, most - len(taken)).round().astype(int)
     return sorted({*taken, *(rest[place] for place in spread)})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+from lightning_recorder.insight.unusual import STANDS_OUT, choose, standing_out, unusualness
 from lightning_recorder.names import make_tag, site_title
 from lightning_recorder.plots.axes import Floats
 from lightning_recorder.plots.canvas import Image
@@ -146,13 +146,18 @@ def _heat_map(
 
 
 def _most_telling(history: History, degrees: Floats) -> str | None:
-    """Return the statistic in which the most unusual site is the most unusual; None without a size."""
+    """Return the statistic in which the most unusual site stands out most, or else the first; None without a size."""
     sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
     known = [name for name in sizes if not np.isnan(history.table(name)).all()]
     first = standing_out(degrees)[:1]
     if not first:
         return next(iter(known), None)
-    return max(known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None)
+
+    def degree(name: str) -> float:
+        found = float(unusualness(history.sites, {name: history.table(name)})[first[0]])
+        return found if found >= STANDS_OUT else 0.0
+
+    return max(known, key=degree, default=None)
 
 
 def _name(site: Hashable) -> str:

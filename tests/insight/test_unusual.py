@@ -51,6 +51,21 @@ def test_a_sick_site_ranks_first_wherever_it_is(place: int, kind: str, seed: int
     assert place in choose(degrees, 4)
 
 
+@pytest.mark.parametrize("place", [1, 61, 145])
+def test_a_site_that_a_finding_names_has_its_neighbors(place: int) -> None:
+    """After a NaN all sites stand out; the one with an infinite degree is chosen, with the same layer beside it."""
+    sites, rms = blocks()
+    degrees = unusualness(sites, {"rms": rms, "nan_count": np.ones_like(rms)})
+    assert len(set(degrees)) == 1
+    degrees[place] = np.inf
+    chosen = [sites[each] for each in choose(degrees, 10, sites)]
+    assert sites[place] in chosen
+    assert len(chosen) == 10
+    layer = sites[place][0].rpartition(".")[2]
+    alike = [name for name, _ in chosen if "." in name and name.endswith(f".{layer}")]
+    assert len(alike) >= 3 or place == 145
+
+
 @pytest.mark.parametrize("is_latest", [False, True])
 def test_steps_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch, is_latest: bool) -> None:
     """Many sites and steps are compared piece by piece, with the same result."""
