@@ -71,13 +71,12 @@ def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], s
     step = series.steps[-1] if step is None and series.steps else step
     series.about(step or 0)  # likewise for the step
     place = series.steps.index(step or 0)
-    bad = sum(series.values(name)[place] for name in ("nan_count", "inf_count") if name in series.statistics)
+    counts = [series.values(name)[place] for name in ("nan_count", "inf_count") if name in series.statistics]
+    are_bad = torch.stack([torch.zeros_like(table[place]), *counts]).nan_to_num().sum(0) > 0
     whole: dict[str, tuple[float, bool]] = {}
-    rows = zip(
-        series.sites, table[place].tolist(), (torch.as_tensor(bad) > 0).expand(len(series.sites)).tolist(), strict=True
-    )
-    for site, *found in sorted(rows, key=lambda each: each[0].path not in _WHOLE):
-        whole.setdefault(site.name, (found[0], found[1]))  # for a module with several tensors, the first one
+    rows = zip(series.sites, table[place].tolist(), are_bad.tolist(), strict=True)
+    for site, value, is_bad in sorted(rows, key=lambda each: each[0].path not in _WHOLE):
+        whole.setdefault(site.name, (value, is_bad))  # for a module with several tensors, the first one
     known = {name: value for name, (value, is_bad) in whole.items() if is_bad or not math.isnan(value)}
     return known, statistic, f"{recorder} {statistic} at step {step}"
 

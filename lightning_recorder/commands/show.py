@@ -229,11 +229,8 @@ def _lines_of(
     numeric = [place for place in range(2, len(heads) + 2) if place % 4 != 1]
     lines = [f"{where}: {what}{len(series.steps)} records, {_span(series.steps)}", *table(rows, right=[0, *numeric])]
     if ranked:
-        why = (
-            "named by a finding, or "
-            if any(degrees.get((site.name, site.path), 0) > _NAMED / 2 for site in sites)
-            else ""
-        )
+        has_named = any(degrees.get((site.name, site.path), 0.0) > _NAMED / 2 for site in sites)
+        why = "named by a finding, or " if has_named else ""
         lines.append(
             f"{len(ranked)} of {len(sites)} stand out: {why}unlike neighboring or equal modules, or their own past"
         )
