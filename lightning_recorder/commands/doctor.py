@@ -6,15 +6,16 @@ import json
 import shlex
 import textwrap
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import number, printable, spark
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import Finding, check_rules, findings_to_json
 from lightning_recorder.recordings import WATCH, Run, open_recording
 from lightning_recorder.recordings.examine import examine
 
-__all__ = ["run"]
+__all__ = ["bad_findings", "run"]
 
 _MOST_LINES = 6  # after the first finding, which is printed in full
 _FEW = 5  # modules in a list
@@ -39,6 +40,13 @@ def run(arguments: Namespace, out: TextIO) -> int:
             lines = [*title, *_lines(findings, examined[name], arguments.all, out)]
             out.write("\n" * bool(place) + "\n".join(lines) + "\n")
     return int(any(not each.is_note for findings in found.values() for each in findings))
+
+
+def bad_findings(run: Run) -> list[Finding]:
+    """Return the findings of a run without notes; none if one of its files is damaged, as its records may not be."""
+    with suppress(DumpError):
+        return [each for each in run.findings if not each.is_note]
+    return []
 
 
 def _about(run: Run, findings: list[Finding]) -> dict[str, Any]:

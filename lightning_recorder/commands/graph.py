@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 import torch
 
+from lightning_recorder.commands.doctor import bad_findings
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.graph import Drawing, draw, to_mermaid, to_text
@@ -46,7 +47,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     values, caption = dict[str, float](), ""
     if arguments.color:
         values, statistic, caption = _values(recorded, arguments.color, arguments.step)
-        named = {each.module for each in recorded.findings if each.module and not each.is_note}
+        named = {each.module for each in bad_findings(recorded)}
         drawing = color_graph(graph, values, statistic=statistic, caption=caption, framed=named, **options)
     else:
         drawing = draw(graph, **options)

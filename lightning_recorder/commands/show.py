@@ -8,7 +8,6 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple, TextIO
 
@@ -16,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recorder.commands.doctor import bad_findings
 from lightning_recorder.commands.terminal import module, number, printable, spark, table
-from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import Finding
 from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.unusual import compared, standing_out, unusualness
@@ -168,7 +168,7 @@ def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several:
     """List the sites with one line each, the unusual ones first, one table for each recorder."""
     lines: list[str] = []
     runs = {each.run.name: each.run for each in found}
-    findings = {name: _findings(run) for name, run in runs.items()}
+    findings = {name: bad_findings(run) for name, run in runs.items()}
     tables = [list(group) for _, group in groupby(found, key=lambda each: (each.run.name, each.label))]
     most = max(shutil.get_terminal_size().lines // len(tables) - _AROUND, _FEWEST_ROWS)
     for group in tables:
@@ -188,13 +188,6 @@ def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several:
                 sites = [site for site in sites if any(_values(site, part) for part in parts)] or sites
         lines += _lines_of(sites, parts, findings[name], ", ".join(where), out, len(sites) if arguments.all else most)
     return lines
-
-
-def _findings(run: Run) -> list[Finding]:
-    """Return the findings of a run without notes; none if one of its files is damaged, as its records may not be."""
-    with suppress(DumpError):
-        return [each for each in run.findings if not each.is_note]
-    return []
 
 
 def _default_statistics(series: Series) -> list[str]:

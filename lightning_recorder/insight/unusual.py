@@ -117,7 +117,7 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
     Sites that nearly stand out take up to half of the places.
 
     Args:
-        degrees: The degree of each site, ``[sites]``.
+        degrees: The degree of each site, ``[sites]``; infinite for one that a finding names.
         most: The maximum number of places.
         sites: The sites, as for :func:`unusualness`. With them, the nearest two of the equal sites in other blocks come
             with each site that stands out, as far as there is room, so that one can see what is unusual about it.

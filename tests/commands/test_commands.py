@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -370,6 +371,17 @@ def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
     logged = run("graph", runs / arguments[0], *arguments[1:])
     assert (logged.status, logged.out, logged.err.count("\n")) == (2, "", 1)
     assert message in logged.err
+
+
+@pytest.mark.parametrize("command", [["show"], ["graph", "--format", "dot", "--color", "activations"]])
+def test_a_damaged_receipt_costs_only_the_findings(command: list[str], runs: Path, tmp_path: Path) -> None:
+    """The records are shown, although no findings can be made from them."""
+    copied = shutil.copytree(runs / "version_0", tmp_path / "run")
+    (copied / "recorder" / "receipt.json").write_text("{")
+    assert run("doctor", copied).status == 2
+    logged = run(command[0], copied, *command[1:])
+    assert (logged.status, logged.err) == (0, "")
+    assert "encoder.fc" in logged.out
 
 
 def test_diff_of_equal_runs(runs: Path) -> None:

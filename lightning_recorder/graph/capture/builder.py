@@ -246,7 +246,7 @@ class GraphBuilder:
         return {key & _TARGET for key in self._edges if key not in self._detached}
 
     def without_gradient(self, users: Set[int]) -> dict[int, TensorMeta | None]:
-        """Return the nodes of which some users take only results without a gradient, with the first of these."""
+        """Return the nodes of which these users take no result with a gradient, with the first result they take."""
         passing = {key >> 32 for key in self._edges if key not in self._detached and key & _TARGET in users}
         found: dict[int, TensorMeta | None] = {}
         for key, meta in self._edges.items():

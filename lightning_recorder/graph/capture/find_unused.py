@@ -136,7 +136,9 @@ def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
     if written:
         writing.update(target for source, target in builder.ends if nodes[source].name in written)
     taking = [each for each in builder.taking_gradients() - reached - writing if _may_stop(nodes[each])]
-    leading = builder.leading() if taking else set[int]()
+    if not taking:
+        return  # the usual case
+    leading = builder.leading()
     ends = builder.without_gradient(leading)
     for number in sorted(leading.intersection(taking)):
         node = nodes[number]
