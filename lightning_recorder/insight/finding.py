@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ __all__ = [
     "Trace",
     "findings_from_json",
     "findings_to_json",
+    "recorded",
     "rows_of",
     "with_watched",
 ]
@@ -135,8 +136,24 @@ def findings_from_json(data: Any) -> list[Finding]:
         raise ArgumentError(f"these are no findings written by lightning_recorder: {error!r}") from error
 
 
+def recorded(names: Set[str], modules: Iterable[str]) -> dict[str, str]:
+    """Return the recorded module for each of some names: itself, or else the first one inside of it, if there is one.
+
+    Example:
+        >>> recorded({"blocks.1", "head"}, ["blocks.0.fc", "blocks.1.norm", "blocks.1.fc", "head"])
+        {'head': 'head', 'blocks.1': 'blocks.1.norm'}
+    """
+    known = dict.fromkeys(modules)
+    found = {name: name for name in sorted(names & known.keys())}
+    for name in sorted(names - known.keys() - {""}):
+        inside = next((each for each in known if each.startswith(f"{name}.")), None)
+        if inside is not None:
+            found[name] = inside
+    return found
+
+
 def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tuple[Finding, int | None]]:
-    """Return each finding with the row of its tensor, or else of the first tensor of its module.
+    """Return each finding with the row of its tensor, or else of the first tensor of its module or inside of it.
 
     Args:
         findings: The findings. Those about modules without a row are left out; those about the whole model have None.
@@ -147,7 +164,9 @@ def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tupl
     for place, site in enumerate(sites):
         if isinstance(site, tuple):
             first.setdefault(site[0], place)
-    found = [(each, rows.get((each.module, each.path), first.get(each.module))) for each in findings]
+    findings = list(findings)
+    names = recorded({each.module for each in findings}, first)
+    found = [(each, rows.get((each.module, each.path), first.get(names.get(each.module, "")))) for each in findings]
     return [(each, row) for each, row in found if row is not None or not each.module]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.insight.finding import recorded
 from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
@@ -130,6 +131,7 @@ class SinkFormatter:
             self._budget.named = names
         plan = self._plan(record, found)
         pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
+        names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
         named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
         scalars: dict[str, float]
         if self._budget is not None and not self._budget.is_complete:

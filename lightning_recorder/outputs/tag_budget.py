@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.errors import warn
+from lightning_recorder.insight.finding import recorded
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.unusual import standing_out, unusualness
 from lightning_recorder.statistics.table import SiteStatistics
@@ -168,7 +169,8 @@ class TagBudget:
         columns = {name: table[:, column] for column, name in enumerate(COMPARED)}
         degrees = unusualness(sites, columns, is_latest=True)
         if self.named:
-            degrees[[place for place, site in enumerate(sites) if site.name in self.named]] = np.inf
+            names = set(recorded(self.named, (site.name for site in sites)).values())
+            degrees[[place for place, site in enumerate(sites) if site.name in names]] = np.inf
         self.degrees = {sites[place]: float(degrees[place]) for place in standing_out(degrees)}
         most: dict[str, float] = {}
         for site, degree in self.degrees.items():
