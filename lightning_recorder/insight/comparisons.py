@@ -293,7 +293,35 @@ def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
     return found
 
 
+def _odd(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for each in evidence.odd_blocks:
+        inside = [name for name in evidence.wiring.names if f"{name}.".startswith(f"{each.block}.")]
+        verdict = f"{each.block} computes something else than the other {each.others} blocks: {each.what}"
+        if each.source:
+            verdict += f" ({each.source})"
+        found = rule.found(evidence, evidence.activations, Site(each.module, ""), verdict)
+        yield replace(found, others=tuple(name for name in inside if name != each.module))
+
+
 RULES = (
+    Rule(
+        name="odd-block",
+        severity="warning",
+        statistic="calls, settings and connections of the blocks of a list of at least eight, in the recorded graph",
+        thresholds={},
+        persistence=0,
+        usual="the blocks between the first and the last one are equal, or of several kinds",
+        why="A condition, a setting or a changed line of code that concerns this block only.",
+        next="Compare the code and the settings of this block with those of the others.",
+        false_alarms="Designs with several kinds of blocks: they differ in classes, in the number of parameters, in "
+        "more than three calls, or as the first or the last block does.",
+        examine=_odd,
+        explains={
+            **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),
+            **dict.fromkeys(("unlike-siblings", "scale-jump"), ("same", "downstream")),
+            **dict.fromkeys(("norm-ineffective", "attention-collapse", "saturation"), ("same",)),
+        },
+    ),
     Rule(
         name="sudden-change",
         severity="warning",

@@ -22,6 +22,7 @@ from lightning_recorder.insight import (
 )
 from lightning_recorder.insight.comparisons import UNLIKE
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
+from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
 from lightning_recorder.insight.wiring import Wiring
@@ -59,6 +60,7 @@ _ORDER = (
     "weight-drift",
     "sudden-change",
     "eval-mode",
+    "odd-block",
     "running-statistics",
     "norm-ineffective",
     "saturation",
@@ -118,6 +120,7 @@ class Examination:
         self.types = types or {}
         self.ignored = set(ignored)
         self._tables: dict[tuple[str, str], Table] = {}
+        self._odd: tuple[Graph | None, tuple[OddBlock, ...]] = (None, ())
 
     def add(self, record: SiteRecords) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
@@ -134,6 +137,8 @@ class Examination:
         )
         inputs = self._tables.get(("activations of inputs", "train"), Table())
         names = [site.name for table in (activations, gradients, parameters, inputs) for site in table.places]
+        if self._odd[0] is not self.graph:
+            self._odd = self.graph, () if self.graph is None else odd_blocks(self.graph)
         return Evidence(
             activations=activations,
             gradients=gradients,
@@ -142,6 +147,7 @@ class Examination:
             inputs=inputs,
             wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,
+            odd_blocks=self._odd[1],
         )
 
     def findings(self) -> list[Finding]:

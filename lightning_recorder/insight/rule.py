@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.insight.finding import Finding, Severity, Trace
+from lightning_recorder.insight.odd_blocks import OddBlock
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.insight.wiring import Wiring
@@ -138,6 +139,7 @@ class Evidence:
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
+        odd_blocks: The blocks that compute something else than all others of their list.
     """
 
     activations: Table
@@ -147,6 +149,7 @@ class Evidence:
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: Table = field(default_factory=Table)
+    odd_blocks: tuple[OddBlock, ...] = ()
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""

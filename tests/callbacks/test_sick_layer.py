@@ -30,10 +30,12 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.fc1, self.act, self.fc2 = nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
+        self.is_residual = True
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        x = x + self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+        attended = self.proj(nn.functional.scaled_dot_product_attention(q, k, v))
+        x = x + attended if self.is_residual else attended
         y: Tensor = x + self.fc2(self.act(self.fc1(self.norm2(x))))
         return y
 
@@ -135,37 +137,53 @@ def test_the_sick_layer_is_seen_first(
     assert len(set(re.findall(r"blocks\.\d+\.fc1", drawn))) <= 6
 
 
-def freeze(model: Deep, layer: nn.Linear) -> None:
+def freeze(model: Deep, block: Any) -> None:
     """Train the layers before and after one, but not this one."""
-    layer.requires_grad_(False)
+    block.fc1.requires_grad_(False)
 
 
-def spoil(model: Deep, layer: nn.Linear) -> None:
+def spoil(model: Deep, block: Any) -> None:
     """Make the result of a layer NaN between two records, so that everything is NaN in the next one."""
-    layer.register_forward_hook(lambda module, args, result: result * math.nan if model.global_step >= 21 else result)
+    block.fc1.register_forward_hook(lambda _, args, result: result * math.nan if model.global_step >= 21 else result)
+
+
+def unlink(model: Deep, block: Any) -> None:
+    """Leave out a residual connection. No statistic shows it, only the recorded graph."""
+    block.is_residual = False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [3, 12])
-@pytest.mark.parametrize("disease", [freeze, spoil])
+@pytest.mark.parametrize(
+    ("disease", "named", "row"), [(freeze, ".fc1", ".fc1"), (spoil, ".fc1", ".fc1"), (unlink, "", ".norm1")]
+)
 def test_the_layer_of_a_finding_is_seen_first(
-    disease: Callable[[Deep, Any], None], place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    disease: Callable[[Deep, Any], None],
+    named: str,
+    row: str,
+    place: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A layer that no statistic tells from the others is framed in the first pictures, in the charts, and so on."""
+    """A layer that no statistic tells from the others is framed in the first pictures, in the charts, and so on.
+
+    If a block is named, its first layer stands for it.
+    """
     seed_everything(2, verbose=False)
     model = Deep()
-    sick = f"blocks.{place}.fc1"
-    disease(model, model.blocks[place].fc1)
+    block = f"blocks.{place}"
+    sick = block + row
+    disease(model, model.blocks[place])
     with drawn_texts() as (texts, _):
         trainer = fit(model, tmp_path, default_recorders(every_n_train_steps=5), loader=digits(12), max_epochs=4)
     folder = Path(str(trainer.log_dir))
-    assert [each.module for each in open_recording(folder).findings] == [sick]
+    assert [each.module for each in open_recording(folder).findings] == [block + named]
 
     written = events(trainer)
     # Each picture has its title, its rows and its notes in order.
     starts = [number for number, text in enumerate(texts) if text == "activations: most unusual layers"]
     assert starts
-    assert f"{place}.fc1" in texts[starts[-1] : starts[-1] + 60] or sick in texts[starts[-1] : starts[-1] + 60]
+    assert f"{place}{row}" in texts[starts[-1] : starts[-1] + 60] or sick in texts[starts[-1] : starts[-1] + 60]
     (layout,) = written.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
     charts = [chart for category in Layout.FromString(layout).category for chart in category.chart]
     assert any(re.escape(f"activations/{sick}/") in line for chart in charts for line in chart.multiline.tag)
@@ -174,6 +192,6 @@ def test_the_layer_of_a_finding_is_seen_first(
     assert main(["show", str(folder), "--recorder", "activations"]) == 0
     assert re.findall(r"^ *1 +(\S+)", capsys.readouterr().out, re.MULTILINE)[0] == sick
     assert main(["graph", str(folder), "--format", "dot", "--color", "activations"]) == 0
-    (box,) = (line for line in capsys.readouterr().out.splitlines() if f'tooltip="{sick} ' in line)
+    (box,) = (line for line in capsys.readouterr().out.splitlines() if f'tooltip="{block}{named} ' in line)
     assert 'color="#d4002a"' in box
     assert ("NaN" in box) == (disease is spoil)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["TENSORS", "forms"]
+__all__ = ["SETTINGS", "TENSORS", "forms"]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
@@ -18,7 +18,7 @@ _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "
 _VARIED = ("p", "drop_prob", "drop_rate")
 # Settings of functions that decide what they compute. An index or an operand may be the number of a step, and a size
 # may depend on the data.
-_SETTINGS = frozenset(
+SETTINGS = frozenset(
     (
         *("dim", "dims", "dim0", "dim1", "axis", "axis0", "axis1", "source", "destination", "start_dim", "end_dim"),
         *("stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding", "ceil_mode"),
@@ -42,7 +42,7 @@ _SETTINGS = frozenset(
     )
 )
 
-_SETTINGS_AND_P = _SETTINGS | {"p"}
+_SETTINGS_AND_P = SETTINGS | {"p"}
 
 
 def forms(graph: Graph, parts: MutableGraph) -> dict[int, int]:
@@ -103,7 +103,7 @@ def _settings(node: Node) -> Key:
     if node.kind == "module":
         return tuple(pair for pair in node.arguments if pair[0] not in _VARIED)
     # The p of a dropout is a drop rate, and that of others the kind of a norm.
-    settings = _SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
+    settings = SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
     return tuple(pair for pair in node.arguments if pair[0] in settings)
 
 

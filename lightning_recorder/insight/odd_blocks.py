@@ -1,0 +1,282 @@
+"""Find the one of many equal blocks that computes something else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import chain, pairwise
+
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.views.forms import SETTINGS, forms
+from lightning_recorder.graph.views.wiring import MutableGraph
+
+__all__ = ["OddBlock", "odd_blocks"]
+
+_FEWEST = 8  # blocks of a list
+_BLOCK = "another block"
+_MOST_KINDS = 3  # of calls that differ: a block of another design differs in more
+
+_Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
+"""A call in a block: the module around it relative to the block, its function or class, its path, and its settings."""
+
+
+@dataclass(frozen=True)
+class OddBlock:
+    """A block that differs from all other blocks of its list.
+
+    Args:
+        module: The module in which it differs: the block, or a module inside of it.
+        block: The block.
+        others: The number of the other blocks.
+        what: The difference, in words.
+        source: The line of code of a call that the block has and the others lack, or the other way around.
+    """
+
+    module: str
+    block: str
+    others: int
+    what: str
+    source: str = ""
+
+
+def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
+    """Return the blocks that compute something else than all other blocks of their list, which are equal.
+
+    The modules must be of the same class, with as many parameters, and each must feed the next one. The first and the
+    last block may differ from the others and are never named, because they often have other neighbors. A difference
+    that one of them has, too, is left out, since designs alternate between two kinds of blocks.
+    """
+    parts = MutableGraph(graph)
+    known: dict[int, int] | None = None
+    found: list[OddBlock] = []
+    for calls in _lists(graph):
+        blocks = [each[0] for each in calls]
+        if not _is_chain(parts, blocks):
+            continue
+        if all(len(each) == 1 for each in calls):
+            known = known or forms(graph, parts)
+            found += _odd_one(_Blocks(graph, parts, blocks), [known[block.id] for block in blocks])
+        else:
+            found += _other_calls(calls)
+    return tuple(found)
+
+
+def _lists(graph: Graph) -> Iterator[list[list[Node]]]:
+    """Yield the calls of the modules of each list, in the order of their numbers."""
+    lists: dict[tuple[int | None, str, str, int], dict[int, list[Node]]] = defaultdict(dict)
+    for node in graph.nodes:
+        if node.kind in ("backward", "optimizer"):
+            break
+        name = _list_of(node)
+        if node.kind == "module" and name != node.name:
+            place = node.parent, name, node.type_name, node.total_parameters
+            lists[place].setdefault(int(node.name[len(name) :]), []).append(node)
+    for calls in lists.values():
+        if len(calls) >= _FEWEST:
+            yield [calls[number] for number in sorted(calls)]
+
+
+def _list_of(node: Node) -> str:
+    """Return the name of a module without the number at its end."""
+    return node.name.rstrip("0123456789")
+
+
+def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
+    """Return True if each module feeds the next one, but for one whose result may be lost."""
+    lost = 0
+    for block, after in pairwise(blocks):
+        todo, goal = parts.subtree(block.id), set(parts.subtree(after.id))
+        seen = set(todo)
+        while todo and lost < 2 and todo[-1] not in goal:
+            for edge in parts.users.get(todo.pop(), {}).values():
+                if edge.target not in seen:
+                    seen.add(edge.target)
+                    todo.append(edge.target)
+        lost += not todo
+    return lost < 2
+
+
+def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
+    """Yield the block that is called more or fewer times than all others."""
+    counts = [len(each) for each in calls]
+    (usual, many), *rest = Counter(counts).most_common()
+    if many == len(counts) - 1:
+        place = counts.index(rest[0][0])
+        if 0 < place < len(counts) - 1:
+            name, times = calls[place][0].name, rest[0][0]
+            yield OddBlock(name, name, many, f"it is called {times} time{'s' * (times != 1)}, and they {usual}")
+
+
+class _Blocks:
+    """The blocks of a list, with their contents.
+
+    Args:
+        graph: The graph.
+        parts: The same graph.
+        blocks: The calls of the blocks.
+    """
+
+    def __init__(self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node]) -> None:
+        self._graph, self._parts, self.blocks = graph, parts, blocks
+
+    def contents(self, block: Node) -> list[Node]:
+        """Return the nodes of a block."""
+        return [self._parts.nodes[each] for each in self._parts.subtree(block.id)]
+
+    def item(self, node: Node, block: Node) -> _Item:
+        """Return what is compared of a call."""
+        around = self._graph[node.parent if node.parent is not None else node.id].name[len(block.name) :]
+        if node.kind == "module":
+            return around, node.type_name, node.name[len(block.name) :], node.arguments
+        return around, node.name, "", tuple(pair for pair in node.arguments if pair[0] in SETTINGS)
+
+    def items(self, block: Node) -> Counter[_Item]:
+        """Return the number of calls of each kind in a block."""
+        return Counter(self.item(node, block) for node in self.calls(block))
+
+    def calls(self, block: Node) -> list[Node]:
+        """Return the calls of modules and functions in a block."""
+        return [node for node in self.contents(block)[1:] if node.kind in ("op", "module")]
+
+    def source(self, block: Node, usual: Node, items: Collection[_Item]) -> str:
+        """Return the line of code of the first call of some kinds that one block has and another one lacks."""
+        nodes, others = self.calls(block), self.calls(usual)
+        here, there = [self.item(each, block) for each in nodes], [self.item(each, usual) for each in others]
+        for what, start, end, _, _ in SequenceMatcher(None, here, there, autojunk=False).get_opcodes():
+            for node, item in zip(nodes[start:end], here[start:end], strict=True):
+                if what != "equal" and item in items and node.source:
+                    return node.source
+        return ""
+
+    def users(self, block: Node) -> set[str]:
+        """Return what takes the results of a block: functions and classes beside it, or a block of the same list."""
+        inside = {node.id for node in self.contents(block)}
+        targets = [edge.target for each in inside for edge in self._parts.users.get(each, {}).values()]
+        found = set()
+        for target in targets:
+            node = self._graph[target]
+            while node.depth > block.depth and node.parent is not None:
+                node = self._graph[node.parent]
+            if target not in inside and node.parent == block.parent:
+                is_block = node.kind == "module" and _list_of(node) == _list_of(block)
+                found.add(_BLOCK if is_block else node.type_name or node.name)
+        return found
+
+
+def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
+    """Yield the block whose form, arguments or users differ from those of all others."""
+    inner = range(1, len(known) - 1)
+    counts = Counter(known[place] for place in inner)
+    usual = counts.most_common(1)[0][0]
+    others = [place for place in inner if known[place] != usual]
+    if len(others) == 1 and known.count(known[others[0]]) == 1:
+        alike = next(place for place in inner if known[place] == usual)
+        yield from _other_form(blocks, blocks.blocks[others[0]], blocks.blocks[alike])
+    elif not others:
+        yield from _other_arguments(blocks)
+        yield from _other_users(blocks)
+
+
+def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]:
+    here, there = blocks.items(block), blocks.items(usual)
+    ends = [blocks.items(blocks.blocks[place]) for place in (0, -1)]
+    differing = {item for item in here.keys() | there.keys() if here[item] != there[item]}
+    # What a module calls differs with the module.
+    modules = {path for _, _, path, _ in differing if path}
+    differing = {item for item in differing if item[0] not in modules}
+    kinds = {item[:3] for item in differing}
+    # A loop over the chosen experts calls all functions of its body more or fewer times.
+    is_loop = len(kinds) > 1 and here.keys() == there.keys()
+    at_the_ends = any(end[item] == here[item] for end in ends for item in differing)
+    if is_loop or at_the_ends or len(kinds) > _MOST_KINDS:
+        return
+    extra = {item for item in differing if here[item] > there[item]}
+    missing = {item for item in differing if there[item] > here[item]}
+    source = blocks.source(block, usual, extra) or blocks.source(usual, block, missing)
+    around = [item[2] or item[0] for item in differing]
+    module = block.name + (_common(around) if around else "")
+    yield OddBlock(module, block.name, len(blocks.blocks) - 1, _words(extra, missing), source)
+
+
+def _words(extra: Set[_Item], missing: Set[_Item]) -> str:
+    """Return the difference between two blocks in words."""
+    if not extra and not missing:
+        return "it connects the same operations in another way"
+    words = []
+    alike = {item[:3]: item for item in missing}
+    changed = sorted((item, alike[item[:3]]) for item in extra if item[:3] in alike)
+    words += [_setting(here, dict(here[3]), dict(there[3])) for here, there in changed]
+    settings = {item for pair in changed for item in pair}
+    for items, verb in ((extra, "calls"), (missing, "does not call")):
+        names = [_title(item) for item in sorted(items - settings)]
+        if names:
+            words.append(f"it {verb} {' and '.join(names)}")
+    return ", and ".join(words)
+
+
+def _title(item: _Item) -> str:
+    around, kind, path, _ = item
+    if path:
+        return f"{path.removeprefix('.')} ({kind})"
+    return f"{kind} in {around.removeprefix('.')}" if around else kind
+
+
+def _setting(item: _Item, here: dict[str, str], there: dict[str, str]) -> str:
+    keys = [key for key in here | there if here.get(key) != there.get(key)]
+    pairs = (f"{key} = {here.get(key, 'nothing')} and not {there.get(key, 'nothing')}".lstrip(" =") for key in keys)
+    return f"its {_title(item)} has {', '.join(pairs)}"
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the innermost module around some paths."""
+    parts = [path.split(".") for path in paths]
+    length = 0
+    while all(len(each) > length for each in parts) and len({each[length] for each in parts}) == 1:
+        length += 1
+    return ".".join(parts[0][:length])
+
+
+def _other_arguments(blocks: _Blocks) -> Iterator[OddBlock]:
+    """Yield the block with an argument that is the same in all others, such as a scale or a drop rate."""
+    contents = [blocks.contents(block) for block in blocks.blocks[1:-1]]
+    odd: dict[int, list[tuple[Node, tuple[str, str], tuple[str, str]]]] = {}
+    for nodes in zip(*contents, strict=True):
+        if len({node.arguments for node in nodes}) == 1 or len({len(node.arguments) for node in nodes}) > 1:
+            continue
+        for pairs in zip(*(node.arguments for node in nodes), strict=True):
+            usual, rare = (counts := Counter(pairs).most_common())[0][0], counts[-1][0]
+            if len(counts) == 2 and counts[1][1] == 1 and rare[0] == usual[0] and _is_setting(nodes[0], *rare):
+                place = pairs.index(rare)
+                odd.setdefault(place, []).append((nodes[place], rare, usual))
+    if len(odd) != 1:
+        return
+    (place, found), (first, last) = next(iter(odd.items())), (blocks.contents(blocks.blocks[each]) for each in (0, -1))
+    block = blocks.blocks[place + 1]
+    node, rare, usual = found[0]
+    if any(rare in each.arguments for each in chain(first, last) if each.name == node.name):
+        return
+    item = blocks.item(node, block)
+    what = _setting(item, dict([rare]), dict([usual]))
+    yield OddBlock(block.name + (item[2] or item[0]), block.name, len(blocks.blocks) - 1, what, node.source)
+
+
+def _is_setting(node: Node, name: str, value: str) -> bool:
+    """Return False for an index or a size, which may depend on the block or on the data."""
+    return node.kind == "module" or name in SETTINGS or bool(re.fullmatch(r"-?\d*\.\d+(e[-+]?\d+)?|\w*[a-z]\w*", value))
+
+
+def _other_users(blocks: _Blocks) -> Iterator[OddBlock]:
+    """Yield the block whose result is not used as that of all others is, for example by an addition."""
+    users = [blocks.users(block) for block in blocks.blocks[1:-1]]
+    counts = Counter(frozenset(each) for each in users)
+    usual = counts.most_common(1)[0][0]
+    # What also uses the result of one block, such as a second head, is part of the design.
+    odd = [place for place, each in enumerate(users) if usual - each or _BLOCK in each - usual]
+    if len(odd) == 1 and counts[usual] >= len(users) - 2:
+        block, here = blocks.blocks[odd[0] + 1], users[odd[0]]
+        words = [f"not used by {each}" for each in sorted(usual - here)]
+        words += [f"used by {_BLOCK}"] if _BLOCK in here - usual else []
+        yield OddBlock(block.name, block.name, len(blocks.blocks) - 1, f"its result is {' but '.join(words)}")

@@ -1,0 +1,184 @@
+"""The one of many blocks that computes something else is found in the recorded graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight import Examination
+from lightning_recorder.insight.odd_blocks import odd_blocks
+
+BLOCKS = 10
+
+
+class Block(nn.Module):
+    """A transformer block that may have a mistake."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8, eps=1.0 if mistake == "eps" else 1e-5)
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act = nn.Identity() if mistake == "act" else nn.GELU()
+        self.drop = nn.Dropout(0.9 if mistake == "drop" else 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        scores = q @ k.mT
+        if self.mistake != "no scale":
+            scores = scores * (1.0 if self.mistake == "scale" else 0.5)
+        values = scores.softmax(-2 if self.mistake == "dim" else -1) @ v
+        a = self.proj(values.transpose(1, 2).reshape(x.shape))
+        if self.mistake == "detach":
+            a = a.detach()
+        if self.mistake == "factor":
+            a = 10 * a
+        x = a if self.mistake == "no residual" else x + a
+        h = x if self.mistake == "no norm" else self.norm2(x)
+        y: Tensor = (a if self.mistake == "other source" else x) + self.drop(self.fc2(self.act(self.fc1(h))))
+        return y
+
+
+class Net(nn.Module):
+    """A chain of blocks, some of which may have a mistake; ``around`` is one in the code between the blocks."""
+
+    def __init__(self, mistakes: dict[int, str], around: str = "", blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.around = around
+        self.blocks = nn.ModuleList(Block(mistakes.get(place, "")) for place in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin = x
+        for place, block in enumerate(self.blocks):
+            here = self.around if place == 4 else ""
+            y = block(begin if here == "begin" else x)
+            x = x if here == "lost" else block(y) if here == "twice" else y
+            if self.around.startswith("residual") and not here.endswith("but one"):
+                x = x + begin
+        return x
+
+
+def found(net: nn.Module, *inputs: Tensor) -> list[tuple[str, str]]:
+    """Return the modules that are named, with the difference."""
+    return [(each.module, each.what) for each in odd_blocks(capture_graph(net, *inputs))]
+
+
+X = torch.randn(2, 3, 8)
+
+
+@pytest.mark.parametrize("place", [1, 4, BLOCKS - 2])
+@pytest.mark.parametrize(
+    ("mistake", "inside", "what"),
+    [
+        ("eps", ".norm2", "its norm2 (LayerNorm) has eps = 1.0 and not 1e-05"),
+        ("drop", ".drop", "its drop (Dropout) has p = 0.9 and not 0.1"),
+        ("act", ".act", "it calls act (Identity), and it does not call act (GELU)"),
+        ("no scale", "", "it does not call mul"),
+        ("scale", "", "its mul has other = 1.0 and not 0.5"),
+        ("dim", "", "its softmax has dim = -2 and not -1"),
+        ("detach", "", "it calls detach"),
+        ("factor", "", "it calls mul"),
+        ("no residual", "", "it does not call add"),
+        ("no norm", ".norm2", "it does not call norm2 (LayerNorm)"),
+        ("other source", "", "it connects the same operations in another way"),
+    ],
+)
+def test_a_mistake_in_one_block(mistake: str, inside: str, what: str, place: int) -> None:
+    assert found(Net({place: mistake}), X) == [(f"blocks.{place}{inside}", what)]
+
+
+@pytest.mark.parametrize(
+    ("around", "named", "what"),
+    [
+        ("begin", "blocks.3", "its result is not used by another block"),
+        ("lost", "blocks.4", "its result is not used by another block"),
+        ("twice", "blocks.4", "it is called 2 times, and they 1"),
+        ("residual but one", "blocks.4", "its result is not used by add but used by another block"),
+    ],
+)
+def test_a_mistake_between_the_blocks(around: str, named: str, what: str) -> None:
+    assert found(Net({}, around), X) == [(named, what)]
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Net({}),
+        Net({}, "residual"),
+        Net({0: "no norm"}),
+        Net({BLOCKS - 1: "no residual"}),
+        Net({2: "detach", 6: "detach"}),
+        Net(dict.fromkeys(range(0, BLOCKS, 2), "dim")),
+        Net({4: "no norm", 0: "no norm"}),  # every fourth block, and the last one of the kind is missing
+        Net({3: "dim"}, blocks=7),
+    ],
+)
+def test_designs_with_several_kinds_of_blocks(net: nn.Module) -> None:
+    """Only a block that differs from all others, and is neither the first nor the last one, is named."""
+    assert found(net, X) == []
+
+
+class Experts(nn.Module):
+    """A loop over the experts that were chosen, as often as there are tokens for them."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in list(self.experts)[: self.chosen]:
+            result = result + torch.relu(expert(x)) * 0.5
+        return x + result
+
+
+def test_a_loop_over_chosen_experts_may_differ() -> None:
+    assert found(nn.Sequential(*(Experts(2 + (place == 4)) for place in range(BLOCKS))), X) == []
+
+
+class Heads(nn.Module):
+    """Heads beside each other, one of which has another loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [head(x) for head in self.heads]
+        losses = [each.abs().mean() if place == 4 else each.square().mean() for place, each in enumerate(results)]
+        return torch.stack(losses).sum()
+
+
+def test_modules_beside_each_other_are_no_blocks() -> None:
+    assert found(Heads(), X) == []
+
+
+class Other(nn.Sequential):
+    """A block of another class."""
+
+
+def test_lists_of_several_classes() -> None:
+    """The last block before those of another class is followed by a block, as the others are."""
+    blocks = [Other(nn.Linear(8, 8)) if place in (7, 8) else Block("") for place in range(BLOCKS + 1)]
+    assert found(nn.Sequential(*blocks), X) == []
+
+
+def test_the_line_of_code_is_named() -> None:
+    """The line is that of the call which the others lack, not that of an equal call before it."""
+    (odd,) = odd_blocks(capture_graph(Net({4: "factor"}), X))
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert lines[int(odd.source.rpartition(":")[2]) - 1].strip() == "a = 10 * a"
+
+
+def test_the_finding() -> None:
+    graph: Any = capture_graph(Net({4: "no residual"}), X)
+    (finding,) = Examination(graph).findings()
+    assert (finding.rule, finding.severity, finding.module) == ("odd-block", "warning", "blocks.4")
+    assert "blocks.4 computes something else than the other 9 blocks: it does not call add (" in finding.verdict
