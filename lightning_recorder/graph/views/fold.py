@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
@@ -40,7 +41,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
     edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
-    With these words, the folded graph determines the original one. The multiplicity of an edge is the number of
+    With these words, the folded graph determines the original one. A unit calls the same modules as the one before, or
+    modules that none before it calls; the same holds for tied tensors. The multiplicity of an edge is the number of
     recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
@@ -62,8 +64,9 @@ def contents_of(graph: Graph) -> dict[int, int]:
 
 def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Graph:
     """Fold like :func:`fold_repeats`, with closed calls equal only if their contents have the same form."""
+    members: dict[tuple[int, int], tuple[str, ...]] = {}
     while True:
-        folded = _Fold(graph, least, held).result()
+        folded = _Fold(graph, least, held, members).result()
         if folded is graph:
             return graph
         graph = folded
@@ -72,10 +75,13 @@ def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Grap
 class _Fold:
     """Folds a graph once, from the outer calls to the inner ones."""
 
-    def __init__(self, graph: Graph, least: int, held: Mapping[int, int]) -> None:
+    def __init__(
+        self, graph: Graph, least: int, held: Mapping[int, int], members: dict[tuple[int, int], tuple[str, ...]]
+    ) -> None:
         self._original = graph
         self._least = least
         self._graph = MutableGraph(graph)
+        self._graph.members = members
         shown = forms(graph, self._graph)
         # Two calls with equal contents may still look different, in a view that omits unused nodes.
         numbers: dict[tuple[int, int | None], int] = {}
@@ -173,6 +179,7 @@ class _Fold:
         outer = self._outer(siblings, run, group, counterparts)
         shared = self._share(counterparts)
         self._widen(counterparts)
+        self._join_names(counterparts)
         parent = nodes[parts[0]].parent
         gone = {node for node, kept in counterparts.items() if node != kept}
         for node in sorted(gone):
@@ -186,7 +193,7 @@ class _Fold:
             return []
         self._free += 1
         depth = nodes[parts[0]].depth
-        trained = {node for node in parts if nodes[node].total_parameters or nodes[node].parameters}
+        trained = {node for node in parts if self._is_trained(node)}
         # An op with parameters, or a parameter that only its unit uses, is another one in each unit.
         again = bool(trained) and trained <= shared and all(nodes[node].kind != "parameter" for node in private)
         nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel, shared=again)
@@ -218,13 +225,34 @@ class _Fold:
         """Mark the kept calls inside the units that call the same module in each unit; return those and the others."""
         nodes = self._graph.nodes
         calls = {node for node in pairs.values() if nodes[node].kind == "module"}
-        others = {node for number, node in pairs.items() if nodes[number].name != nodes[node].name}
-        shared = {node for node in calls - others if nodes[node].total_parameters or nodes[node].parameters}
+        others = {node for number, node in pairs.items() if self._graph.names(number) != self._graph.names(node)}
+        # A frame has no name; it is the same each time if all calls inside of it are.
+        others |= {node for node in calls if not nodes[node].name and not others.isdisjoint(self._graph.subtree(node))}
+        shared = {node for node in calls - others if self._is_trained(node)}
         outermost = {node for node in shared if nodes[node].parent not in shared and nodes[node].parent in calls}
         for node in calls & others | outermost:
             if nodes[node].repeats == 1:
                 nodes[node] = replace(nodes[node], shared=node in outermost)
         return shared
+
+    def _is_trained(self, call: int) -> bool:
+        """Return True if a call has parameters, or a call in a frame."""
+        node = self._graph.nodes[call]
+        inside = self._graph.children.get(call, ()) if node.kind == "module" and not node.name else ()
+        return bool(node.total_parameters or node.parameters) or any(map(self._is_trained, inside))
+
+    def _join_names(self, pairs: Mapping[int, int]) -> None:
+        """Let the kept nodes stand for the modules and tied tensors of all units."""
+        found: dict[tuple[int, int], dict[tuple[str, ...], None]] = {}
+        for node, kept in pairs.items():
+            for place, names in enumerate(self._graph.names(node)):
+                found.setdefault((kept, place), {})[names] = None
+        for (kept, place), several in found.items():
+            self._graph.members[kept, place] = tuple(name for names in several for name in names)
+        nodes = self._graph.nodes
+        for kept in {kept for kept, _ in found if nodes[kept].tied}:
+            tied = self._graph.names(kept)[-len(nodes[kept].tied) :]
+            nodes[kept] = replace(nodes[kept], tied=tuple(map(_span, tied)))
 
     def _outer(self, siblings: Siblings, run: Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
         """Return the edges into the nodes outside of a run that take its results."""
@@ -316,6 +344,15 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
         number *= 1 if "first" in words else run.times - later
         found.append(replace(edge, multiplicity=number, across=(*edge.across, *across)))
     return found
+
+
+def _span(names: Sequence[str]) -> str:
+    """Return several names as one, from the first to the last, such as ``encoder.0…3.weight``."""
+    first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
+    if first[::2] != last[::2]:
+        return f"{names[0]} … {names[-1]}"
+    parts = (one if one == other else f"{one}…{other}" for one, other in zip(first, last, strict=True))
+    return "".join(parts)
 
 
 def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | None = None) -> Edge:

@@ -77,19 +77,20 @@ def merged_ports(
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
     """Return the number of units that call the same module or each another one, at each place in a unit.
 
-    In all units or in none, a module at a place was called before the first unit.
+    The same holds for the tensors of other modules that they use. In all units or in none, a module at a place was
+    called before the first unit.
     """
     first = siblings.names(start, length)
-    before = [siblings.first_calls[name] < start for name in first]
-    seen = set(first)
+    before = [siblings.first_calls[names[0]] < start for names in first]
+    seen = {name for names in first for name in names}
     shared = None
     for unit in range(1, times):
-        names = siblings.names(start + unit * length, length)
-        again = [name == known for name, known in zip(names, first, strict=True)]
-        new = {name for name, is_known in zip(names, again, strict=True) if not is_known}
+        found = siblings.names(start + unit * length, length)
+        again = [names == known for names, known in zip(found, first, strict=True)]
+        new = {name for names, is_known in zip(found, again, strict=True) if not is_known for name in names}
         if shared not in (None, again) or not seen.isdisjoint(new):
             return unit
-        if [siblings.first_calls[name] < start for name in names] != before:
+        if [siblings.first_calls[names[0]] < start for names in found] != before:
             return unit
         shared = again
         seen |= new

@@ -32,6 +32,8 @@ class MutableGraph:
         self.children: dict[int, list[int]] = {}
         self.into: dict[int, list[Edge]] = {}
         self.users: dict[int, dict[Key, Edge]] = {}
+        self.members: dict[tuple[int, int], tuple[str, ...]] = {}
+        """The modules that a folded call stands for, in the order of time, if they differ; see :meth:`names`."""
         for node in graph.nodes[1:]:
             if node.parent is not None:
                 self.children.setdefault(node.parent, []).append(node.id)
@@ -46,6 +48,13 @@ class MutableGraph:
             found.append(todo.pop())
             todo.extend(reversed(self.children.get(found[-1], ())))
         return found
+
+    def names(self, node_id: int) -> list[tuple[str, ...]]:
+        """Return the modules that a node stands for, and for each of the tensors of others that it uses the same."""
+        node = self.nodes[node_id]
+        known = [node.name] if node.kind == "module" and node.name else []
+        known += node.tied if node.kind in ("module", "op") else ()
+        return [self.members.get((node_id, place), (name,)) for place, name in enumerate(known)]
 
     def connect(self, target: int, edges: list[Edge]) -> None:
         """Replace all edges into a node."""
@@ -237,17 +246,16 @@ class Siblings:
                 places.append(index)
         return places[-1] - places[0] + 1 == len(places) and all(each == seen[0] for each in seen)
 
-    def names(self, unit: int, length: int) -> list[str]:
-        """Return the names of the modules in a unit, which equal units have in the same places."""
-        nodes = self.graph.nodes
-        inside = (nodes[node] for tree in self.subtrees[unit : unit + length] for node in tree)
-        return [node.name for node in inside if node.kind == "module" and node.name]
+    def names(self, unit: int, length: int) -> list[tuple[str, ...]]:
+        """Return the names of the modules and tied tensors in a unit, which equal units have in the same places."""
+        inside = (node for tree in self.subtrees[unit : unit + length] for node in tree)
+        return [names for node in inside for names in self.graph.names(node)]
 
     @cached_property
     def first_calls(self) -> Mapping[str, int]:
-        """The position of the first part that calls each module, by name."""
+        """The position of the first part that calls each module or uses each tied tensor, by name."""
         positions = range(len(self.parts) - 1, -1, -1)
-        return {name: position for position in positions for name in self.names(position, 1)}
+        return {name: position for position in positions for names in self.names(position, 1) for name in names}
 
 
 def tensor_label(node: Node) -> Key:

@@ -375,6 +375,26 @@ def test_tied_blocks_stay_apart_from_their_owner() -> None:
     assert tied(None, None, 0, None, None) == [("0.b", 2, ()), ("2.b", 1, ("0.b.weight",)), ("3.b", 2, ())]
 
 
+@pytest.mark.parametrize(
+    ("owners", "drawn"),
+    [
+        ((0, 1, 2, 3), [("4", 4, "0…3.fc.weight")]),
+        ((3, 2, 1, 0), [("4", 4, "3…0.fc.weight")]),
+        ((0, 0, 0, 0), [("4", 4, "0.fc.weight")]),
+        ((0, 1, 0, 1), [("4", 2, "0…1.fc.weight")]),  # in a frame for the two pairs
+        ((0, 1, 2, 0), [("4", 3, "0…2.fc.weight"), ("7", 1, "0.fc.weight")]),
+    ],
+)
+def test_blocks_that_are_tied_to_several_others(owners: tuple[int, ...], drawn: list[tuple[str, int, str]]) -> None:
+    """Each block is tied to the same one or to another one, and the first and the last one are named."""
+    blocks = [Net(lambda net, x: x + net.fc(x).relu(), fc=linear()) for _ in range(8)]
+    for block, owner in zip(blocks[4:], owners, strict=True):
+        block.fc.weight = blocks[owner].fc.weight  # type: ignore[union-attr]  # both are layers
+    view = fold_repeats(collapse(own_tensors(capture_graph(nn.Sequential(*blocks), X))))
+    found = [(view[node.parent or 0], node.tied) for node in view.module_calls() if node.tied]
+    assert [(block.name, block.repeats, *tied) for block, tied in found] == drawn
+
+
 def test_a_layer_that_some_blocks_share_ends_a_repetition() -> None:
     """A block that calls a layer of another block is not equal to blocks with layers of their own."""
     blocks = [Net(lambda net, x: net.fc(x).relu(), fc=linear()) for _ in range(5)]
@@ -797,6 +817,30 @@ def test_a_list_of_blocks_that_is_called_twice() -> None:
 
     net = Net(loop, **{f"block{number}": Net(lambda net, x: net.fc(x).relu(), fc=linear()) for number in range(3)})
     assert shown(fold_repeats(collapse(bare(net, X)))) == ["×2, same weights", "block0 ×3", "block0.fc"]
+
+
+@pytest.mark.parametrize(
+    ("order", "drawn"),
+    [
+        ("012012", ["×2, same weights", "×3", "layers.0"]),
+        ("000111", ["×2", "×3, same weights", "layers.0"]),
+        ("012210", ["×3", "layers.0", "×3", "layers.2"]),
+        ("012021", ["×3", "layers.0", "×3", "layers.0"]),
+        ("012345", ["×6", "layers.0"]),
+    ],
+)
+def test_layers_that_are_called_in_two_passes(order: str, drawn: list[str]) -> None:
+    """Two passes are one frame only if both call the same layers in the same order."""
+
+    def passes(net: Any, x: Tensor) -> Tensor:
+        for place in order:
+            x = x + net.layers[int(place)](x)
+        return x
+
+    net = Net(passes, layers=nn.ModuleList(linear() for _ in range(6)))
+    view = fold_repeats(collapse(bare(net, X)))
+    assert shown(view) == drawn
+    assert "the same each time" not in "".join(size(node) for node in view.module_calls())
 
 
 def test_a_layer_inside_several_blocks_shares_its_weights() -> None:
