@@ -81,6 +81,8 @@ _ITEM_BYTES = {
 class TensorMeta:
     """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``.
 
+    A size is -1 if it is no integer, as that of the ragged dimension of a nested tensor. It is shown as ``?``.
+
     In a folded view, ``largest`` holds the largest size of each dimension if the sizes differ between the repetitions;
     ``shape`` holds the smallest. They are shown as ``5…12×16``.
     """
@@ -92,12 +94,12 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the elements; 0 if the size of the dtype is unknown."""
-        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
+        """The number of bytes of the elements; 0 if the shape or the size of the dtype is unknown."""
+        return 0 if -1 in self.shape else math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
 
     def __str__(self) -> str:
         sizes = [
-            str(least) if least == most else f"{least}…{most}"
+            "?" if least < 0 else str(least) if least == most else f"{least}…{most}"
             for least, most in zip(self.shape, self.largest or self.shape, strict=True)
         ]
         if len(sizes) == 1:

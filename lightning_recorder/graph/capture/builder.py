@@ -296,7 +296,7 @@ def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
-    """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown or not made of integers."""
+    """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown."""
     return described(_shape(tensor), tensor.dtype, tensor.device)[0]
 
 
@@ -339,4 +339,4 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     except (RuntimeError, TypeError):
         return ()
     # A nested tensor has sizes that are not integers. Reading a symbolic size as an integer would specialize it.
-    return sizes if all(type(size) is int for size in sizes) else ()
+    return tuple([size if type(size) is int else -1 for size in sizes])

@@ -72,7 +72,9 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     ``None`` if nothing that was recorded is differentiable, as in a validation step.
     """
     nodes = builder.nodes
-    starts = builder.of_kind("backward") or builder.of_kind("output")
+    starts = builder.of_kind("backward")
+    if all(nodes[number].name == "grad" for number in starts):  # gradients that the model uses itself, as for forces
+        starts = [*starts, *builder.of_kind("output")]
     if not any(node.autograd for node in nodes):
         return None
     if not starts:

@@ -147,7 +147,10 @@ class KnownTensors:
             known = None
         if known is None and own:
             return None
-        storage = storage_of(unwrapped(tensor))
+        inner = unwrapped(tensor)
+        if known is None and inner is not tensor and self.is_bound(inner):
+            known = self._tensors[id(inner)]  # an argument of a transform may be a view of an earlier tensor
+        storage = storage_of(inner)
         writer = None if storage is None else self._storages.get(address_of(storage))
         if writer is None:
             return None if known is None else known.node

@@ -206,6 +206,19 @@ def test_gradients_that_no_recorded_function_passes() -> None:
     assert record_step(net, step).unused == Unused()
 
 
+def test_gradients_that_the_model_uses_itself() -> None:
+    """What follows the forces of an energy, which are a gradient, is trained as well."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(net.energy(x).tanh().sum(), x, create_graph=True)
+        result: Tensor = net.later(net.head(forces))
+        return result
+
+    net = Net(forward, energy=linear(4, 1), head=linear(), later=linear())
+    assert capture_graph(net, X).unused == Unused()
+
+
 def test_an_old_gradient_is_none_of_this_step() -> None:
     """A gradient that is left from an earlier step does not count, nor one that is filled with zeros."""
     net: Any = Net(lambda net, x: net.one(x), one=linear(), other=linear())

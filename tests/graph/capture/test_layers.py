@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_recorder.graph import TensorMeta, capture_graph
-from tests.graph.nets import Net, X
+from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
 from tests.graph.queries import joined, only, reaches
 
@@ -198,6 +198,12 @@ def test_nested_tensors() -> None:
 
     graph = capture_graph(Net(forward), X)
     assert ("cos", "relu") in joined(graph)
+
+
+def test_the_ragged_size_of_a_nested_tensor() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    (meta,) = only(capture_graph(linear(4, 2), rows), "linear").outputs
+    assert (meta.shape, str(meta), meta.nbytes) == ((2, -1, 2), "2×?×2", 0)
 
 
 @pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_mkldnn], ids=["sparse", "mkldnn"])

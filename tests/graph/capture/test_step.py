@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_vmap() -> None:
     graph = capture_graph(Net(lambda net, x: torch.func.vmap(net.fc)(x), fc=linear()), X)
     assert [node.name for node in graph.nodes if node.kind == "op"] == ["linear"]
     assert only(graph, "linear").parent == only(graph, "fc").id
+
+
+@pytest.mark.parametrize(
+    "view", [Tensor.detach, lambda x: x.transpose(0, 1), lambda x: x[:, :2], lambda x: x.reshape(2, -1)]
+)
+def test_vmap_takes_a_view(view: Callable[[Tensor], Tensor]) -> None:
+    """What a transform takes has the same memory as earlier tensors, but comes from the last one."""
+    graph = capture_graph(
+        Net(lambda net, x: torch.func.vmap(torch.softmax, (0, None))(view(net.fc(x)), 0), fc=linear()), X
+    )
+    softmax = only(graph, "softmax")
+    (edge,) = graph.into(softmax)
+    before = graph[edge.source]
+    assert before.name in ("detach", "transpose", "getitem", "reshape")
+    assert [graph[each.source].name for each in graph.into(before)] == ["linear"]
 
 
 # The training step around the model.
