@@ -315,7 +315,13 @@ RULES = (
         next="Look at the code between this module and the one after it.",
         false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
         examine=_stops,
-        explains={**_GRADIENT_CONSEQUENCES, "dead-output": ("downstream",), "weight-drift": ("upstream", "same")},
+        explains={
+            **_GRADIENT_CONSEQUENCES,
+            "dead-output": ("downstream",),
+            "saturation": ("downstream",),
+            "weight-drift": ("upstream", "same"),
+            "odd-block": ("same",),
+        },
         is_lasting=True,
     ),
     Rule(

@@ -18,24 +18,32 @@ from lightning_recorder.insight.wiring import families
 from lightning_recorder.names import site_title
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES", "UNLIKE"]
+__all__ = ["ODD_BLOCK", "RULES", "UNLIKE"]
+
+ODD_BLOCK = "odd-block"
+"""The rule about one of many equal blocks that computes something else."""
 
 UNLIKE = "unlike-siblings"
 """The rule about one of several modules at the same place of repeated blocks."""
 
-_FORWARD = 2  # the number of the statistics of the forward pass, in which siblings are compared first
+_FORWARD = 3  # the number of the statistics of the forward pass, in which siblings are compared first
+_ZERO = 1e-6  # a parameter of this rms or less is zero
+_LIMITS = {"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0, "vector": 4.0}
 
 
 def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
     """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
 
-    The first two are of the forward pass and may be causes of the others.
+    The first three are of the forward pass and may be causes of the others.
     """
     weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
     activations, parameters = evidence.activations, evidence.parameters
     yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
     first = {site: parameters.column(site, "rms")[0] for site in weights}
     yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    others = (each.site for each in evidence.tensors if each.site not in weights)
+    first = {site: parameters.column(site, "rms")[0] for site in others}
+    yield parameters, "rms", "rms of the vector", {site: float(found[0]) for site, found in first.items() if len(found)}
     yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     ratios = evidence.medians(parameters, "update_ratio")
     yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
@@ -57,17 +65,16 @@ def _families(table: Table, values: Mapping[Site, float], fewest: int) -> Iterat
 def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     forward: dict[Site, list[Finding]] = {}
     backward: dict[Site, list[Finding]] = {}
-    for kind, (table, statistic, words, values) in enumerate(_sibling_values(evidence)):
-        seen = forward if kind < _FORWARD else backward
-        for group in _families(table, values, int(rule.thresholds["fewest"])):
-            for site, value, others in _outliers(rule, values, group):
-                factor = value / float(np.median(others))
-                verdict = (
-                    f"the {words} of {site.name} is {value:.3g}, {factor:.3g} × the median of {len(others)} equal "
-                    f"modules ({others.min():.3g} to {others.max():.3g})"
-                )
-                found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
-                seen.setdefault(site, []).append(found)
+    for kind, table, statistic, words, site, value, others in _all_outliers(evidence):
+        factor, span = float(value / np.median(others)), f"{others.min():.3g} to {others.max():.3g}"
+        name = f"{site.name}.{site.path}" if words.endswith("vector") else site.name
+        verdict = f"the {words} of {name} is {value:.3g}, "
+        if 0 < factor < np.inf:
+            verdict += f"{factor:.3g} × the median of {len(others)} equal modules ({span})"
+        else:
+            verdict += f"and {span if factor == 0 else 0} in {len(others)} equal modules"
+        found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
+        (forward if kind < _FORWARD else backward).setdefault(site, []).append(found)
     order = evidence.wiring.order
     # A gradient comes from the modules behind, so the last module is the nearest to the cause.
     first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
@@ -76,17 +83,32 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield max(several, key=lambda each: abs(np.log(each.numbers["factor"])))
 
 
-def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, Floats]]:
+def _all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
+    """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values."""
+    for kind, (table, statistic, words, values) in enumerate(_sibling_values(evidence)):
+        for group in _families(table, values, int(_LIMITS["fewest"])):
+            for site, value, others in _outliers(values, group, words):
+                yield kind, table, statistic, words, site, value, others
+
+
+def _outliers(values: Mapping[Site, float], group: list[Site], words: str) -> Iterator[tuple[Site, float, Floats]]:
     known = np.array([values[site] for site in group])
+    wider = _LIMITS["vector"] if words.endswith("vector") else 1.0
     # Nothing but the largest and the smallest value can be far from all others.
     for place in sorted({int(known.argmin()), int(known.argmax())}):
         site, value, others = group[place], float(known[place]), np.delete(known, place)
-        if not (value > 0 and np.isfinite(others).all() and (others > 0).all()):
+        if not np.isfinite(known).all():
+            continue
+        is_end = place in (0, len(group) - 1)
+        if not (value > 0 and (others > 0).all()):
+            # A parameter that begins at zero, or the only one that does not.
+            is_one = (others > _ZERO).all() if value == 0 else value > _ZERO and not others.any()
+            if is_one and not is_end and words.endswith(("weight", "vector")):
+                yield site, value, others
             continue
         # The first and the last block have other neighbors, so more is normal there.
-        at_the_end = rule.thresholds["at_the_end"] if place in (0, len(group) - 1) else 1.0
-        middle, limit = float(np.median(others)), rule.thresholds["factor"] * at_the_end
-        margin = rule.thresholds["margin"] * at_the_end
+        factor = wider * (_LIMITS["at_the_end"] if is_end else 1.0)
+        middle, limit, margin = float(np.median(others)), _LIMITS["factor"] * factor, _LIMITS["margin"] * factor
         if (value > limit * middle and value > margin * others.max()) or (
             value * limit < middle and value * margin < others.min()
         ):
@@ -94,7 +116,7 @@ def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> It
 
 
 def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    of_outputs, _, of_gradients, _ = _sibling_values(evidence)
+    of_outputs, _, _, of_gradients, _ = _sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
         for group in _families(table, values, int(rule.thresholds["fewest"])):
@@ -104,7 +126,8 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 continue
             each = np.log(rule.thresholds["each"])
             total = abs(float(logs[-1] - logs[0]))
-            is_trend = bool((steps > each).all() or (steps < -each).all())
+            is_jump = np.abs(steps).max() > rule.thresholds["jump"] * total  # in one block
+            is_trend = bool((steps > each).all() or (steps < -each).all()) and not is_jump
             if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
                 best = (total, group)
         if best is not None:
@@ -138,7 +161,11 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
+    sick = [site.name for kind, _, _, _, site, _, _ in _all_outliers(evidence) if kind < _FORWARD]
     for block, found in steps.items():
+        # What a block computes is nearer to the cause than its gradients.
+        if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
+            continue
         same_sign = len({here > after for _, here, after in found}) == 1
         if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
             yield _grown(rule, evidence, block, *max(found, key=lambda each: order.get(each[0].name, -1)))
@@ -147,6 +174,14 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if found_before is not None:
             yield _grown(rule, evidence, _blocks([site.name for site in group])[0], *found_before)
             return
+
+
+def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
+    """Yield the name of the block before a block, with a dot."""
+    for group in groups:
+        names = _blocks([site.name for site in group])
+        if block in names[1:]:
+            yield f"{names[names.index(block) - 1]}."
 
 
 def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:
@@ -225,7 +260,7 @@ def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
         before = max((pairs[each][1][2] for each in evidence.wiring.inputs.get(name, ()) if each in pairs), default=0.0)
         is_first = before < min(np.log(1.3), apart / 2)
-        if apart > np.log(limit) and is_first and "Dropout" not in kind:
+        if apart > np.log(limit) and is_first and "Dropout" not in kind and "Embedding" not in kind:
             verdict = (
                 f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
             )
@@ -300,12 +335,13 @@ def _odd(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if each.source:
             verdict += f" ({each.source})"
         found = rule.found(evidence, evidence.activations, Site(each.module, ""), verdict)
-        yield replace(found, others=tuple(name for name in inside if name != each.module))
+        others = tuple(name for name in inside if name != each.module)
+        yield replace(found, severity="note" if each.may_be_design else rule.severity, others=others)
 
 
 RULES = (
     Rule(
-        name="odd-block",
+        name=ODD_BLOCK,
         severity="warning",
         statistic="calls, settings and connections of the blocks of a list of at least eight, in the recorded graph",
         thresholds={},
@@ -314,12 +350,12 @@ RULES = (
         why="A condition, a setting or a changed line of code that concerns this block only.",
         next="Compare the code and the settings of this block with those of the others.",
         false_alarms="Designs with several kinds of blocks: they differ in classes, in the number of parameters, in "
-        "more than three calls, or as the first or the last block does.",
+        "more than three calls, in sizes, or as the first or last block does. One that only calls more is a note.",
         examine=_odd,
         explains={
             **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),
-            **dict.fromkeys(("unlike-siblings", "scale-jump"), ("same", "downstream")),
-            **dict.fromkeys(("norm-ineffective", "attention-collapse", "saturation"), ("same",)),
+            **dict.fromkeys(("unlike-siblings", "scale-jump", "saturation"), ("same", "downstream")),
+            **dict.fromkeys(("norm-ineffective", "attention-collapse"), ("same",)),
         },
     ),
     Rule(
@@ -343,7 +379,7 @@ RULES = (
         name="block-trend",
         severity="warning",
         statistic="a statistic that grows or shrinks from each block to the next",
-        thresholds={"fewest": 4, "total": 30.0, "each": 1.6},
+        thresholds={"fewest": 6, "total": 30.0, "each": 1.6, "jump": 0.5},
         persistence=0,
         usual="within a factor of 10 over all blocks",
         why="A wrong factor in a residual connection, or an initialization that does not keep the variance.",
@@ -390,14 +426,14 @@ RULES = (
         name=UNLIKE,
         severity="warning",
         statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
-        thresholds={"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0},
+        thresholds=_LIMITS,
         persistence=0,
         usual="within a factor of 4 of the others",
         why="This block is initialized, loaded, wired or trained in another way than the others.",
         next="Compare the code and the state of this block with those of the others.",
-        false_alarms="The first and the last block need three times as much.",
+        false_alarms="The first and the last block need three times as much, and biases and other vectors four times.",
         examine=_unlike,
-        explains={"unlike-siblings": ("any",), "never-chosen": ("any",)},
+        explains=dict.fromkeys(("unlike-siblings", "never-chosen", "scale-jump"), ("any",)),
     ),
     Rule(
         name="train-differs",
@@ -408,7 +444,7 @@ RULES = (
         usual="0.9 to 1.1 without dropout",
         why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
         next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
-        false_alarms="Dropout; outputs that still grow; trainings that were not recorded near the validation; losses.",
+        false_alarms="Dropout, embeddings and losses; outputs that still grow; no record near the validation.",
         examine=_train_differs,
     ),
 )

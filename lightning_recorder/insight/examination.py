@@ -20,7 +20,7 @@ from lightning_recorder.insight import (
     settings,
     steps,
 )
-from lightning_recorder.insight.comparisons import UNLIKE
+from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -44,10 +44,10 @@ _ORDER = (
     "softmax-dimension",
     "weights-too-large",
     "input-scale",
+    "weight-decay-too-strong",
     "learning-rate-outlier",
     "learning-rate-too-large",
     "learning-rate-vanishes",
-    "weight-decay-too-strong",
     "loss-imbalance",
     "constant-weight",
     "strong-dropout",
@@ -60,8 +60,8 @@ _ORDER = (
     "weight-drift",
     "sudden-change",
     "eval-mode",
-    "odd-block",
     "running-statistics",
+    ODD_BLOCK,
     "norm-ineffective",
     "saturation",
     "gradient-step",
@@ -210,8 +210,11 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     wiring = evidence.wiring
     # A zero stops the gradients of the factors that it is multiplied with.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
+    is_same = effect.module in (cause.module, *cause.others)
+    if effect.rule == ODD_BLOCK:  # which may name the block around the cause
+        is_same |= cause.module.startswith(f"{effect.module}.")
     return (
-        ("same" in where and (effect.module == cause.module or effect.module in cause.others))
+        ("same" in where and is_same)
         or ("upstream" in where and effect.module in wiring.upstream(cause.module) | partners)
         or ("downstream" in where and effect.module in wiring.downstream(cause.module))
     )

@@ -29,8 +29,8 @@ _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, w
 def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
     for site, place in table.places.items():
-        if table.shapes[place] == ():
-            continue  # such as one of several losses
+        if table.shapes[place] == () or not (table.dtypes[place] or "float").startswith(("float", "bfloat", "complex")):
+            continue  # such as one of several losses, or the indices of a batch that is passed on
         values, steps = table.column(site, "zero_fraction")
         limit = rule.thresholds["zero_fraction"]
         nearly = evidence.type_of(site.name) in _RELUS
@@ -137,12 +137,28 @@ def _middles(histogram: Histogram) -> Floats:
 
 
 def _at_the_bounds(histogram: Histogram) -> float:
-    return float(histogram.counts[np.abs(_middles(histogram)) >= 0.95].sum() / max(histogram.count, 1))
+    return _near_one(histogram) / max(histogram.count, 1)
 
 
 def _at_the_ends(histogram: Histogram) -> float:
-    middles = _middles(histogram)
-    return float(histogram.counts[(middles <= 0.03) | (middles >= 0.95)].sum() / max(histogram.count, 1))
+    low = float(histogram.counts[_middles(histogram) <= 0.03].sum())
+    return (low + _near_one(histogram)) / max(histogram.count, 1)
+
+
+def _near_one(histogram: Histogram) -> float:
+    """Estimate the number of values whose magnitude is 0.97 or more.
+
+    A bin reaches from 0.875 to 1. Its mean square, what the other bins leave of the sum of squares, tells how many of
+    its values are near its upper end.
+    """
+    middles = np.abs(_middles(histogram))
+    is_top = middles >= 0.9
+    number = float(histogram.counts[is_top].sum())
+    if not number:
+        return 0.0
+    rest = float((histogram.counts[~is_top] * middles[~is_top] ** 2).sum())
+    mean_square = (histogram.sum_squares * histogram.fraction - rest) / number
+    return number * float(np.clip((mean_square - 0.92**2) / (0.985**2 - 0.92**2), 0, 1))
 
 
 def _mass_of_large(histogram: Histogram) -> float:
@@ -347,6 +363,7 @@ RULES = (
         examine=_dead,
         explains={
             "dead-output": _EVERYTHING_AFTER,
+            "odd-block": ("same",),
             "scale-jump": ("upstream",),
             "gradient-stops": ("upstream", "same", "downstream"),
             "does-not-move": ("upstream", "same", "downstream"),

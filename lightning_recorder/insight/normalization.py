@@ -123,6 +123,6 @@ RULES = (
         next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
         false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
         examine=_running_statistics,
-        explains={"train-differs": ("any",)},
+        explains={"train-differs": ("any",), "odd-block": ("same",)},
     ),
 )

@@ -17,6 +17,27 @@ __all__ = ["OddBlock", "odd_blocks"]
 
 _FEWEST = 8  # blocks of a list
 _BLOCK = "another block"
+# Settings and functions that change sizes, as a block does that halves the resolution.
+_GEOMETRY = frozenset(
+    (
+        *("", "in_features", "out_features", "num_features", "num_groups", "normalized_shape", "output_size"),
+        *("stride", "padding", "kernel_size", "dilation", "groups", "scale_factor"),
+    )
+)
+_RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
+# Functions that make a mistake if one block alone calls them. Another one may be the design of this block.
+_DOUBTFUL = frozenset(
+    (
+        *("mul", "div", "add", "sub", "neg", "detach", "clamp", "round"),
+        *("flatten", "unflatten", "reshape", "view", "transpose", "permute"),
+    )
+)
+_MASKS = frozenset(
+    (
+        *("ones", "zeros", "full", "arange", "tril", "triu", "or", "and", "xor", "not", "invert", "eq", "ne"),
+        *("lt", "le", "gt", "ge", "logical_or", "logical_and", "logical_not", "ones_like", "zeros_like", "full_like"),
+    )
+)
 _MOST_KINDS = 3  # of calls that differ: a block of another design differs in more
 
 _Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
@@ -33,6 +54,8 @@ class OddBlock:
         others: The number of the other blocks.
         what: The difference, in words.
         source: The line of code of a call that the block has and the others lack, or the other way around.
+        may_be_design: True if the block only calls functions or modules that the others do not, or makes another mask.
+            It may be of another kind by design, such as one with global attention.
     """
 
     module: str
@@ -40,13 +63,14 @@ class OddBlock:
     others: int
     what: str
     source: str = ""
+    may_be_design: bool = False
 
 
 def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
     """Return the blocks that compute something else than all other blocks of their list, which are equal.
 
-    The modules must be of the same class, with as many parameters, and each must feed the next one. The first and the
-    last block may differ from the others and are never named, because they often have other neighbors. A difference
+    The modules must be of the same class, with layers of the same sizes, and each must feed the next one. The first and
+    the last block may differ from the others and are never named, because they often have other neighbors. A difference
     that one of them has, too, is left out, since designs alternate between two kinds of blocks.
     """
     parts = MutableGraph(graph)
@@ -66,14 +90,13 @@ def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
 
 def _lists(graph: Graph) -> Iterator[list[list[Node]]]:
     """Yield the calls of the modules of each list, in the order of their numbers."""
-    lists: dict[tuple[int | None, str, str, int], dict[int, list[Node]]] = defaultdict(dict)
+    lists: dict[tuple[int | None, str, str], dict[int, list[Node]]] = defaultdict(dict)
     for node in graph.nodes:
         if node.kind in ("backward", "optimizer"):
             break
         name = _list_of(node)
         if node.kind == "module" and name != node.name:
-            place = node.parent, name, node.type_name, node.total_parameters
-            lists[place].setdefault(int(node.name[len(name) :]), []).append(node)
+            lists[node.parent, name, node.type_name].setdefault(int(node.name[len(name) :]), []).append(node)
     for calls in lists.values():
         if len(calls) >= _FEWEST:
             yield [calls[number] for number in sorted(calls)]
@@ -190,25 +213,48 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     kinds = {item[:3] for item in differing}
     # A loop over the chosen experts calls all functions of its body more or fewer times.
     is_loop = len(kinds) > 1 and here.keys() == there.keys()
+    if here == Counter({item: 2 * number for item, number in there.items()}):
+        yield OddBlock(block.name, block.name, len(blocks.blocks) - 1, "it calls everything twice")
+        return
+    if not differing and block.total_parameters != usual.total_parameters:
+        return
     at_the_ends = any(end[item] == here[item] for end in ends for item in differing)
     if is_loop or at_the_ends or len(kinds) > _MOST_KINDS:
         return
     extra = {item for item in differing if here[item] > there[item]}
     missing = {item for item in differing if there[item] > here[item]}
+    changed = _changed(extra, missing)
+    is_resized = any(_settings_of(*pair) <= _GEOMETRY for pair in changed) or any(
+        word in item[1].lower() for item in differing for word in _RESIZES
+    )
+    if is_resized:
+        return
+    adds = not missing and any(item[2] or item[1] not in _DOUBTFUL for item in extra)
+    may_be_design = adds or (bool(kinds) and not changed and all(item[1] in _MASKS for item in differing))
     source = blocks.source(block, usual, extra) or blocks.source(usual, block, missing)
     around = [item[2] or item[0] for item in differing]
     module = block.name + (_common(around) if around else "")
-    yield OddBlock(module, block.name, len(blocks.blocks) - 1, _words(extra, missing), source)
+    yield OddBlock(module, block.name, len(blocks.blocks) - 1, _words(extra, missing), source, may_be_design)
+
+
+def _changed(extra: Set[_Item], missing: Set[_Item]) -> list[tuple[_Item, _Item]]:
+    """Return the calls that only differ in their settings, here and in the usual block."""
+    alike = {item[:3]: item for item in missing}
+    return sorted((item, alike[item[:3]]) for item in extra if item[:3] in alike)
+
+
+def _settings_of(here: _Item, there: _Item) -> set[str]:
+    """Return the names of the settings in which two calls differ."""
+    one, other = dict(here[3]), dict(there[3])
+    return {name for name in one | other if one.get(name) != other.get(name)}
 
 
 def _words(extra: Set[_Item], missing: Set[_Item]) -> str:
     """Return the difference between two blocks in words."""
     if not extra and not missing:
         return "it connects the same operations in another way"
-    words = []
-    alike = {item[:3]: item for item in missing}
-    changed = sorted((item, alike[item[:3]]) for item in extra if item[:3] in alike)
-    words += [_setting(here, dict(here[3]), dict(there[3])) for here, there in changed]
+    changed = _changed(extra, missing)
+    words = [_setting(here, dict(here[3]), dict(there[3])) for here, there in changed]
     settings = {item for pair in changed for item in pair}
     for items, verb in ((extra, "calls"), (missing, "does not call")):
         names = [_title(item) for item in sorted(items - settings)]

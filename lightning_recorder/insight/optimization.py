@@ -283,6 +283,7 @@ def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     last = max((order[name] for name in trained if name in order), default=0)
     # Fine-tuning freezes the first layers, or most of them.
     inside = [name for name in frozen if first < order.get(name, -1) < last and name in order]
+    inside = [name for name in inside if trained & evidence.wiring.downstream(name)]
     share = len(frozen) / (len(frozen) + len(trained))
     if inside and share < rule.thresholds["share"]:
         verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
@@ -370,6 +371,7 @@ RULES = (
             "unlike-siblings": ("any",),
             "gradient-stops": ("upstream", "same"),
             "dead-output": ("same", "downstream"),
+            "norm-ineffective": ("downstream",),
         },
     ),
     Rule(

@@ -238,7 +238,12 @@ RULES = (
         next="Pass dim=-1 to the softmax of attention scores.",
         false_alarms="Only scores with two equal last dimensions are examined, and none of those sizes may fit.",
         examine=_wrong_dimension,
-        explains={"softmax-dimension": ("any",), "attention-collapse": ("same",), "train-differs": ("any",)},
+        explains={
+            "softmax-dimension": ("any",),
+            "attention-collapse": ("same",),
+            "train-differs": ("any",),
+            "odd-block": ("same",),
+        },
     ),
     Rule(
         name="learning-rate-too-large",
@@ -290,6 +295,7 @@ RULES = (
                 "dead-output",
                 "constant-weight",
                 "learning-rate-too-large",
+                "learning-rate-outlier",
             ),
             ("any",),
         ),
@@ -329,7 +335,12 @@ RULES = (
         next="Call train() on the module in on_train_start, unless its dropout and statistics are meant to be off.",
         false_alarms="Frozen layers do not count; detection models keep BatchNorm in eval mode on purpose.",
         examine=_eval_mode,
-        explains={"running-statistics": ("any",), "norm-ineffective": ("same",), "train-differs": ("any",)},
+        explains={
+            "running-statistics": ("any",),
+            "norm-ineffective": ("same",),
+            "train-differs": ("any",),
+            "odd-block": ("same",),
+        },
     ),
     Rule(
         name="strong-dropout",
@@ -346,6 +357,7 @@ RULES = (
             "train-differs": ("any",),
             "scale-jump": ("same",),
             "dead-output": ("same",),
+            "odd-block": ("same",),
             "unlike-siblings": ("same", "upstream"),
         },
     ),

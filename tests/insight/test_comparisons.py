@@ -49,6 +49,51 @@ def test_the_forward_pass_comes_before_the_gradients_of_siblings() -> None:
     assert found.verdict.startswith("the rms of the output of blocks.3.out is 0.001")
 
 
+@pytest.mark.parametrize(
+    ("path", "first", "usual", "words"),
+    [
+        ("bias", 5.0, 0.1, "the rms of the vector of blocks.3.fc.bias is 5, 50 × the median of 5 equal modules"),
+        ("bias", 3.0, 0.1, ""),  # vectors of pretrained models differ
+        ("bias", 5.0, 0.0, "the rms of the vector of blocks.3.fc.bias is 5, and 0 in 5 equal modules"),
+        ("weight", 0.0, 0.1, "the rms of the weight of blocks.3.fc is 0, and 0.1 to 0.1 in 5 equal modules"),
+        ("weight", 0.0, 0.0, ""),  # all begin at zero
+    ],
+)
+def test_parameters_that_begin_in_another_way(path: str, first: float, usual: float, words: str) -> None:
+    """The first record of each parameter is compared, which is its initialization."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    shapes = {(name, path): (16, 16) if path == "weight" else (16,) for name in names}
+    values: dict[str, Values] = {
+        f"{name}/{path}": {"rms": [first if name == names[3] else usual, *(0.2 for _ in range(7))]} for name in names
+    }
+    grads: dict[str, Values] = {f"{name}/{path}.grad": {"rms": 1e-3} for name in names}
+    found = run(None, None, values | grads, shapes=shapes, graph=chain(*names))
+    assert brief(found) == [("warning", "unlike-siblings", "blocks.3.fc")] * bool(words)
+    assert all(each.verdict.startswith(words) for each in found)
+
+
+def test_what_a_block_computes_comes_before_a_step_of_the_gradient() -> None:
+    """The block whose output is too large is named, and not the one after it, where the gradient seems to change."""
+    names = [f"blocks.{place}.fc" for place in range(8)]
+    gradients: dict[str, Values] = {name: {"rms": 0.04 if place < 4 else 1e-3} for place, name in enumerate(names)}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    assert brief(run(layers, gradients, graph=chain(*names))) == [("warning", "gradient-step", "blocks.4")]
+    for sick in (3, 4):
+        odd: dict[str, Values] = {**layers, names[sick]: {"rms": 40.0, "std": 1.0}}
+        found = run(odd, gradients, graph=chain(*names))
+        assert brief(found) == [("warning", "unlike-siblings", names[sick])]
+
+
+@pytest.mark.parametrize(("sizes", "alarm"), [([2.0] * 6, True), ([3.5] * 3, False), ([1.7] * 5 + [40.0], False)])
+def test_what_is_a_trend(sizes: list[float], alarm: bool) -> None:
+    """Four blocks are too few, as in each half of a U-Net, and a jump in one block is no trend."""
+    rms = [0.1 * math.prod(sizes[:place]) for place in range(len(sizes) + 1)]
+    names = [f"blocks.{place}.fc" for place in range(len(rms))]
+    layers: dict[str, Values] = {name: {"rms": each} for name, each in zip(names, rms, strict=True)}
+    found = run(layers, graph=chain(*names))
+    assert ("block-trend" in [each.rule for each in found]) == alarm
+
+
 def test_a_trend_over_blocks() -> None:
     """A statistic that doubles from each of six blocks to the next is a finding about the blocks."""
     names = [f"blocks.{number}.fc" for number in range(6)]
@@ -155,6 +200,14 @@ def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -
     other: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": ratio}, "b": {"rms": ratio}}
     found = run(layers, validation=other, graph=chain("a", "norm", "b", norm=kind))
     assert brief(found) == [("warning", "train-differs", "norm")] * alarm
+
+
+def test_other_rows_of_an_embedding() -> None:
+    """Validation data may look up other rows of an embedding."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": 1.0}}
+    for kind, rules in (("Linear", ["train-differs"]), ("Embedding", [])):
+        found = run(layers, validation={"a": {"rms": 3.0}, "b": {"rms": 1.0}}, graph=chain("a", "b", a=kind))
+        assert [each.rule for each in found] == rules
 
 
 def test_a_loss_differs_from_that_of_the_validation() -> None:

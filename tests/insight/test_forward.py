@@ -8,6 +8,7 @@ import pytest
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import Examination
 from lightning_recorder.reductions import Histogram
+from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 
@@ -144,9 +145,28 @@ def test_logits_may_be_large() -> None:
 def test_saturation(kind: str, values: list[float], rule: str) -> None:
     """Values at the ends of the range of an activation are counted in the histograms of the last two records."""
     counts, edges = np.histogram(values, bins=np.linspace(-1, 1, 81))
-    histogram = Histogram(edges, counts, min(values), max(values), sum(values), 1.0)
+    squares = sum(value**2 for value in values)
+    histogram = Histogram(edges, counts, min(values), max(values), sum(values), squares)
     found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
+
+
+@pytest.mark.parametrize(("kind", "low"), [("Tanh", -1.0), ("Sigmoid", 0.0)])
+@pytest.mark.parametrize(("inputs", "alarm"), [((4.0, 0.5), True), ((1.7, 0.1), False), ((0.0, 1.0), False)])
+def test_saturation_below_one(inputs: tuple[float, float], alarm: bool, kind: str, low: float) -> None:
+    """Values from 0.97 on are found in the bin from 0.875 to 1 of a recorded histogram."""
+    generator = np.random.default_rng(0)
+    values = np.maximum(np.tanh(generator.normal(*inputs, 4000)), low + 0.05)
+    counts, edges = np.histogram(values, bins=EDGES)
+    histogram = Histogram(edges, counts, values.min(), values.max(), values.sum(), (values**2).sum())
+    found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
+    assert brief(found) == [("warning", "saturation", "act")] * alarm
+
+
+def test_indices_may_be_zero() -> None:
+    """A module may pass the indices of a batch on, such as those of the elements of atoms."""
+    layers: dict[str, Values] = {"a": {"rms": 0.0, "zero_fraction": 1.0}, "b": {}}
+    assert run(layers, graph=chain("a", "b"), dtype="int64") == []
 
 
 @pytest.mark.parametrize(
@@ -214,7 +234,7 @@ def test_outputs_without_bounds_are_not_saturated(kind: str, path: str, high: fl
     """Values near or beyond 1 are no saturation in the cell state of an LSTM, or in an RNN with a ReLU."""
     examination = Examination(chain("rnn", "head", rnn=kind))
     counts, edges = np.histogram([-0.99, 0.99], bins=np.linspace(-1, 1, 81))
-    histogram = Histogram(edges, counts, -0.99, 0.99, 0.0, 1.0)
+    histogram = Histogram(edges, counts, -0.99, 0.99, 0.0, 2 * 0.99**2)
     values = {"rms": 1.0, "min": -0.99, "max": high}
     site = ("rnn", path)
     for step in (0, 10, 20):

@@ -22,13 +22,18 @@ class Block(nn.Module):
     def __init__(self, mistake: str) -> None:
         super().__init__()
         self.mistake = mistake
-        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8, eps=1.0 if mistake == "eps" else 1e-5)
+        self.norm1 = nn.Identity() if mistake == "identity" else nn.LayerNorm(8)
+        self.norm2 = nn.LayerNorm(8, eps=1.0 if mistake == "eps" else 1e-5)
         self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        width = 24 if mistake == "width" else 16
+        self.fc1, self.fc2 = nn.Linear(8, width), nn.Linear(width, 8)
         self.act = nn.Identity() if mistake == "act" else nn.GELU()
         self.drop = nn.Dropout(0.9 if mistake == "drop" else 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.once(self.once(x)) if self.mistake == "twice" else self.once(x)
+
+    def once(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
         scores = q @ k.mT
         if self.mistake != "no scale":
@@ -86,6 +91,8 @@ X = torch.randn(2, 3, 8)
         ("factor", "", "it calls mul"),
         ("no residual", "", "it does not call add"),
         ("no norm", ".norm2", "it does not call norm2 (LayerNorm)"),
+        ("identity", ".norm1", "it calls norm1 (Identity), and it does not call norm1 (LayerNorm)"),
+        ("twice", "", "it calls everything twice"),
         ("other source", "", "it connects the same operations in another way"),
     ],
 )
@@ -117,6 +124,7 @@ def test_a_mistake_between_the_blocks(around: str, named: str, what: str) -> Non
         Net(dict.fromkeys(range(0, BLOCKS, 2), "dim")),
         Net({4: "no norm", 0: "no norm"}),  # every fourth block, and the last one of the kind is missing
         Net({3: "dim"}, blocks=7),
+        Net({4: "width"}),
     ],
 )
 def test_designs_with_several_kinds_of_blocks(net: nn.Module) -> None:
@@ -168,6 +176,29 @@ def test_lists_of_several_classes() -> None:
     """The last block before those of another class is followed by a block, as the others are."""
     blocks = [Other(nn.Linear(8, 8)) if place in (7, 8) else Block("") for place in range(BLOCKS + 1)]
     assert found(nn.Sequential(*blocks), X) == []
+
+
+class Kinds(nn.Module):
+    """A block that may be of another kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, stride=2 if kind == "stride" else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        if self.kind == "global":
+            y = y + torch.cumsum(y, -1).tril()
+        return y if self.kind == "stride" else x + y
+
+
+@pytest.mark.parametrize(("kind", "severities"), [("stride", []), ("global", ["note"])])
+def test_a_block_of_another_kind(kind: str, severities: list[str]) -> None:
+    """A block that changes the size is part of the design. One that computes more is a note."""
+    net = nn.Sequential(*(Kinds(kind if place == 5 else "") for place in range(BLOCKS)))
+    graph = capture_graph(net, torch.randn(2, 8, 16))
+    assert [each.severity for each in Examination(graph).findings()] == severities
 
 
 def test_the_line_of_code_is_named() -> None:

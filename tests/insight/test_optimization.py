@@ -157,6 +157,22 @@ def test_frozen_modules() -> None:
         assert brief(found) == [(severity, "frozen", name)]
 
 
+def test_a_frozen_layer_without_effect() -> None:
+    """A layer whose result is not used may be frozen on purpose."""
+    names = ("a", "b", "c", "d")
+    missing = {"c": {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    graph = chain(*names)
+    edges = tuple(replace(edge, source=5) if edge.source == 7 else edge for edge in graph.edges)  # from b to d
+    found = run(
+        {name: {} for name in names},
+        None,
+        network("a", "b", "d"),
+        graph=replace(graph, edges=edges),
+        coverage={"parameters": {"modules": missing}},
+    )
+    assert brief(found) == [("note", "frozen", "c")]
+
+
 def test_a_layer_that_no_optimizer_has() -> None:
     """A layer that gets gradients but takes part in no step of an optimizer is a finding."""
     missing = {"b": {"fired": False, "why": "no step: no optimizer that stepped has its parameters"}}
