@@ -32,6 +32,7 @@ from lightning_recorder.errors import (
     warn,
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizStyler, record
+from lightning_recorder.graph.capture.call_arguments import prepare
 from lightning_recorder.graph.renderers.graphviz import check_direction
 from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.portable import Portable, unwrap
@@ -204,6 +205,7 @@ class GraphRecorder(RecorderCallback):
         elif self.stage == "example":
             self._record_example(trainer, pl_module)
         else:
+            prepare()
             self._waiting = True
 
     @override

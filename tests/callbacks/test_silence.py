@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -338,3 +340,23 @@ def test_an_evaluation_without_a_tensor_says_so(says: Says, tmp_path: Path) -> N
     )
     recorder = ActivationRecorder("head", schedule=Schedule(stages="validate"))
     assert says(run(tmp_path, recorder, model=Training(), validation=True)) == ([message], [])
+
+
+def test_a_warning_is_shown_as_often_as_without_recorders(tmp_path: Path) -> None:
+    """Python shows a warning once, unless something changes the filters in between, as a part of torch does."""
+    code = """
+import sys, warnings
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_recorder import default_recorders
+
+class Net(BoringModel):
+    def training_step(self, batch, batch_idx):
+        warnings.warn("shown once", UserWarning)
+        return super().training_step(batch, batch_idx)
+
+callbacks = default_recorders(every_n_train_steps=1)
+Trainer(max_steps=3, default_root_dir=sys.argv[1], callbacks=callbacks, enable_progress_bar=False).fit(Net())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stderr.count("UserWarning: shown once") == 1

@@ -13,7 +13,7 @@ from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
 
-__all__ = ["Given", "describe_arguments", "describe_module", "plain_arguments"]
+__all__ = ["Given", "describe_arguments", "describe_module", "plain_arguments", "prepare"]
 
 _LONGEST = 200  # characters of one value
 _MOST_ENTRIES = 16  # of a tuple
@@ -106,6 +106,15 @@ def _slice(value: slice) -> str:
         "" if each is None else _shown(_without_tensors(each)) for each in (value.start, value.stop, value.step)
     )
     return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def prepare() -> None:
+    """Let torch list the parameters of its functions.
+
+    It sets filters for warnings meanwhile, whereupon Python shows each warning again. Called before a training, this
+    repeats none of the training.
+    """
+    get_testing_overrides()
 
 
 @lru_cache(4096)
