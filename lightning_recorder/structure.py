@@ -36,9 +36,9 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
     """Yield the path and the tensor of every tensor in a nested value.
 
     Supported containers are tuples, named tuples, lists, deques, mappings, dataclasses (including the ``ModelOutput``
-    of transformers), attrs classes, the ``data`` of a ``PackedSequence``, the caches of transformers and classes
-    registered with :func:`register_container`. ``None``, numbers, strings and objects of other types are ignored. A
-    path depends only on the structure, so it is the same at every step.
+    of transformers), attrs classes, the ``data`` of a ``PackedSequence``, the caches of transformers, the graphs and
+    batches of PyTorch Geometric, and classes registered with :func:`register_container`. ``None``, numbers, strings and
+    objects of other types are ignored. A path depends only on the structure, so it is the same at every step.
 
     Args:
         value: The input or output of a module.
@@ -230,6 +230,7 @@ _BUILT_IN: dict[type | str, _Parts] = {
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
     "transformers.cache_utils.Cache": _cache,
+    "torch_geometric.data.data.BaseData": lambda graph: _items(graph.to_dict()),
     "CacheLayerMixin": _CACHE_LAYER,
     "LinearAttentionCacheLayerMixin": _CACHE_LAYER,
 }

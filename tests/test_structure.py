@@ -267,6 +267,17 @@ class Memory(Plain):
     """A user-defined class."""
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch Geometric uses torch.jit
+def test_the_batches_of_pytorch_geometric_are_looked_into() -> None:
+    from torch_geometric.data import Batch, Data, HeteroData  # takes two seconds
+
+    graphs = [Data(x=torch.ones(3, 2), edge_index=torch.zeros(2, 4, dtype=torch.long)) for _ in range(2)]
+    paths = [path for path, _ in iter_tensors(Batch.from_data_list(graphs), "batch")]
+    assert paths == ["batch.x", "batch.edge_index", "batch.batch", "batch.ptr"]
+    several = HeteroData({"user": {"x": ONE}, ("user", "likes", "item"): {"edge_index": TWO}})
+    assert [path for path, _ in iter_tensors(several)] == ["out.user.x", "out[('user', 'likes', 'item')].edge_index"]
+
+
 def test_a_registered_class_is_taken_apart() -> None:
     """The parts of a registered class have the given suffixes and are traversed; subclasses are included."""
     register_container(Memory, lambda memory: [(".read", memory.read), ("[written]", memory.written)])
