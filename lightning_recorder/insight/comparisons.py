@@ -20,9 +20,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["ODD_BLOCK", "RULES", "UNLIKE"]
 
-ODD_BLOCK = "odd-block"
-"""The rule about one of many equal blocks that computes something else."""
-
+ODD_BLOCK = "odd-block"  # the rule about one of many equal blocks that computes something else
 UNLIKE = "unlike-siblings"
 """The rule about one of several modules at the same place of repeated blocks."""
 
@@ -119,7 +117,9 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     of_outputs, _, _, of_gradients, _ = _sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
-        for group in _families(table, values, int(rule.thresholds["fewest"])):
+        # In a U-Net, most of the gradient takes the skip connections.
+        fewest = rule.thresholds["fewest" if table is evidence.activations else "gradients"]
+        for group in _families(table, values, int(fewest)):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
             steps = np.diff(logs)
             if not np.isfinite(logs).all():
@@ -331,12 +331,11 @@ def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
 def _odd(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.odd_blocks:
         inside = [name for name in evidence.wiring.names if f"{name}.".startswith(f"{each.block}.")]
-        verdict = f"{each.block} computes something else than the other {each.others} blocks: {each.what}"
-        if each.source:
-            verdict += f" ({each.source})"
+        source = f" ({each.source})" if each.source else ""
+        verdict = f"{each.block} computes something else than the other {each.others} blocks: {each.what}{source}"
         found = rule.found(evidence, evidence.activations, Site(each.module, ""), verdict)
-        others = tuple(name for name in inside if name != each.module)
-        yield replace(found, severity="note" if each.may_be_design else rule.severity, others=others)
+        severity = "note" if each.may_be_design else rule.severity
+        yield replace(found, severity=severity, others=tuple(name for name in inside if name != each.module))
 
 
 RULES = (
@@ -379,7 +378,7 @@ RULES = (
         name="block-trend",
         severity="warning",
         statistic="a statistic that grows or shrinks from each block to the next",
-        thresholds={"fewest": 6, "total": 30.0, "each": 1.6, "jump": 0.5},
+        thresholds={"fewest": 4, "gradients": 6, "total": 30.0, "each": 1.6, "jump": 0.5},
         persistence=0,
         usual="within a factor of 10 over all blocks",
         why="A wrong factor in a residual connection, or an initialization that does not keep the variance.",

@@ -84,14 +84,17 @@ def test_what_a_block_computes_comes_before_a_step_of_the_gradient() -> None:
         assert brief(found) == [("warning", "unlike-siblings", names[sick])]
 
 
-@pytest.mark.parametrize(("sizes", "alarm"), [([2.0] * 6, True), ([3.5] * 3, False), ([1.7] * 5 + [40.0], False)])
-def test_what_is_a_trend(sizes: list[float], alarm: bool) -> None:
-    """Four blocks are too few, as in each half of a U-Net, and a jump in one block is no trend."""
+@pytest.mark.parametrize("of_gradients", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "alarm"), [([2.0] * 6, {True, False}), ([3.5] * 3, {False}), ([1.7] * 5 + [40.0], set())]
+)
+def test_what_is_a_trend(sizes: list[float], alarm: set[bool], of_gradients: bool) -> None:
+    """Of gradients, four blocks are too few, as in each half of a U-Net. A jump in one block is no trend."""
     rms = [0.1 * math.prod(sizes[:place]) for place in range(len(sizes) + 1)]
     names = [f"blocks.{place}.fc" for place in range(len(rms))]
     layers: dict[str, Values] = {name: {"rms": each} for name, each in zip(names, rms, strict=True)}
-    found = run(layers, graph=chain(*names))
-    assert ("block-trend" in [each.rule for each in found]) == alarm
+    found = run(None if of_gradients else layers, layers if of_gradients else None, graph=chain(*names))
+    assert ("block-trend" in [each.rule for each in found]) == (of_gradients in alarm)
 
 
 def test_a_trend_over_blocks() -> None:
