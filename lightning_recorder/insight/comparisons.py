@@ -117,9 +117,7 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     of_outputs, _, _, of_gradients, _ = _sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
-        # In a U-Net, most of the gradient takes the skip connections.
-        fewest = rule.thresholds["fewest" if table is evidence.activations else "gradients"]
-        for group in _families(table, values, int(fewest)):
+        for group in _families(table, values, int(rule.thresholds["fewest"])):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
             steps = np.diff(logs)
             if not np.isfinite(logs).all():
@@ -128,6 +126,8 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             total = abs(float(logs[-1] - logs[0]))
             is_jump = np.abs(steps).max() > rule.thresholds["jump"] * total  # in one block
             is_trend = bool((steps > each).all() or (steps < -each).all()) and not is_jump
+            # In a U-Net, most of the gradient takes the skip connections.
+            is_trend &= table is evidence.activations or evidence.wiring.is_plain(_blocks([one.name for one in group]))
             if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
                 best = (total, group)
         if best is not None:
@@ -378,7 +378,7 @@ RULES = (
         name="block-trend",
         severity="warning",
         statistic="a statistic that grows or shrinks from each block to the next",
-        thresholds={"fewest": 4, "gradients": 6, "total": 30.0, "each": 1.6, "jump": 0.5},
+        thresholds={"fewest": 4, "total": 30.0, "each": 1.6, "jump": 0.5},
         persistence=0,
         usual="within a factor of 10 over all blocks",
         why="A wrong factor in a residual connection, or an initialization that does not keep the variance.",

@@ -116,6 +116,21 @@ class Wiring:
         """Return the modules that feed a module, directly or through others, and itself."""
         return _reach(name, self.inputs)
 
+    def is_plain(self, blocks: Sequence[str]) -> bool:
+        """Return True if the blocks of a chain have the same neighbors outside of it, but for the first and the last.
+
+        In a U-Net, each block has a skip connection to or from another module.
+        """
+        inside = tuple(f"{block}." for block in blocks)
+
+        def outside(edges: Mapping[str, Sequence[str]], block: str) -> frozenset[str]:
+            names = [name for name in edges if name.startswith(block)]
+            return frozenset(each for name in names for each in edges[name] if not each.startswith(inside))
+
+        feeds = {outside(self.inputs, block) for block in inside[1:]}
+        users = {outside(self.outputs, block) for block in inside[:-1]}
+        return len(feeds) < 2 and len(users) < 2
+
     def leads(self, name: str, to: str) -> bool:
         """Return True if a module feeds another one, directly or through others, or if they are the same."""
         found, todo = {name}, deque([name])

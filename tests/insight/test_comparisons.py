@@ -86,14 +86,29 @@ def test_what_a_block_computes_comes_before_a_step_of_the_gradient() -> None:
 
 @pytest.mark.parametrize("of_gradients", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "alarm"), [([2.0] * 6, {True, False}), ([3.5] * 3, {False}), ([1.7] * 5 + [40.0], set())]
+    ("sizes", "skips", "alarm"),
+    [
+        ([2.0] * 6, False, {True, False}),
+        ([3.5] * 3, False, {True, False}),
+        ([3.5] * 3, True, {False}),
+        ([1.7] * 5 + [40.0], False, set()),
+    ],
 )
-def test_what_is_a_trend(sizes: list[float], alarm: set[bool], of_gradients: bool) -> None:
-    """Of gradients, four blocks are too few, as in each half of a U-Net. A jump in one block is no trend."""
+def test_what_is_a_trend(sizes: list[float], skips: bool, alarm: set[bool], of_gradients: bool) -> None:
+    """A jump in one block is no trend, and neither are gradients that take the skip connections of a U-Net."""
     rms = [0.1 * math.prod(sizes[:place]) for place in range(len(sizes) + 1)]
     names = [f"blocks.{place}.fc" for place in range(len(rms))]
     layers: dict[str, Values] = {name: {"rms": each} for name, each in zip(names, rms, strict=True)}
-    found = run(None if of_gradients else layers, layers if of_gradients else None, graph=chain(*names))
+    before = [f"down.{place}" for place in range(len(names))]
+    graph = chain(*before, *names)
+    ends = (
+        [2 * len(before) + 1 - 2 * place for place in range(len(names))],
+        [2 * len(before) + 3 + 2 * place for place in range(len(names))],
+    )
+    edges = tuple(Edge(*pair) for pair in zip(*ends, strict=True)) if skips else ()
+    graph = replace(graph, edges=(*graph.edges, *edges))
+    layers |= {name: {"rms": 1.0} for name in before}
+    found = run(None if of_gradients else layers, layers if of_gradients else None, graph=graph)
     assert ("block-trend" in [each.rule for each in found]) == (of_gradients in alarm)
 
 
