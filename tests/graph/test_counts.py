@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recorder.graph import Graph, capture_graph, collapse, draw, fit_view, own_tensors, to_text
+from lightning_recorder.graph.renderers.labels import tied_to
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
@@ -137,6 +139,31 @@ def test_own_tensors_of_other_models(make: str, expected: set[str]) -> None:
     drawn = {node.name.rpartition(".")[2] for node in view.nodes if node.kind in ("parameter", "buffer")}
     assert expected <= drawn
     assert all(node.id in used for node in view.nodes if node.kind in ("parameter", "buffer"))
+
+
+@pytest.mark.parametrize(
+    ("order", "calls"),
+    [
+        ("a", ["a (20)"]),
+        ("b", ["b (20)"]),
+        ("ab", ["a (20)", "b (20), tied to a.fc.weight"]),
+        ("ba", ["b (20)", "a (20), tied to b.fc.weight"]),
+    ],
+)
+def test_the_first_call_contains_a_tied_weight(order: str, calls: list[str]) -> None:
+    """A weight belongs to the first called one of its owners, although another one registers it first."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for name in order:
+            x = getattr(net, name)(x)
+        return x
+
+    net = Net(forward, **{name: Net(lambda block, x: block.fc(x).tanh(), fc=linear()) for name in "ab"})
+    net.b.fc.weight = net.a.fc.weight  # type: ignore[union-attr]  # both are layers
+    view = collapse(own_tensors(capture_graph(net, X), 1), 1)
+    assert not [node.name for node in view.nodes if node.kind == "parameter"]
+    found = [node for node in view.module_calls() if node.name]
+    assert [f"{each.name} ({each.total_parameters}){', ' * bool(each.tied)}{tied_to(each)}" for each in found] == calls
 
 
 def test_a_later_call_is_not_tied_to_itself() -> None:

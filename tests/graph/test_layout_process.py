@@ -110,11 +110,11 @@ def test_columns_and_lines_out_of_order() -> None:
     assert without_column_frames(source, {"3"}) == source.replace("cluster_column_3", "column_3")
 
 
-@pytest.mark.parametrize(("name", "is_reordered"), [("Llama", True), ("BART", False)])
+@pytest.mark.parametrize(("name", "is_reordered"), [("Llama", True), ("T5", False)])
 def test_a_picture_without_more_room(name: str, is_reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns are put in order whatever room this takes; lines between them, only if the picture does not grow by much.
 
-    Llama has a reversed column. BART has only a line beside the wrong column.
+    Llama has a reversed column. T5 has only a line beside the wrong column.
     """
     renderer = str(Path(pygraphviz.__file__).parent.parent)  # another dot may order the columns differently
     net, batch, keywords = ARCHITECTURES[name]()

@@ -273,18 +273,18 @@ class TensorOrigins:
     def _add_from_outside(self, tensor: Tensor, own: tuple[Kind, str, int] | None) -> int:
         kind, name, owner = own or ("tensor", "", None)
         call = self._calls[-1]
-        parent = call.node if owner is None or id(call.module) == owner else self._owning_call(name, owner)
+        others = () if owner is None or self.names is None else self.names.aliases(tensor)
+        parent = call.node if owner is None or id(call.module) == owner else self._owning_call((name, *others), owner)
         metas = metas_of([tensor])
         node = self._builder.add(kind, name, parent, metas)
         if kind == "buffer":
             self._buffers[id(tensor)] = node
-        if owner is not None and self.names is not None:
-            self._builder.nodes[node].tied = self.names.aliases(tensor)
+        self._builder.nodes[node].tied = others
         self.known_tensors.bind(tensor, node, meta=metas[0])
         return node
 
-    def _owning_call(self, name: str, owner: int) -> int:
-        """Return the innermost call in progress of the module that owns a tensor, or of a module around the owner.
+    def _owning_call(self, names: Sequence[str], owner: int) -> int:
+        """Return the innermost call in progress of a module that owns a tensor, or of a module around an owner.
 
         A list of parameters is never called itself, nor is a layer of which only the weight is used.
         """
@@ -292,7 +292,7 @@ class TensorOrigins:
             if id(call.module) == owner:
                 return call.node
             called = self._builder.nodes[call.node].name
-            if not called or name.startswith(f"{called}."):
+            if not called or any(name.startswith(f"{called}.") for name in names):
                 return call.node
         return self._calls[-1].node
 

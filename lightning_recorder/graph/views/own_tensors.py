@@ -53,15 +53,22 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
         if edge.source not in gone or gone[edge.source].kind != "parameter":
             continue
         # A later call of a module uses its own parameters, which were recorded in the first call.
-        own = graph[user].kind == "module" and f"{gone[edge.source].name}.".startswith(f"{graph[user].name}.")
+        name = _name_inside(gone[edge.source], graph)
+        own = graph[user].kind == "module" and f"{name}.".startswith(f"{graph[user].name}.")
         if around[edge.source] != user and not own:
-            tied.setdefault(user, {})[gone[edge.source].name] = None
+            tied.setdefault(user, {})[name] = None
     layers = _layers(graph, gone)
     gone |= {tensor.id: tensor for tensors in layers.values() for tensor in tensors}
     kept = [replace(node, tied=tuple(tied[node.id])) if node.id in tied else node for node in graph.nodes]
     kept = [replace(node, parameters=_count(layers[node.id])) if node.id in layers else node for node in kept]
     kept = _before_users(graph, [node for node in kept if node.id not in gone])
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _name_inside(tensor: Node, graph: Graph) -> str:
+    """Return that name of a tied tensor by which the module of the call around it has it."""
+    call = "" if tensor.parent is None else graph[tensor.parent].name
+    return next((name for name in (tensor.name, *tensor.tied) if name.startswith(f"{call}.")), tensor.name)
 
 
 def _layers(graph: Graph, gone: Collection[int]) -> dict[int, list[Node]]:
