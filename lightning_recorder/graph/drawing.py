@@ -64,7 +64,7 @@ def make_dot(
         styler_args: Graphviz attributes for all nodes, and other arguments of the styler.
 
     Raises:
-        ArgumentError: If the depth is negative.
+        ArgumentError: If the depth is negative or the styler is no class.
 
     Example:
         >>> from torch import nn
@@ -74,6 +74,8 @@ def make_dot(
         4
     """
     view = collapse(graph, checked_depth("render_depth", render_depth), leaves=False)
+    if styler_cls is not None and not callable(styler_cls):
+        raise ArgumentError(f"styler_cls must be a subclass of GraphvizStyler, got {styler_cls!r}")
     return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from types import MappingProxyType
 from typing import Any
@@ -160,7 +161,7 @@ class RecordedNet(nn.Module):
         snapshot = ModuleState(modules.values())
         watch = SummaryWatch(modules, snapshot)
         run_without_trace(self._net, watch, snapshot, args, kwargs)
-        self._summary = watch.summary(self._net)
+        self._summary = replace(watch.summary(self._net), columns=self._columns)
         labels = label_calls(watch.calls)
         self._containers = {label: call.name for label, call in labels.items() if not call.number}
         self._calls = {label: call for label, call in labels.items() if call.number}

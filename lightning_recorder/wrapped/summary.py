@@ -98,6 +98,8 @@ class Summary:
     params_bytes: int
     input_bytes: int
     mult_adds: int
+    columns: tuple[str, ...] = DEFAULT_COLUMNS
+    """The columns of the table after the first."""
 
     @property
     def non_trainable_params(self) -> int:
@@ -122,7 +124,7 @@ class Summary:
         *,
         depth: int | None = None,
         recording: Iterable[Label] = (),
-        col_names: Sequence[str] = DEFAULT_COLUMNS,
+        col_names: Sequence[str] | None = None,
     ) -> str:
         """Return the table.
 
@@ -130,7 +132,7 @@ class Summary:
             depth: The maximum depth of the calls that are shown; the totals are those of the whole net.
             recording: The labels named in the last line.
             col_names: The columns after the first, from ``input_size``, ``output_size``, ``num_params``,
-                ``params_percent``, ``mult_adds``, ``kernel_size`` and ``trainable``.
+                ``params_percent``, ``mult_adds``, ``kernel_size`` and ``trainable``; by default ``columns``.
         """
         header, *body = _aligned(self._table(depth, col_names))
         rule = "=" * max(map(len, (header, *body)))
@@ -142,7 +144,7 @@ class Summary:
         *,
         depth: int | None = None,
         recording: Iterable[Label] = (),
-        col_names: Sequence[str] = DEFAULT_COLUMNS,
+        col_names: Sequence[str] | None = None,
     ) -> str:
         """Return the table as HTML, for a notebook; see :meth:`to_text`."""
         header, *body = self._table(depth, col_names)
@@ -157,8 +159,9 @@ class Summary:
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def _table(self, depth: int | None, col_names: Sequence[str]) -> list[tuple[str, ...]]:
+    def _table(self, depth: int | None, col_names: Sequence[str] | None) -> list[tuple[str, ...]]:
         """Return the cells of the table, the titles first."""
+        col_names = self.columns if col_names is None else col_names
         rows = [row for row in self.rows if depth is None or row.label[0] <= depth]
         titles = (_FIRST, *(COLUMNS[name] for name in col_names))
         return [titles, *((tree, *(self._cell(row, name) for name in col_names)) for row, tree in _as_tree(rows))]

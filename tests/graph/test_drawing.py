@@ -165,6 +165,11 @@ def test_infinite_depth_is_no_limit() -> None:
     assert draw(graph, depth=math.inf).view == draw(graph, depth=None).view
 
 
+def test_a_styler_is_a_class() -> None:
+    with pytest.raises(ArgumentError, match="styler_cls must be a subclass of GraphvizStyler, got 'dark'"):
+        make_dot(record(small(), input_data=X), 1, "dark")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("depth", [-1, 1.5, True, "2"])
 def test_depth_of_a_document_is_an_integer_of_at_least_zero(depth: Any, tmp_path: Path) -> None:
     """A negative depth is rejected before the model runs."""

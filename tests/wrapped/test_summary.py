@@ -149,7 +149,9 @@ def test_columns_can_be_chosen() -> None:
     """A table has the columns of ``col_names`` in their order, under torchinfo's names."""
     net = nn.Sequential(nn.Conv2d(3, 8, (3, 2)).requires_grad_(False), nn.Flatten(2), nn.Linear(15, 10))
     wrapped = RecordedNet(net, input_size=(1, 3, 5, 6), col_names=("num_params", "trainable", "kernel_size"))
-    assert COLUMNS in "\n".join(line.rstrip() for line in repr(wrapped).splitlines()) + "\n"
+    for table in (repr(wrapped), str(wrapped.summary)):
+        assert COLUMNS in "\n".join(line.rstrip() for line in table.splitlines()) + "\n"
+    assert "Kernel" in wrapped.summary.to_html()
 
 
 def test_a_notebook_shows_the_table() -> None:
