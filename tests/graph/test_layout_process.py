@@ -119,7 +119,7 @@ def test_a_picture_without_more_room(name: str, is_reordered: bool, monkeypatch:
     renderer = str(Path(pygraphviz.__file__).parent.parent)  # another dot may order the columns differently
     net, batch, keywords = ARCHITECTURES[name]()
     with torch.no_grad():
-        source = draw(capture_graph(net, *batch, **keywords)).visual_graph.source
+        source = draw(capture_graph(net, *batch, **keywords), depth=4).visual_graph.source
     layout = json.loads(layout_process.draw(renderer, source, ["json0"])[0])
     assert any(calls_out_of_order(source, layout))
     _, ordered = layout_process.with_columns_in_order(renderer, source, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
 # The number of nodes up to which a picture is easy to read and has room for functions that only move values.
 _COMFORTABLE = 60
+# The number of closed calls that are opened as examples, and the size of a graph up to which this takes little time.
+_MOST_TRIALS, _MOST_OPENED = 8, 4000
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
@@ -34,8 +37,10 @@ def fit_view(
 
     Isolated tensors, and the parameters and buffers of closed calls, are removed and repeated blocks are folded. Then
     the greatest depth at which the view fits is used. Without ``depth``, a module with more than half of the parameters
-    is opened further as long as the view fits. If a view has more than 60 nodes, functions that compute nothing
-    (:data:`PLUMBING`) are hidden and ops with unused results are removed.
+    is opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
+    each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If a view has
+    more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are hidden and ops with unused results are
+    removed.
 
     Args:
         graph: A recorded graph.
@@ -80,7 +85,32 @@ def fit_view(
         opened |= more
         further, fits = fitting(level, opened)
         view = further if fits else view
+    trials = _MOST_TRIALS if depth is None and fits and 2 * len(drawn_nodes(view)) < max_nodes else 0
+    refused = set[str]()
+    while trials and len(graph.nodes) <= _MOST_OPENED and (example := _example(view, whole, refused)):
+        trials -= 1
+        refused.add(_kind(graph[min(example)]))
+        further, fits = fitting(level, opened | example)
+        if fits and 3 * len(drawn_nodes(further)) <= 2 * max_nodes:
+            view, opened = further, opened | example
     return view
+
+
+def _example(view: Graph, whole: Graph, refused: Set[str]) -> frozenset[int]:
+    """Return the first closed call of a view of a kind that is nowhere open, with all calls that are equal to it."""
+    parents = {node.parent for node in view.nodes}
+    known = refused | {_kind(call) for call in view.module_calls() if call.id in parents}
+    calls = {call.parent for call in whole.module_calls()}
+    for call in view.module_calls():
+        if call.id not in parents and call.id in calls and _kind(call) not in known:
+            forms = contents_of(whole)
+            return frozenset(each.id for each in whole.module_calls() if forms[each.id] == forms[call.id])
+    return frozenset()
+
+
+def _kind(call: Node) -> str:
+    """Return what the blocks of a list have in common."""
+    return f"{call.type_name} {re.sub('[0-9]+', '#', call.name)}"
 
 
 def _largest(graph: Graph, level: int, opened: Set[int]) -> set[int]:

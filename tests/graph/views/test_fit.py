@@ -137,6 +137,35 @@ def test_fit_opens_all_calls_of_the_module_with_most_parameters() -> None:
         assert len(set(inside)) == 1, limit
 
 
+def test_fit_opens_an_example_of_each_kind_of_block() -> None:
+    """In a view with room for more, the first block of each kind is open, with those that are equal to it."""
+    kinds = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU)
+
+    def inner(width: int) -> nn.Module:
+        return nn.Sequential(linear(4, width), *(kind() for kind in kinds), linear(width, 4))
+
+    def residual(width: int) -> nn.Module:
+        return Net(lambda net, x: x + net.inner(x), inner=inner(width))
+
+    widths = (1, 2, 1, *range(3, 12))
+    net = nn.Sequential(*map(residual, widths))
+    net.append(nn.Sequential(*(Net(lambda net, x: net.body(x).exp(), body=inner(width)) for width in (21, 22))))
+    graph = without(capture_graph(net, X), ["output"])
+
+    def opened(limit: int, depth: int | None = None) -> list[str]:
+        view = fit_view(graph, limit, depth)
+        parents = {node.parent for node in view.nodes}
+        return [
+            call.name for call in view.module_calls() if call.id in parents and call.name.endswith(("inner", "body"))
+        ]
+
+    assert opened(200)[:4] == ["0.inner", "1.inner", "2.inner", "3.inner"]
+    assert opened(80) == ["0.inner", "2.inner", "12.0.body"]
+    assert opened(80, depth=2) == []
+    closed = len(drawn_nodes(fit_view(graph, 80, 2)))
+    assert opened(2 * closed) == []  # the closed view fills half of the room
+
+
 def backbone() -> nn.Module:
     """Return a network with a residual block."""
     layers = nn.Sequential(linear(4, 9), linear(9, 4))
