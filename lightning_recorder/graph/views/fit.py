@@ -12,7 +12,7 @@ from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
-from lightning_recorder.graph.views.own_tensors import own_tensors
+from lightning_recorder.graph.views.own_tensors import own_tensors, with_copies
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
@@ -40,7 +40,7 @@ def fit_view(
     is opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
     each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If a view has
     more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are hidden and ops with unused results are
-    removed.
+    removed. If not even the smallest view fits, a parameter or buffer that two loops use is drawn in each of them.
 
     Args:
         graph: A recorded graph.
@@ -77,6 +77,9 @@ def fit_view(
             break
         deeper = view.nodes
     else:
+        copied = with_copies(graph) if fold else graph
+        if copied is not graph:
+            return fit_view(copied, max_nodes, depth, fold=fold, leaves=leaves, parameters=parameters)
         return truncate(view, max_nodes)
     opened = frozenset[int]()
     while depth is None and fits and (more := _largest(whole, level, opened)):

@@ -10,9 +10,10 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.views.collapse import closed_calls
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["own_tensors"]
+__all__ = ["own_tensors", "with_copies"]
 
 _MODEL_TENSORS = ("parameter", "buffer")
+_FAR = 40  # nodes between two uses of a tensor that are not in one step of a loop
 _OF_LAYERS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -63,6 +64,39 @@ def own_tensors(graph: Graph, depth: int | None = None, opened: Set[int] = froze
     kept = [replace(node, parameters=_count(layers[node.id])) if node.id in layers else node for node in kept]
     kept = _before_users(graph, [node for node in kept if node.id not in gone])
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def with_copies(graph: Graph) -> Graph:
+    """Return a graph with a copy of a parameter or buffer for each later use, or the graph itself if there is none.
+
+    A later use is in the second of two loops over a list of tensors: with many nodes since the use before, and with
+    uses of other tensors among them. Each loop can then be folded on its own. A copy has the name of its tensor.
+    """
+    targets: dict[int, set[int]] = {}
+    for edge in graph.edges:
+        if graph[edge.source].kind in _MODEL_TENSORS:
+            targets.setdefault(edge.source, set()).add(edge.target)
+    uses = sorted((target, source) for source, several in targets.items() if len(several) > 1 for target in several)
+    place: dict[tuple[int, int], int] = {}
+    before: dict[int, list[Node]] = {}
+    latest: dict[int, tuple[int, int]] = {}  # the copy and the target of the latest use
+    free = max(node.id for node in graph.nodes) + 1
+    last = None
+    for target, source in uses:
+        copy, use = latest.get(source, (source, target))
+        if last != source and target - use > _FAR:
+            copy, free = free, free + 1
+            around = graph[target]
+            before.setdefault(target, []).append(
+                replace(graph[source], id=copy, parent=around.parent, depth=around.depth)
+            )
+        latest[source], last = (copy, target), source
+        place[source, target] = copy
+    if not before:
+        return graph
+    edges = (replace(edge, source=place.get((edge.source, edge.target), edge.source)) for edge in graph.edges)
+    nodes = (each for node in graph.nodes for each in (*before.get(node.id, ()), node))
+    return replace(graph, nodes=tuple(nodes), edges=tuple(edges))
 
 
 def _name_inside(tensor: Node, graph: Graph) -> str:

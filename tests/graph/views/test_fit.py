@@ -239,6 +239,35 @@ def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
         assert_sound(view)
 
 
+class Quantizer(nn.Module):
+    """A residual quantizer: each codebook takes what the ones before leave, and a second loop looks the codes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = nn.ParameterList(torch.randn(5, 4) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = []
+        for book in self.books:
+            codes.append(torch.cdist(x, book).neg().argmax(-1))
+            x = x - nn.functional.embedding(codes[-1], book).tanh()
+        total = torch.zeros(())
+        for code, book in zip(codes, self.books, strict=True):
+            total = total + nn.functional.embedding(code, book).sum().exp()
+        return total
+
+
+def test_tensors_that_two_loops_use_are_drawn_in_each_if_there_is_no_room() -> None:
+    """Both loops are folded, and nothing is left out."""
+    graph = capture_graph(Quantizer(), X)
+    view = fit_view(graph, 40)
+    assert [node.repeats for node in view.nodes if node.repeats > 1] == [12, 12]
+    assert [node.name for node in view.nodes if node.kind == "parameter"] == ["books.0"] * 2
+    assert not [node.name for node in view.nodes if "more" in node.name]
+    whole = [node.name for node in fit_view(graph, 200).nodes if node.kind == "parameter"]
+    assert len(set(whole)) == len(whole)
+
+
 def test_fit_of_equal_layers_is_one_layer() -> None:
     """300 equal consecutive layers are one, with their number."""
     assert outline(fit_view(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input first, 0 ×299 next"
