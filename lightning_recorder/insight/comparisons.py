@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.backward import gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats, Table
-from lightning_recorder.insight.wiring import families
+from lightning_recorder.insight.siblings import FORWARD, LIMITS, all_outliers, blocks_of, families_of, sibling_values
+from lightning_recorder.insight.table import Floats
 from lightning_recorder.names import site_title
 from lightning_recorder.taps import Site
 
@@ -24,46 +24,11 @@ ODD_BLOCK = "odd-block"  # the rule about one of many equal blocks that computes
 UNLIKE = "unlike-siblings"
 """The rule about one of several modules at the same place of repeated blocks."""
 
-_FORWARD = 3  # the number of the statistics of the forward pass, in which siblings are compared first
-_ZERO = 1e-6  # a parameter of this rms or less is zero
-_LIMITS = {"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0, "vector": 4.0}
-
-
-def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
-    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
-
-    The first three are of the forward pass and may be causes of the others.
-    """
-    weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
-    activations, parameters = evidence.activations, evidence.parameters
-    yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
-    first = {site: parameters.column(site, "rms")[0] for site in weights}
-    yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
-    others = (each.site for each in evidence.tensors if each.site not in weights)
-    first = {site: parameters.column(site, "rms")[0] for site in others}
-    yield parameters, "rms", "rms of the vector", {site: float(found[0]) for site, found in first.items() if len(found)}
-    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
-    ratios = evidence.medians(parameters, "update_ratio")
-    yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
-
-
-def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
-    return {site: value for site, value in values.items() if site.path == "out"}
-
-
-def _families(table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
-    by_path: dict[str, dict[str, object]] = {}
-    for site in values:
-        by_path.setdefault(site.path, {})[site.name] = table.shapes[table.places[site]]
-    for path, keys in by_path.items():
-        for names in families(keys, fewest):
-            yield [Site(name, path) for name in names]
-
 
 def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     forward: dict[Site, list[Finding]] = {}
     backward: dict[Site, list[Finding]] = {}
-    for kind, table, statistic, words, site, value, others in _all_outliers(evidence):
+    for kind, table, statistic, words, site, value, others in all_outliers(evidence):
         factor, span = float(value / np.median(others)), f"{others.min():.3g} to {others.max():.3g}"
         name = f"{site.name}.{site.path}" if words.endswith("vector") else site.name
         verdict = f"the {words} of {name} is {value:.3g}, "
@@ -72,7 +37,7 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         else:
             verdict += f"and {span if factor == 0 else 0} in {len(others)} equal modules"
         found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
-        (forward if kind < _FORWARD else backward).setdefault(site, []).append(found)
+        (forward if kind < FORWARD else backward).setdefault(site, []).append(found)
     order = evidence.wiring.order
     # A gradient comes from the modules behind, so the last module is the nearest to the cause.
     first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
@@ -81,43 +46,11 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield max(several, key=lambda each: abs(np.log(each.numbers["factor"])))
 
 
-def _all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
-    """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values."""
-    for kind, (table, statistic, words, values) in enumerate(_sibling_values(evidence)):
-        for group in _families(table, values, int(_LIMITS["fewest"])):
-            for site, value, others in _outliers(values, group, words):
-                yield kind, table, statistic, words, site, value, others
-
-
-def _outliers(values: Mapping[Site, float], group: list[Site], words: str) -> Iterator[tuple[Site, float, Floats]]:
-    known = np.array([values[site] for site in group])
-    wider = _LIMITS["vector"] if words.endswith("vector") else 1.0
-    # Nothing but the largest and the smallest value can be far from all others.
-    for place in sorted({int(known.argmin()), int(known.argmax())}):
-        site, value, others = group[place], float(known[place]), np.delete(known, place)
-        if not np.isfinite(known).all():
-            continue
-        is_end = place in (0, len(group) - 1)
-        if not (value > 0 and (others > 0).all()):
-            # A parameter that begins at zero, or the only one that does not.
-            is_one = (others > _ZERO).all() if value == 0 else value > _ZERO and not others.any()
-            if is_one and not is_end and words.endswith(("weight", "vector")):
-                yield site, value, others
-            continue
-        # The first and the last block have other neighbors, so more is normal there.
-        factor = wider * (_LIMITS["at_the_end"] if is_end else 1.0)
-        middle, limit, margin = float(np.median(others)), _LIMITS["factor"] * factor, _LIMITS["margin"] * factor
-        if (value > limit * middle and value > margin * others.max()) or (
-            value * limit < middle and value * margin < others.min()
-        ):
-            yield site, value, others
-
-
 def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    of_outputs, _, _, of_gradients, _ = _sibling_values(evidence)
+    of_outputs, _, _, of_gradients, _ = sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
-        for group in _families(table, values, int(rule.thresholds["fewest"])):
+        for group in families_of(evidence, table, values, int(rule.thresholds["fewest"])):
             logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
             steps = np.diff(logs)
             if not np.isfinite(logs).all():
@@ -127,7 +60,9 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             is_jump = np.abs(steps).max() > rule.thresholds["jump"] * total  # in one block
             is_trend = bool((steps > each).all() or (steps < -each).all()) and not is_jump
             # In a U-Net, most of the gradient takes the skip connections.
-            is_trend &= table is evidence.activations or evidence.wiring.is_plain(_blocks([one.name for one in group]))
+            is_trend &= table is evidence.activations or evidence.wiring.is_plain(
+                blocks_of([one.name for one in group])
+            )
             if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
                 best = (total, group)
         if best is not None:
@@ -138,7 +73,7 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"{group[-1].name}"
             )
             found = rule.found(evidence, table, group[-1], verdict, statistic=statistic, first=first, last=last)
-            blocks = _blocks([site.name for site in group])
+            blocks = blocks_of([site.name for site in group])
             yield replace(found, module=blocks[-1], others=tuple(blocks[:-1]))
             return
 
@@ -149,7 +84,7 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     steps: dict[str, list[tuple[Site, float, float]]] = {}
     groups = [
         group
-        for group in _families(evidence.gradients, norms, int(rule.thresholds["fewest"]))
+        for group in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
         if _is_chain(evidence, group)
     ]
     for group in groups:
@@ -157,11 +92,11 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         place = int(np.argmax(np.abs(growth)))
         others = float(np.abs(np.delete(growth, place)).max())
         if abs(growth[place]) - others > np.log(rule.thresholds["factor"]):
-            blocks = _blocks([site.name for site in group])
+            blocks = blocks_of([site.name for site in group])
             # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
-    sick = [site.name for kind, _, _, _, site, _, _ in _all_outliers(evidence) if kind < _FORWARD]
+    sick = [site.name for kind, _, _, _, site, _, _ in all_outliers(evidence) if kind < FORWARD]
     for block, found in steps.items():
         # What a block computes is nearer to the cause than its gradients.
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
@@ -172,14 +107,14 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for group in groups:
         found_before = _before_first(rule, evidence, norms, group)
         if found_before is not None:
-            yield _grown(rule, evidence, _blocks([site.name for site in group])[0], *found_before)
+            yield _grown(rule, evidence, blocks_of([site.name for site in group])[0], *found_before)
             return
 
 
 def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
     """Yield the name of the block before a block, with a dot."""
     for group in groups:
-        names = _blocks([site.name for site in group])
+        names = blocks_of([site.name for site in group])
         if block in names[1:]:
             yield f"{names[names.index(block) - 1]}."
 
@@ -212,7 +147,7 @@ def _before_first(
     feed the second block.
     """
     table, wiring = evidence.gradients, evidence.wiring
-    blocks = _blocks([site.name for site in group])
+    blocks = blocks_of([site.name for site in group])
     inside = tuple(f"{block}." for block in blocks)
     feeds = [wiring.inputs[name] for name in wiring.outputs.get(group[0].name, ()) if name.startswith(inside[1])]
     stems = {Site(name, "out") for names in feeds for name in names if not name.startswith(inside)}
@@ -233,13 +168,6 @@ def _before_first(
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
     """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
     return all(evidence.wiring.leads(site.name, after.name) for site, after in pairwise(group))
-
-
-def _blocks(names: list[str]) -> list[str]:
-    """Return the names of the blocks that modules at the same place of them belong to."""
-    parts = [name.split(".") for name in names]
-    place = next(place for place, each in enumerate(zip(*parts, strict=True)) if len(set(each)) > 1)
-    return [".".join(each[: place + 1]) for each in parts]
 
 
 def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -330,12 +258,11 @@ def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
 
 def _odd(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.odd_blocks:
-        inside = [name for name in evidence.wiring.names if f"{name}.".startswith(f"{each.block}.")]
         source = f" ({each.source})" if each.source else ""
         verdict = f"{each.block} computes something else than the other {each.others} blocks: {each.what}{source}"
         found = rule.found(evidence, evidence.activations, Site(each.module, ""), verdict)
         severity = "note" if each.may_be_design else rule.severity
-        yield replace(found, severity=severity, others=tuple(name for name in inside if name != each.module))
+        yield replace(found, severity=severity)
 
 
 RULES = (
@@ -353,7 +280,7 @@ RULES = (
         examine=_odd,
         explains={
             **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),
-            **dict.fromkeys(("unlike-siblings", "scale-jump", "saturation"), ("same", "downstream")),
+            **dict.fromkeys(("unlike-siblings", "scale-jump", "saturation"), ("same",)),
             **dict.fromkeys(("norm-ineffective", "attention-collapse"), ("same",)),
         },
     ),
@@ -425,7 +352,7 @@ RULES = (
         name=UNLIKE,
         severity="warning",
         statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
-        thresholds=_LIMITS,
+        thresholds=LIMITS,
         persistence=0,
         usual="within a factor of 4 of the others",
         why="This block is initialized, loaded, wired or trained in another way than the others.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -211,13 +212,19 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     # A zero stops the gradients of the factors that it is multiplied with.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     is_same = effect.module in (cause.module, *cause.others)
-    if effect.rule == ODD_BLOCK:  # which may name the block around the cause
-        is_same |= cause.module.startswith(f"{effect.module}.")
+    if ODD_BLOCK in (cause.rule, effect.rule):  # which may name a module in the same block, or the block
+        is_same |= f"{cause.module}.".startswith(_block(effect)) or f"{effect.module}.".startswith(_block(cause))
     return (
         ("same" in where and is_same)
         or ("upstream" in where and effect.module in wiring.upstream(cause.module) | partners)
         or ("downstream" in where and effect.module in wiring.downstream(cause.module))
     )
+
+
+def _block(finding: Finding) -> str:
+    """Return the innermost numbered module around the module of a finding, or else the module, with a dot."""
+    found = re.match(r"(.*\.)?[0-9]+\.", f"{finding.module}.")
+    return found[0] if found else f"{finding.module}."
 
 
 def _with(cause: Finding, effect: Finding) -> Finding:

@@ -19,7 +19,8 @@ from lightning_recorder.taps import Site
 __all__ = ["RULES", "weight_gain"]
 
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
-_BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+_FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
+_BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
 _RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
 _LARGE_UPDATE = 0.1  # relative to the size of the weight
@@ -96,7 +97,7 @@ def _from(since: int, steps: NDArray[np.int64]) -> str:
 
 
 def _share_rule(
-    kinds: tuple[str, ...], share: Callable[[Histogram], float], text: str
+    kinds: tuple[str, ...], share: Callable[[Histogram], float], text: str, limit: str = "share"
 ) -> Callable[[Rule, Evidence], Iterator[Finding]]:
     """Return a rule on the share of a histogram, in the last records of modules of some classes."""
 
@@ -108,7 +109,7 @@ def _share_rule(
             if evidence.type_of(site.name) in _RNNS and _largest(table, site) > 1:
                 continue
             shares = [share(each) for each in table.histograms(site)]
-            if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
+            if len(shares) >= rule.persistence and min(shares) > rule.thresholds[limit]:
                 verdict = text.format(name=site_title(*site), share=shares[-1])
                 yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
 
@@ -137,16 +138,16 @@ def _middles(histogram: Histogram) -> Floats:
 
 
 def _at_the_bounds(histogram: Histogram) -> float:
-    return _near_one(histogram) / max(histogram.count, 1)
+    return float(histogram.counts[np.abs(_middles(histogram)) >= 0.95].sum() / max(histogram.count, 1))
 
 
 def _at_the_ends(histogram: Histogram) -> float:
-    low = float(histogram.counts[_middles(histogram) <= 0.03].sum())
-    return (low + _near_one(histogram)) / max(histogram.count, 1)
+    middles = _middles(histogram)
+    return float(histogram.counts[(middles <= 0.005) | (middles >= 0.95)].sum() / max(histogram.count, 1))
 
 
-def _near_one(histogram: Histogram) -> float:
-    """Estimate the number of values whose magnitude is 0.97 or more.
+def _near_the_bounds(histogram: Histogram) -> float:
+    """Estimate the share of values whose magnitude is 0.97 or more.
 
     A bin reaches from 0.875 to 1. Its mean square, what the other bins leave of the sum of squares, tells how many of
     its values are near its upper end.
@@ -158,7 +159,7 @@ def _near_one(histogram: Histogram) -> float:
         return 0.0
     rest = float((histogram.counts[~is_top] * middles[~is_top] ** 2).sum())
     mean_square = (histogram.sum_squares * histogram.fraction - rest) / number
-    return number * float(np.clip((mean_square - 0.92**2) / (0.985**2 - 0.92**2), 0, 1))
+    return number / histogram.count * float(np.clip((mean_square - 0.92**2) / (0.985**2 - 0.92**2), 0, 1))
 
 
 def _mass_of_large(histogram: Histogram) -> float:
@@ -168,13 +169,20 @@ def _mass_of_large(histogram: Histogram) -> float:
 
 def _saturated(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     text = "{share:.0%} of the outputs of {name} are at the ends of their range"
-    last = evidence.wiring.outputs
-    for found in _share_rule(_BOUNDED, _at_the_bounds, text)(rule, evidence):
-        yield found
-    for found in _share_rule(_GATES, _at_the_ends, text)(rule, evidence):
-        # A sigmoid that nothing follows is a classifier, which should be sure.
-        if not evidence.wiring.has_graph or last.get(found.module):
-            yield found
+    found = [
+        *_share_rule(_BOUNDED, _at_the_bounds, text)(rule, evidence),
+        *_share_rule(_GATES, _at_the_ends, text)(rule, evidence),
+    ]
+    known = {each.module for each in found}
+    # Memory and gates learn to be sure, so values near the ends only count if they were there from the start.
+    for each in _share_rule((*_FUNCTIONS, *_GATES), _near_the_bounds, text, "nearly")(rule, evidence):
+        begin = evidence.activations.column(Site(each.module, each.path), "rms")[0]
+        if each.module not in known and begin[0] >= rule.thresholds["first"]:
+            found.append(each)
+    for each in found:
+        is_activation = evidence.type_of(each.module) in (*_FUNCTIONS, *_GATES)
+        if not (evidence.wiring.has_graph and is_activation) or evidence.wiring.outputs.get(each.module):
+            yield each  # no prediction, which should be sure
 
 
 def weight_gain(evidence: Evidence, name: str, path: str = "weight") -> float | None:
@@ -385,13 +393,13 @@ RULES = (
     Rule(
         name="saturation",
         severity="warning",
-        statistic="share of the outputs of tanh, LSTM or sigmoid at the ends of the range: |y| ≥ 0.97, or ≤ 0.03",
-        thresholds={"share": 0.4},
+        statistic="share of the outputs of tanh, LSTM or sigmoid at the ends of the range, or near them from the start",
+        thresholds={"share": 0.4, "nearly": 0.9, "first": 0.9},
         persistence=2,
         usual="at most 0.2",
         why="The inputs of the activation are too large, so that its derivative is almost zero.",
         next="Scale down the weights of the layer before it, normalize its inputs, or lower the learning rate.",
-        false_alarms="A sigmoid that nothing follows is left out.",
+        false_alarms="Activations that nothing follows are left out, and values of 0.97 to 1 that training has made.",
         examine=_saturated,
         explains={
             "saturation": ("any",),

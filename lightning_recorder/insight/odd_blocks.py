@@ -28,7 +28,7 @@ _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle
 # Functions that make a mistake if one block alone calls them. Another one may be the design of this block.
 _DOUBTFUL = frozenset(
     (
-        *("mul", "div", "add", "sub", "neg", "detach", "clamp", "round"),
+        *("mul", "div", "sub", "neg", "detach", "clamp", "round"),
         *("flatten", "unflatten", "reshape", "view", "transpose", "permute"),
     )
 )
@@ -130,7 +130,7 @@ def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
         place = counts.index(rest[0][0])
         if 0 < place < len(counts) - 1:
             name, times = calls[place][0].name, rest[0][0]
-            yield OddBlock(name, name, many, f"it is called {times} time{'s' * (times != 1)}, and they {usual}")
+            yield OddBlock(name, name, many, f"it is called {times} time{'s' * (times != 1)}, and the others {usual}")
 
 
 class _Blocks:
@@ -230,7 +230,13 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     if is_resized:
         return
     adds = not missing and any(item[2] or item[1] not in _DOUBTFUL for item in extra)
-    may_be_design = adds or (bool(kinds) and not changed and all(item[1] in _MASKS for item in differing))
+    # Layers of another class, or none, are made so when the model is built.
+    learned = {
+        blocks.item(node, block) for node in blocks.calls(block) if node.kind == "module" and node.total_parameters
+    }
+    has_less = not extra and block.total_parameters < usual.total_parameters
+    masks = bool(kinds) and all(item[1] in _MASKS for item in differing)
+    may_be_design = not changed and (adds or masks or has_less or not learned.isdisjoint(extra))
     source = blocks.source(block, usual, extra) or blocks.source(usual, block, missing)
     around = [item[2] or item[0] for item in differing]
     module = block.name + (_common(around) if around else "")
@@ -256,6 +262,11 @@ def _words(extra: Set[_Item], missing: Set[_Item]) -> str:
     changed = _changed(extra, missing)
     words = [_setting(here, dict(here[3]), dict(there[3])) for here, there in changed]
     settings = {item for pair in changed for item in pair}
+    classes = {item[2]: item for item in missing - settings if item[2]}
+    for item in sorted(extra - settings):
+        if (other := classes.get(item[2])) is not None:
+            settings |= {item, other}
+            words.append(f"its {item[2].removeprefix('.')} is {item[1]} and not {other[1]}")
     for items, verb in ((extra, "calls"), (missing, "does not call")):
         names = [_title(item) for item in sorted(items - settings)]
         if names:
@@ -320,7 +331,7 @@ def _other_users(blocks: _Blocks) -> Iterator[OddBlock]:
     counts = Counter(frozenset(each) for each in users)
     usual = counts.most_common(1)[0][0]
     # What also uses the result of one block, such as a second head, is part of the design.
-    odd = [place for place, each in enumerate(users) if usual - each or _BLOCK in each - usual]
+    odd = [place for place, each in enumerate(users) if usual and (not each or _BLOCK in each - usual)]
     if len(odd) == 1 and counts[usual] >= len(users) - 2:
         block, here = blocks.blocks[odd[0] + 1], users[odd[0]]
         words = [f"not used by {each}" for each in sorted(usual - here)]

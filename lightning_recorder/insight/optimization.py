@@ -13,6 +13,7 @@ from lightning_recorder.insight.backward import without_gradient
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
 from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import is_position
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
@@ -223,7 +224,9 @@ def _is_large(rule: Rule, sizes: Floats) -> bool:
 def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.weights:
         values, spreads = evidence.column(each.site, "rms"), evidence.column(each.site, "std")
-        if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4:
+        # A token may not be used, as one for masks.
+        is_used = evidence.shape(each)[0] > 1 or evidence.column(each.gradient, "rms").any()
+        if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4 or not is_used:
             continue
         flat = spreads <= 1e-4 * values
         if flat[-rule.persistence :].all():
@@ -250,13 +253,8 @@ def _left_out(evidence: Evidence) -> list[Node]:
     trained = {each.site.name for each in evidence.tensors if each.gradient is not None}
     nodes = [node for node in (() if graph is None else graph.nodes) if node.kind == "parameter"]
     nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
-    return list(
-        {
-            node.name: node
-            for node in nodes
-            if node.name.rpartition(".")[0] in trained and recorded.isdisjoint((node.name, *node.tied))
-        }.values()
-    )
+    nodes = [node for node in nodes if recorded.isdisjoint((node.name, *node.tied))]
+    return list({node.name: node for node in nodes if node.name.rpartition(".")[0] in trained}.values())
 
 
 def _about_left_out(rule: Rule, evidence: Evidence, nodes: list[Node], what: str) -> Finding:
@@ -267,7 +265,8 @@ def _about_left_out(rule: Rule, evidence: Evidence, nodes: list[Node], what: str
 
 
 def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    parts = [each for each in _left_out(evidence) if each.note == "frozen"]
+    # Positions are often fixed sines.
+    parts = [each for each in _left_out(evidence) if each.note == "frozen" and not is_position(each.name)]
     if parts:
         found = _about_left_out(rule, evidence, parts, "is frozen")
         # Some methods of fine-tuning train the biases alone.
@@ -283,7 +282,7 @@ def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     last = max((order[name] for name in trained if name in order), default=0)
     # Fine-tuning freezes the first layers, or most of them.
     inside = [name for name in frozen if first < order.get(name, -1) < last and name in order]
-    inside = [name for name in inside if trained & evidence.wiring.downstream(name)]
+    inside = [name for name in inside if trained & evidence.wiring.downstream(name) and not is_position(name)]
     share = len(frozen) / (len(frozen) + len(trained))
     if inside and share < rule.thresholds["share"]:
         verdict = f"{inside[0]} is frozen, but layers before and after it are trained"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lightning_recorder.graph.model import Graph, Node
 
-__all__ = ["INPUT", "Wiring", "families"]
+__all__ = ["INPUT", "Wiring", "families", "is_position"]
 
 INPUT = "(input)"
 """The producer of what comes from outside of the model."""
@@ -183,6 +183,11 @@ def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
                 found.add(each)
                 todo.append(each)
     return found
+
+
+def is_position(name: str) -> bool:
+    """Return True if a module or parameter is named after positions, which are often encoded by fixed sines."""
+    return "pos" in name.rpartition(".")[2].lower()
 
 
 def families(keys: Mapping[str, object], fewest: int) -> list[list[str]]:

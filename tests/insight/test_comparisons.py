@@ -72,6 +72,29 @@ def test_parameters_that_begin_in_another_way(path: str, first: float, usual: fl
     assert all(each.verdict.startswith(words) for each in found)
 
 
+def test_blocks_of_several_classes_are_not_siblings() -> None:
+    """One layer of attention among others of another class has other neighbors."""
+    names = [f"blocks.{number}.norm" for number in range(8)]
+    blocks = [Node(100 + place, "module", f"blocks.{place}", 0, 1, "Block") for place in range(8)]
+    layers: dict[str, Values] = {name: {"rms": 0.1} for name in names}
+    layers[names[4]] = {"rms": 5.0}
+    for kind, modules in (("Block", [names[4]]), ("Attention", [])):
+        others = (replace(each, type_name=kind) if each.name == "blocks.4" else each for each in blocks)
+        graph = chain(*names)
+        found = run(layers, graph=replace(graph, nodes=(*graph.nodes, *others)))
+        assert [each.module for each in found if each.rule == "unlike-siblings"] == modules
+
+
+@pytest.mark.parametrize(("stem", "alarm"), [(1.0, True), (0.02, False)])
+def test_a_small_stream_makes_the_first_block_unlike_the_others(stem: float, alarm: bool) -> None:
+    """Without a norm, the first block of a network whose embedding is small has small outputs."""
+    names = [f"blocks.{number}.fc" for number in range(8)]
+    layers: dict[str, Values] = {"stem": {"rms": stem}, **{name: {"rms": 1.0} for name in names}}
+    layers[names[0]] = {"rms": 0.005}
+    found = run(layers, graph=chain("stem", *names))
+    assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[0]] * alarm
+
+
 def test_what_a_block_computes_comes_before_a_step_of_the_gradient() -> None:
     """The block whose output is too large is named, and not the one after it, where the gradient seems to change."""
     names = [f"blocks.{place}.fc" for place in range(8)]

@@ -157,6 +157,17 @@ def test_frozen_modules() -> None:
         assert brief(found) == [(severity, "frozen", name)]
 
 
+@pytest.mark.parametrize(("name", "severity"), [("c", "warning"), ("embed_positions", "note")])
+def test_frozen_positions(name: str, severity: str) -> None:
+    """Positions are often fixed sines."""
+    names = ("a", "b", name, "d")
+    missing = {name: {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    coverage = {"parameters": {"modules": missing}}
+    layers: dict[str, Values] = {each: {} for each in names}
+    found = run(layers, None, network("a", "b", "d"), graph=chain(*names), coverage=coverage)
+    assert brief(found) == [(severity, "frozen", name)]
+
+
 def test_a_frozen_layer_without_effect() -> None:
     """A layer whose result is not used may be frozen on purpose."""
     names = ("a", "b", "c", "d")

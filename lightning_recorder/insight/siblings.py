@@ -1,0 +1,118 @@
+"""The values of modules at the same place of repeated blocks, and those that are far from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.rule import Evidence
+from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.insight.wiring import families
+from lightning_recorder.taps import Site
+
+__all__ = ["FORWARD", "LIMITS", "all_outliers", "blocks_of", "families_of", "sibling_values"]
+
+FORWARD = 3
+"""The number of the statistics of the forward pass, in which siblings are compared first."""
+
+LIMITS = {"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0, "vector": 4.0}
+"""The thresholds of the comparison."""
+
+_ZERO = 1e-6  # a parameter of this rms or less is zero
+
+
+def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
+    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
+
+    The first three are of the forward pass and may be causes of the others.
+    """
+    weights = dict.fromkeys(each.site for each in evidence.weights)  # in order, as the first and last block differ
+    activations, parameters = evidence.activations, evidence.parameters
+    yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
+    first = {site: parameters.column(site, "rms")[0] for site in weights}
+    yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    others = (each.site for each in evidence.tensors if each.site not in weights)
+    first = {site: parameters.column(site, "rms")[0] for site in others}
+    yield parameters, "rms", "rms of the vector", {site: float(found[0]) for site, found in first.items() if len(found)}
+    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
+    ratios = evidence.medians(parameters, "update_ratio")
+    yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
+
+
+def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
+    return {site: value for site, value in values.items() if site.path == "out"}
+
+
+def families_of(evidence: Evidence, table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
+    """Yield the sites of equal shapes at the same place of blocks of one class, in the order of the blocks."""
+    types = evidence.wiring.types
+    by_path: dict[str, dict[str, object]] = {}
+    for site in values:
+        parts = site.name.split(".")
+        around = tuple(types.get(".".join(parts[:length])) for length in range(1, len(parts)))
+        by_path.setdefault(site.path, {})[site.name] = table.shapes[table.places[site]], around
+    for path, keys in by_path.items():
+        for names in families(keys, fewest):
+            yield [Site(name, path) for name in names]
+
+
+def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
+    """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values.
+
+    A block that is of another kind by design is left out.
+    """
+    others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
+    for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
+        for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
+            # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
+            entry = _entering(evidence, group) if words.endswith(("output", "gradient")) else 1.0
+            for site, value, others in _outliers(values, group, words, 1 / entry):
+                if not site.name.startswith(others_kind):
+                    yield kind, table, statistic, words, site, value, others
+
+
+def _entering(evidence: Evidence, group: list[Site]) -> float:
+    """Return the rms of the smallest tensor that enters the first block; 1 if it is larger or unknown."""
+    inside, sizes = f"{blocks_of([site.name for site in group])[0]}.", evidence.medians(evidence.activations, "rms")
+    inputs = ((name, each) for name, feeds in evidence.wiring.inputs.items() for each in feeds)
+    feeds = {each for name, each in inputs if name.startswith(inside) and not each.startswith(inside)}
+    found = [size for each in feeds if (size := sizes.get(Site(each, "out"), np.nan)) > 0]
+    return min([1.0, *found])
+
+
+def _outliers(
+    values: Mapping[Site, float], group: list[Site], words: str, first: float
+) -> Iterator[tuple[Site, float, Floats]]:
+    """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
+    known = np.array([values[site] for site in group])
+    is_vector = words.endswith("vector")
+    wider = LIMITS["vector"] if is_vector else 1.0
+    # Nothing but the largest and the smallest value can be far from all others.
+    for place in sorted({int(known.argmin()), int(known.argmax())}):
+        site, value, others = group[place], float(known[place]), np.delete(known, place)
+        if not np.isfinite(known).all():
+            continue
+        is_end = place in (0, len(group) - 1)
+        if not (value > 0 and (others > 0).all()):
+            # A parameter that begins at zero, or the only one that does not.
+            is_one = (others > _ZERO).all() if value == 0 else value > _ZERO and not others.any()
+            if is_one and not is_end and words.endswith(("weight", "vector")):
+                yield site, value, others
+            continue
+        # The first and the last block have other neighbors, so more is normal there.
+        factor = wider * (LIMITS["at_the_end"] if is_end else 1.0) * (first if place == 0 else 1.0)
+        middle, limit, margin = float(np.median(others)), LIMITS["factor"] * factor, LIMITS["margin"] * factor
+        if (value > limit * middle and value > margin * others.max()) or (
+            # One of several learned scales is small by chance.
+            not is_vector and value * limit < middle and value * margin < others.min()
+        ):
+            yield site, value, others
+
+
+def blocks_of(names: list[str]) -> list[str]:
+    """Return the names of the blocks that modules at the same place of them belong to."""
+    parts = [name.split(".") for name in names]
+    place = next(place for place, each in enumerate(zip(*parts, strict=True)) if len(set(each)) > 1)
+    return [".".join(each[: place + 1]) for each in parts]
