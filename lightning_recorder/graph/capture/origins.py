@@ -209,10 +209,12 @@ class TensorOrigins:
             if known is not None:
                 self._add_result(tensor, known)
             else:
-                is_new = self.owners.is_new(tensor)
-                known = (
-                    self._add_unseen(tensor) if is_new else self._add_from_outside(tensor, self.model_tensor(tensor))
-                )
+                inner = unwrapped(tensor)
+                own = self.model_tensor(inner)
+                if self.owners.is_new(tensor):
+                    known = self._add_unseen(tensor)
+                else:  # a parameter may be the argument of a transform
+                    known = self._add_from_outside(tensor if own is None else inner, own)
         elif settled and self.owners.is_new(tensor):
             # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
             self.claim([tensor], known)

@@ -42,7 +42,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
     edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
     With these words, the folded graph determines the original one. A unit calls the same modules as the one before, or
-    modules that none before it calls; the same holds for tied tensors. The multiplicity of an edge is the number of
+    modules that none before it calls; the same holds for tied tensors. Modules that were called before are called in
+    the order of their first calls, or in the reverse order. The multiplicity of an edge is the number of
     recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
@@ -348,6 +349,7 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
 
 def _span(names: Sequence[str]) -> str:
     """Return several names as one, from the first to the last, such as ``encoder.0…3.weight``."""
+    names = [name.removeprefix("=") for name in names]
     first, last = (re.split("([0-9]+)", names[place]) for place in (0, -1))
     if first[::2] != last[::2]:
         return f"{names[0]} … {names[-1]}"

@@ -38,6 +38,7 @@ SETTINGS = frozenset(
             "max_norm",
             "maxnorm",
         ),
+        *("decimals", "log_target", "ignore_index", "left", "periodic"),
         *("n_fft", "hop_length", "win_length", "onesided", "normalized", "center", "nan", "posinf", "neginf"),
     )
 )

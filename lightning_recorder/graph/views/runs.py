@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from lightning_recorder.graph.views.wiring import FARTHEST, Key, Merged, Siblings, merge_deep_ports, merge_ports
+from lightning_recorder.graph.views.wiring import (
+    FARTHEST,
+    Key,
+    Merged,
+    MutableGraph,
+    Siblings,
+    merge_deep_ports,
+    merge_ports,
+)
 
 __all__ = ["Loop", "Run", "equal_units", "joined_loops", "longest_stretch", "merged_ports", "unit_offset"]
 
@@ -78,23 +87,51 @@ def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> i
     """Return the number of units that call the same module or each another one, at each place in a unit.
 
     The same holds for the tensors of other modules that they use. In all units or in none, a module at a place was
-    called before the first unit.
+    called before the first unit, and a module is called at two places. Modules that were called before are called again
+    in the order of their first calls, or in the reverse order.
     """
-    first = siblings.names(start, length)
-    before = [siblings.first_calls[names[0]] < start for names in first]
+    units = [siblings.names(start + unit * length, length) for unit in range(times)]
+    first = units[0]
+    begin = min(siblings.subtrees[start])  # a frame has a later number than its contents
+    graph = siblings.graph
+    before = [graph.rank(names[0])[0] < begin for names in first]
+    places = [first.index(names) for names in first]
     seen = {name for names in first for name in names}
-    shared = None
+    shared = steps = None
     for unit in range(1, times):
-        found = siblings.names(start + unit * length, length)
+        found = units[unit]
         again = [names == known for names, known in zip(found, first, strict=True)]
         new = {name for names, is_known in zip(found, again, strict=True) if not is_known for name in names}
         if shared not in (None, again) or not seen.isdisjoint(new):
             return unit
-        if [siblings.first_calls[names[0]] < start for names in found] != before:
+        if [graph.rank(names[0])[0] < begin for names in found] != before:
             return unit
-        shared = again
+        if [found.index(names) for names in found] != places:
+            return unit
+        moves = [
+            None if is_known else _move(graph, old[0], names[0], is_late)
+            for old, names, is_known, is_late in zip(units[unit - 1], found, again, before, strict=True)
+        ]
+        if steps not in (None, moves) or 0 in moves:
+            return unit
+        shared, steps = again, moves
         seen |= new
     return times
+
+
+def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | None:
+    """Return the step from a module or tensor to the one of the next unit: 1, -1, or 0 for any other.
+
+    None if any step is fine, for modules that were not called before.
+    """
+    if name.startswith("="):
+        numbers = [list(map(int, re.findall("[0-9]+", each))) for each in (name, after)]
+        moves = [there - here for here, there in zip(*numbers, strict=False) if there != here]
+        return moves[0] if len(moves) == 1 and abs(moves[0]) == 1 else 0
+    if not is_late:
+        return None
+    move = graph.rank(after)[1] - graph.rank(name)[1]
+    return move if abs(move) == 1 else 0
 
 
 def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:

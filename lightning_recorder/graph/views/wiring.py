@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any, Literal
 
 from lightning_recorder.graph.model import Edge, Graph, Node
@@ -34,6 +34,7 @@ class MutableGraph:
         self.users: dict[int, dict[Key, Edge]] = {}
         self.members: dict[tuple[int, int], tuple[str, ...]] = {}
         """The modules that a folded call stands for, in the order of time, if they differ; see :meth:`names`."""
+        self._ranks: dict[str, tuple[int, int]] = {}
         for node in graph.nodes[1:]:
             if node.parent is not None:
                 self.children.setdefault(node.parent, []).append(node.id)
@@ -50,11 +51,29 @@ class MutableGraph:
         return found
 
     def names(self, node_id: int) -> list[tuple[str, ...]]:
-        """Return the modules that a node stands for, and for each of the tensors of others that it uses the same."""
+        """Return the modules that a node stands for, and for each of the tensors of others that it uses the same.
+
+        The names of tensors begin with ``=``.
+        """
         node = self.nodes[node_id]
         known = [node.name] if node.kind == "module" and node.name else []
-        known += node.tied if node.kind in ("module", "op") else ()
+        known += [f"={name}" for name in node.tied] if node.tied and node.kind in ("module", "op") else ()
         return [self.members.get((node_id, place), (name,)) for place, name in enumerate(known)]
+
+    def rank(self, name: str) -> tuple[int, int]:
+        """Return the first node that stands for a module, and the place of its first call among those of its kind.
+
+        Modules are of one kind if their names differ in numbers only.
+        """
+        if not self._ranks:
+            counts: Counter[str] = Counter()
+            for node_id in sorted(self.nodes):
+                for each in (each for names in self.names(node_id) for each in names):
+                    if each not in self._ranks:
+                        kind = re.sub("[0-9]+", "#", each)
+                        self._ranks[each] = node_id, counts[kind]
+                        counts[kind] += 1
+        return self._ranks[name]
 
     def connect(self, target: int, edges: list[Edge]) -> None:
         """Replace all edges into a node."""
@@ -250,12 +269,6 @@ class Siblings:
         """Return the names of the modules and tied tensors in a unit, which equal units have in the same places."""
         inside = (node for tree in self.subtrees[unit : unit + length] for node in tree)
         return [names for node in inside for names in self.graph.names(node)]
-
-    @cached_property
-    def first_calls(self) -> Mapping[str, int]:
-        """The position of the first part that calls each module or uses each tied tensor, by name."""
-        positions = range(len(self.parts) - 1, -1, -1)
-        return {name: position for position in positions for names in self.names(position, 1) for name in names}
 
 
 def tensor_label(node: Node) -> Key:

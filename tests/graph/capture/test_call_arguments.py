@@ -31,6 +31,10 @@ from tests.graph.queries import only
         pytest.param(lambda x: F.conv1d(x[None], x[:, :, None].expand(-1, -1, 2)[:, :2], stride=2),
                      {"stride": "2"}, id="convolution"),
         pytest.param(lambda x: F.relu(x.clone(), inplace=True), {}, id="in place"),
+        pytest.param(lambda x: x.logsumexp(1), {"dim": "1"}, id="a dimension without a name"),
+        pytest.param(lambda x: x.argmax(0, True), {"dim": "0", "keepdim": "True"}, id="two without a name"),
+        pytest.param(lambda x: x.max(1)[0] * x.prod(1), {}, id="none at last"),
+        pytest.param(lambda x: x.max(0, True)[0] + x.max(1, True)[0], {}, id="of several results"),
     ],
 )  # fmt: skip
 def test_arguments_of_functions(function: Any, expected: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from lightning_recorder import StatisticsRecorder
 from lightning_recorder.graph import GraphCapture, capture_graph
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.taps import OutputGradientTap, OutputTap
-from tests.graph.nets import Net, X, linear
+from tests.graph.nets import Net, X, linear, scaled
 from tests.graph.outline import outline, text
 from tests.graph.queries import only
 
@@ -108,6 +108,20 @@ def test_vmap_takes_a_view(view: Callable[[Tensor], Tensor]) -> None:
     before = graph[edge.source]
     assert before.name in ("detach", "transpose", "getitem", "reshape")
     assert [graph[each.source].name for each in graph.into(before)] == ["linear"]
+
+
+def test_vmap_takes_a_parameter() -> None:
+    """A parameter that is an argument of a transform is used, as often as it is passed."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.func.vmap(torch.mul, (0, None))(x, net.scale)
+        return x
+
+    graph = capture_graph(scaled(forward), X)
+    assert [node.name for node in graph.nodes if node.kind in ("parameter", "tensor")] == ["scale"]
+    assert [graph[edge.target].name for edge in graph.edges if graph[edge.source].name == "scale"] == ["mul", "mul"]
+    assert graph.root.used_parameters == graph.parameters
 
 
 # The training step around the model.

@@ -383,6 +383,8 @@ def test_tied_blocks_stay_apart_from_their_owner() -> None:
         ((0, 0, 0, 0), [("4", 4, "0.fc.weight")]),
         ((0, 1, 0, 1), [("4", 2, "0…1.fc.weight")]),  # in a frame for the two pairs
         ((0, 1, 2, 0), [("4", 3, "0…2.fc.weight"), ("7", 1, "0.fc.weight")]),
+        ((1, 3, 0, 2), [(str(4 + place), 1, f"{owner}.fc.weight") for place, owner in enumerate((1, 3, 0, 2))]),
+        ((0, 2, 1, 3), [("4", 1, "0.fc.weight"), ("5", 2, "2…1.fc.weight"), ("7", 1, "3.fc.weight")]),
     ],
 )
 def test_blocks_that_are_tied_to_several_others(owners: tuple[int, ...], drawn: list[tuple[str, int, str]]) -> None:
@@ -825,7 +827,11 @@ def test_a_list_of_blocks_that_is_called_twice() -> None:
         ("012012", ["×2, same weights", "×3", "layers.0"]),
         ("000111", ["×2", "×3, same weights", "layers.0"]),
         ("012210", ["×3", "layers.0", "×3", "layers.2"]),
-        ("012021", ["×3", "layers.0", "×3", "layers.0"]),
+        ("012021", ["×3", "layers.0", "layers.0", "layers.2", "layers.1"]),
+        ("012102", ["×3", "layers.0", "layers.1", "layers.0", "layers.2"]),
+        ("000123456", ["×3, same weights", "layers.0", "×6", "layers.1"]),
+        ("012234", ["×3", "layers.0", "layers.2", "layers.3", "layers.4"]),
+        ("012301301301", ["×3", "layers.0", "×3, same weights", "layers.3", "layers.0", "layers.1"]),
         ("012345", ["×6", "layers.0"]),
     ],
 )
@@ -837,7 +843,7 @@ def test_layers_that_are_called_in_two_passes(order: str, drawn: list[str]) -> N
             x = x + net.layers[int(place)](x)
         return x
 
-    net = Net(passes, layers=nn.ModuleList(linear() for _ in range(6)))
+    net = Net(passes, layers=nn.ModuleList(linear() for _ in range(7)))
     view = fold_repeats(collapse(bare(net, X)))
     assert shown(view) == drawn
     assert "the same each time" not in "".join(size(node) for node in view.module_calls())
