@@ -81,10 +81,8 @@ _ITEM_BYTES = {
 class TensorMeta:
     """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``.
 
-    A size is -1 if it is no integer, as that of the ragged dimension of a nested tensor. It is shown as ``?``.
-
     In a folded view, ``largest`` holds the largest size of each dimension if the sizes differ between the repetitions;
-    ``shape`` holds the smallest. They are shown as ``5…12×16``.
+    ``shape`` holds the smallest. They are shown as ``5…12×16``. A ragged size of a nested tensor is -1, shown as ``?``.
     """
 
     shape: tuple[int, ...]
