@@ -275,8 +275,8 @@ RULES = (
         usual="the blocks between the first and the last one are equal, or of several kinds",
         why="A condition, a setting or a changed line of code that concerns this block only.",
         next="Compare the code and the settings of this block with those of the others.",
-        false_alarms="Designs with several kinds of blocks: they differ in classes, in the number of parameters, in "
-        "more than three calls, in sizes, or as the first or last block does. One that only calls more is a note.",
+        false_alarms="Designs with several kinds of blocks: they differ in classes, in sizes, in more than three "
+        "calls, or as the first or last block does. A block with other layers, or one that only calls more, is a note.",
         examine=_odd,
         explains={
             **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),

@@ -25,13 +25,14 @@ _GEOMETRY = frozenset(
     )
 )
 _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
-# Functions that make a mistake if one block alone calls them. Another one may be the design of this block.
+# Functions that one block alone calls by mistake. Others may be its design.
 _DOUBTFUL = frozenset(
     (
         *("mul", "div", "sub", "neg", "detach", "clamp", "round"),
         *("flatten", "unflatten", "reshape", "view", "transpose", "permute"),
     )
 )
+# Functions that make a mask, as for global attention in one block.
 _MASKS = frozenset(
     (
         *("ones", "zeros", "full", "arange", "tril", "triu", "or", "and", "xor", "not", "invert", "eq", "ne"),
@@ -54,8 +55,9 @@ class OddBlock:
         others: The number of the other blocks.
         what: The difference, in words.
         source: The line of code of a call that the block has and the others lack, or the other way around.
-        may_be_design: True if the block only calls functions or modules that the others do not, or makes another mask.
-            It may be of another kind by design, such as one with global attention.
+        may_be_design: True if the block only calls functions or modules that the others do not, makes another mask, or
+            has layers of another class or fewer layers. It may be of another kind by design, such as one with global
+            attention.
     """
 
     module: str
