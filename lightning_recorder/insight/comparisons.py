@@ -59,11 +59,10 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             total = abs(float(logs[-1] - logs[0]))
             is_jump = np.abs(steps).max() > rule.thresholds["jump"] * total  # in one block
             is_trend = bool((steps > each).all() or (steps < -each).all()) and not is_jump
+            if not is_trend or total <= np.log(rule.thresholds["total"]) or (best is not None and total <= best[0]):
+                continue
             # In a U-Net, most of the gradient takes the skip connections.
-            is_trend &= table is evidence.activations or evidence.wiring.is_plain(
-                blocks_of([one.name for one in group])
-            )
-            if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
+            if table is evidence.activations or evidence.wiring.is_plain(blocks_of([one.name for one in group])):
                 best = (total, group)
         if best is not None:
             group = best[1]
@@ -96,7 +95,8 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
-    sick = [site.name for kind, _, _, _, site, _, _ in all_outliers(evidence) if kind < FORWARD]
+    outliers = all_outliers(evidence) if steps else ()
+    sick = [site.name for kind, _, _, _, site, _, _ in outliers if kind < FORWARD]
     for block, found in steps.items():
         # What a block computes is nearer to the cause than its gradients.
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):

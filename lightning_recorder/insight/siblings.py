@@ -66,9 +66,11 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
     others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
         for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
+            found = list(_outliers(values, group, words))
             # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
-            entry = _entering(evidence, group) if words.endswith(("output", "gradient")) else 1.0
-            for site, value, others in _outliers(values, group, words, 1 / entry):
+            if any(site is group[0] for site, _, _ in found) and words.endswith(("output", "gradient")):
+                found = list(_outliers(values, group, words, 1 / _entering(evidence, group)))
+            for site, value, others in found:
                 if not site.name.startswith(others_kind):
                     yield kind, table, statistic, words, site, value, others
 
@@ -83,7 +85,7 @@ def _entering(evidence: Evidence, group: list[Site]) -> float:
 
 
 def _outliers(
-    values: Mapping[Site, float], group: list[Site], words: str, first: float
+    values: Mapping[Site, float], group: list[Site], words: str, first: float = 1.0
 ) -> Iterator[tuple[Site, float, Floats]]:
     """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
     known = np.array([values[site] for site in group])

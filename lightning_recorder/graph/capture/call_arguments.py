@@ -15,7 +15,7 @@ from lightning_recorder.graph.capture.function_calls import PLAIN
 
 __all__ = ["Given", "describe_arguments", "describe_module", "plain_arguments", "prepare"]
 
-_NO_DIMENSION = ((), ("names",), ("dtype",), ("out",))
+_NO_DIMENSION = ((), ("names",), ("dtype",), ("out",))  # the second parameter in the overloads that torch lists
 _LONGEST = 200  # characters of one value
 _MOST_ENTRIES = 16  # of a tuple
 _WITHOUT_EFFECT = ("inplace",)  # on the computed values
@@ -73,8 +73,13 @@ def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
     names = _parameter_names(function)
     if function is Tensor.__getitem__ or function is Tensor.__setitem__:
         names = ("self", "index")
-    if names and names[1:2] in _NO_DIMENSION and len(args) > 1 and type(args[1]) in (int, tuple, list):
-        names = (names[0], "dim", "keepdim")  # torch lists another overload of these reductions
+    if (
+        names[:1] == ("input",)
+        and names[1:2] in _NO_DIMENSION
+        and len(args) > 1
+        and type(args[1]) in (int, tuple, list)
+    ):
+        names = ("input", "dim", "keepdim")
     named = dict(zip(names, args, strict=False))
     # ``x.view(2, 3)`` passes its last parameter as several arguments.
     if names and len(args) > len(names):

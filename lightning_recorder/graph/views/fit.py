@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
@@ -88,27 +88,44 @@ def fit_view(
         opened |= more
         further, fits = fitting(level, opened)
         view = further if fits else view
-    trials = _MOST_TRIALS if depth is None and fits and 2 * len(drawn_nodes(view)) < max_nodes else 0
-    refused = set[str]()
-    while trials and len(graph.nodes) <= _MOST_OPENED and (example := _example(view, whole, refused)):
-        trials -= 1
-        refused.add(_kind(graph[min(example)]))
-        further, fits = fitting(level, opened | example)
+    if depth is None and fits and len(graph.nodes) <= _MOST_OPENED:
+        view = _with_examples(view, whole, max_nodes, lambda more: fitting(level, opened | more))
+    return view
+
+
+def _with_examples(
+    view: Graph, whole: Graph, max_nodes: int, fitting: Callable[[Set[int]], tuple[Graph, bool]]
+) -> Graph:
+    """Return a view with less than half of the nodes with examples of its closed calls, up to two thirds of the nodes.
+
+    Args:
+        view: The view.
+        whole: The graph of which it is a view.
+        max_nodes: The largest number of nodes.
+        fitting: A function that returns the view with further open calls, and True if it fits.
+    """
+    opened, refused = frozenset[int](), set[str]()
+    held: dict[int, int] = {}
+    for _ in range(_MOST_TRIALS if 2 * len(drawn_nodes(view)) < max_nodes else 0):
+        call = _closed_kind(view, whole, refused)
+        if call is None:
+            break
+        refused.add(_kind(call))
+        held = held or contents_of(whole)
+        example = frozenset(each.id for each in whole.module_calls() if held[each.id] == held[call.id])
+        further, fits = fitting(opened | example)
         if fits and 3 * len(drawn_nodes(further)) <= 2 * max_nodes:
             view, opened = further, opened | example
     return view
 
 
-def _example(view: Graph, whole: Graph, refused: Set[str]) -> frozenset[int]:
-    """Return the first closed call of a view of a kind that is nowhere open, with all calls that are equal to it."""
+def _closed_kind(view: Graph, whole: Graph, refused: Set[str]) -> Node | None:
+    """Return the first closed call of a view of a kind that is nowhere open, unless the kind was refused."""
     parents = {node.parent for node in view.nodes}
     known = refused | {_kind(call) for call in view.module_calls() if call.id in parents}
-    calls = {call.parent for call in whole.module_calls()}
-    for call in view.module_calls():
-        if call.id not in parents and call.id in calls and _kind(call) not in known:
-            forms = contents_of(whole)
-            return frozenset(each.id for each in whole.module_calls() if forms[each.id] == forms[call.id])
-    return frozenset()
+    outer = {call.parent for call in whole.module_calls()}
+    closed = (call for call in view.module_calls() if call.id not in parents and call.id in outer)
+    return next((call for call in closed if _kind(call) not in known), None)
 
 
 def _kind(call: Node) -> str:
