@@ -174,8 +174,9 @@ def test_the_layer_of_a_finding_is_seen_first(
     block = f"blocks.{place}"
     sick = block + row
     disease(model, model.blocks[place])
+    # The charts show what was found before the last record, so there are several checks in the run.
     with drawn_texts() as (texts, _):
-        trainer = fit(model, tmp_path, default_recorders(every_n_train_steps=5), loader=digits(12), max_epochs=4)
+        trainer = fit(model, tmp_path, default_recorders(every_n_train_steps=2), loader=digits(12), max_epochs=4)
     folder = Path(str(trainer.log_dir))
     assert [each.module for each in open_recording(folder).findings] == [block + named]
 
