@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.outputs import RunFindings
+from lightning_recorder.sinks import Sink
 
 __all__ = ["end_findings", "findings_of"]
 
@@ -43,10 +44,17 @@ def findings_of(
     return found
 
 
-def end_findings(findings: RunFindings) -> None:
-    """Forget findings that are complete, so that the next fit of the trainer has new ones."""
-    for trainer in [each for each, found in _findings.items() if found is findings]:
-        del _findings[trainer]
+def end_findings(findings: RunFindings, label: str, sink: Sink | None) -> None:
+    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones.
+
+    Args:
+        findings: The findings.
+        label: The label of the recorder.
+        sink: The sink for the text with the findings.
+    """
+    if findings.end(label, sink):
+        for trainer in [each for each, found in _findings.items() if found is findings]:
+            del _findings[trainer]
 
 
 def _graph(reference: weakref.ref[Trainer]) -> Graph | None:

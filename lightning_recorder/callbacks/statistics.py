@@ -211,10 +211,10 @@ class StatisticsCallback(ResumingCallback):
         if self.outputs.findings:
             self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
             has_file = directory is not None and self.outputs.records
-            report, ignored = self.outputs.report, self.outputs.ignored_rules
             self._pipeline.formatter.named = partial(getattr, self._findings, "named")
-            examined = self._findings.begin(label, self.group, has_file=has_file, report=report, ignored=ignored)
-            self._pipeline.consumers.append(examined)
+            wait, report, ignored = self._pipeline.wait, self.outputs.report, self.outputs.ignored_rules
+            begin = partial(self._findings.begin, has_file=has_file, wait=wait, report=report, ignored=ignored)
+            self._pipeline.consumers.append(begin(label, self.group))
         elif self.outputs.report:
             rank_zero_info(f"{self} does not write report.html, because it has findings=False.")
 
@@ -302,16 +302,15 @@ class StatisticsCallback(ResumingCallback):
         failed = trainer is None or (run is not None and run.failed)  # a second error is then not reported
         with suppress(Exception) if failed else nullcontext():
             try:
+                if self._findings is not None and trainer is not None and not trainer.interrupted:
+                    self._findings.catch_up()
                 self._pipeline.end()
             finally:
-                self._end_findings()
+                findings, self._findings = self._findings, None
+                if findings is not None:
+                    end_findings(findings, self._pipeline.label, self._sink)
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
             self._dumps.end()
-
-    def _end_findings(self) -> None:
-        findings, self._findings = self._findings, None
-        if findings is not None and findings.end(self._pipeline.label, self._sink):
-            end_findings(findings)
 
     @guarded
     @override

@@ -260,8 +260,8 @@ class StepWatch(RecorderCallback):
                 self._findings.report(run.unnamed)
         finally:
             findings, self._findings = self._findings, None
-            if findings is not None and findings.end(self.group, self._sink):
-                end_findings(findings)
+            if findings is not None:
+                end_findings(findings, self.group, self._sink)
 
     # Batches.
 

@@ -86,6 +86,7 @@ class RunFindings:
         self._open: set[str] = set()
         self._groups: dict[str, str] = {}
         self._steps: dict[str, int] = {}  # the last step of each recorder
+        self._waits: dict[str, Callable[[], object]] = {}
         self._are_files_complete = directory is not None
         self._continues = False
         self._has_failed = self._was_bad = False
@@ -100,14 +101,21 @@ class RunFindings:
         self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
         self._findings: list[Finding] = []  # when the run has ended
         self.named: frozenset[str] = frozenset()
-        """The modules that findings name, without notes, as of the last check."""
+        """The modules that findings name, without notes, as of the last check or of :meth:`catch_up`."""
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
         return label in self._groups or label in self._joined
 
     def begin(
-        self, label: str, group: str, *, has_file: bool, report: bool | None = None, ignored: Collection[str] = ()
+        self,
+        label: str,
+        group: str,
+        *,
+        has_file: bool,
+        wait: Callable[[], object] = lambda: None,
+        report: bool | None = None,
+        ignored: Collection[str] = (),
     ) -> ExaminedRecords:
         """Begin the records of a recorder, and return the consumer that receives them.
 
@@ -115,6 +123,7 @@ class RunFindings:
             label: The label of the recorder.
             group: The kind of tensors.
             has_file: True if its records are written to a file.
+            wait: A function that waits until its queued records are written.
             report: Write ``report.html`` at the end; ``None`` if it takes little of the time of the fit. True of any
                 recorder comes before False, and False before ``None``.
             ignored: The names of the rules to leave out, for all recorders.
@@ -122,7 +131,7 @@ class RunFindings:
         self._open.add(label)
         self._examination.ignored.update(ignored)
         self._report_wanted.append(report)
-        self._groups[label] = group
+        self._groups[label], self._waits[label] = group, wait
         self._due = _FIRST_CHECK * len(self._groups)
         self._are_files_complete &= has_file
         if self._run is not None:
@@ -133,6 +142,15 @@ class RunFindings:
         """Begin a recorder that reports findings of its own, and no records."""
         self._open.add(label)
         self._joined.add(label)
+
+    def catch_up(self) -> None:
+        """Examine the queued records of all recorders, so that those that end first show what the others find.
+
+        Call this when the training has ended, from a thread that writes no records.
+        """
+        for label in self._open & self._waits.keys():
+            self._waits[label]()
+        self.named = frozenset(each.module for each in self.current()) - {""}
 
     def current(self) -> list[Finding]:
         """Return the findings so far, without notes; none after an error."""

@@ -95,6 +95,7 @@ class SinkFormatter:
         self.named: Callable[[], Set[str]] = frozenset
         """Returns the modules that findings name so far, which are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
+        self._latest: tuple[Record, StatisticsTable, _Plan] | None = None  # the latest training record
 
     def begin(self, label: str) -> None:
         """Begin a run.
@@ -102,7 +103,7 @@ class SinkFormatter:
         Args:
             label: The first part of the tags that contain no module.
         """
-        self._label, self.named = label, frozenset
+        self._label, self.named, self._latest = label, frozenset, None
         self._plans.clear()
         if self._numbers is not None:
             self._numbers = {}
@@ -126,21 +127,7 @@ class SinkFormatter:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
-        names = self.named()
-        if self._budget is not None:
-            self._budget.named = names
-        plan = self._plan(record, found)
-        pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
-        names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
-        named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
-        scalars: dict[str, float]
-        if self._budget is not None and not self._budget.is_complete:
-            # The sites that are shown are too few to compare them with each other alone.
-            degrees = self._budget.degrees
-            known = {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees}
-            scalars = RankedScalars(pairs, known, named)
-        else:
-            scalars = RankedScalars(pairs, None, named) if named else dict(pairs)
+        scalars, plan = self._scalars(record, found)
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
@@ -148,6 +135,39 @@ class SinkFormatter:
         if self.histograms and found:
             counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
             sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, sums))
+        if record.stage == "train" and found:
+            self._latest = record, found, plan
+
+    def finish(self, sink: Sink) -> None:
+        """Show the modules that findings name at the end of a run.
+
+        Those that are not shown yet have the values of the latest training record.
+        """
+        latest, self._latest = self._latest, None
+        if latest is None or not self.named():
+            return
+        record, found, plan = latest
+        scalars, _ = self._scalars(record, found)
+        if isinstance(scalars, RankedScalars):
+            shown = set(plan.scalar_tags)
+            new = [(tag, value) for tag, value in scalars.items() if tag not in shown]
+            sink.write_scalars(record.step, RankedScalars(new, scalars.degrees, scalars.named))
+
+    def _scalars(self, record: Record, found: StatisticsTable) -> tuple[dict[str, float], _Plan]:
+        """Return the scalars of a record, ranked if some modules are left out or named by findings."""
+        names = self.named()
+        if self._budget is not None:
+            self._budget.named = names
+        plan = self._plan(record, found)
+        pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
+        names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
+        named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
+        if self._budget is not None and not self._budget.is_complete:
+            # The sites that are shown are too few to compare them with each other alone.
+            degrees = self._budget.degrees
+            known = {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees}
+            return RankedScalars(pairs, known, named), plan
+        return (RankedScalars(pairs, None, named) if named else dict(pairs)), plan
 
     def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
         """Return the tags of a record. They are the same in nearly all records of a stage."""

@@ -189,6 +189,8 @@ class RecordPipeline:
         """Wait until everything is written, release the sink, and raise the first error."""
         self.wait()
         try:
+            if self.sink is not None:
+                self.formatter.finish(self.sink)
             for consumer in list(self.consumers):
                 self._contained(consumer, consumer.finish)
             self.receipt.finish()

@@ -39,7 +39,7 @@ class RankedScalars(dict[str, float]):
         scalars: The scalars by tag.
         degrees: The degree of each site that stands out and has scalars, by one of its tags. ``None`` if all sites have
             scalars, so that these can be compared.
-        named: A tag of each site whose module a finding names.
+        named: A tag of each site whose module a finding names. Without scalars, nothing but this has changed.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class Dashboard:
                 _raise(now.setdefault(group, {}), line.module, math.inf)
         is_new = False
         for group, modules in now.items():
-            is_new |= self._add_degrees(group, modules)
+            is_new |= self._add_degrees(group, modules, of_record=bool(scalars))
         return is_new
 
-    def _add_degrees(self, group: str, degrees: Mapping[str, float]) -> bool:
+    def _add_degrees(self, group: str, degrees: Mapping[str, float], *, of_record: bool) -> bool:
         known = self._degrees.setdefault(group, {})
         is_new = any(degree and module not in known for module, degree in degrees.items())
-        for module, (_, most) in known.items():
+        for module, (_, most) in known.items() if of_record else ():
             known[module] = degrees.get(module, 0.0), most
         for module, degree in degrees.items():
             if degree:

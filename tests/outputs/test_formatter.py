@@ -224,3 +224,18 @@ def test_a_new_statistic_of_a_site_is_written() -> None:
         found = {Site("a", "out"): seen(mean=0.0, **extra), Site("b", "out"): seen(mean=0.0, share=0.1)}
         formatter.write(sink, record(1.0), table_of(found))
     assert "activations/a/share" in sink.scalars
+
+
+@pytest.mark.parametrize("depth", [4, 300])
+def test_a_module_that_is_named_at_the_end_has_a_curve(depth: int) -> None:
+    """A module that a finding names after the last record is shown with the values of this record, and no other."""
+    formatter, sink = SinkFormatter("activations", ["mean"], budget=TagBudget(None, log=lambda _: None)), MemorySink()
+    formatter.begin("activations")
+    found = {Site(f"m{place}", "out"): seen(mean=float(place)) for place in range(depth)}
+    formatter.write(sink, record(1.0), table_of(found))
+    before = set(sink.scalars)
+    place = next((each for each in range(depth) if f"activations/m{each}/mean" not in before), 3)
+    formatter.named = lambda: {f"m{place}"}
+    formatter.finish(sink)
+    assert len(set(sink.scalars) - before) == (1 if depth > 4 else 0)
+    assert sink.scalars[f"activations/m{place}/mean"] == {7: place}
