@@ -107,7 +107,8 @@ def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
 def _row(name: str, text: str) -> list[str]:
     if name in ("show", "again", "trend"):  # a command is copied as a whole
         return [f"{name:<8}{text}"]
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<8}", subsequent_indent=" " * 8)
+    options: dict[str, Any] = {"initial_indent": f"{name:<8}", "subsequent_indent": " " * 8}
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False, **options)
 
 
 def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Unused"]
+__all__ = ["Unused", "joined_names"]
 
 _WIDTH = 95  # characters of a line of text
+_MOST_NUMBERS = 4  # in a joined name
+
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,42 @@ class Unused:
         return bool(self.modules or self.parameters or self.frozen or self.stops)
 
     def __str__(self) -> str:
-        """Return a line for each kind of part; names that differ only in a number are joined, as ``h.*.drop ×12``."""
+        """Return a line for each kind of part; see :func:`joined_names`."""
         parts = {
             "modules never called": self.modules,
             "parameters without a gradient": self.parameters,
             "frozen": self.frozen,
             "the gradient stops at": self.stops,
         }
-        lines = (f"{title}: {', '.join(_without_indices(names))}" for title, names in parts.items() if names)
+        lines = (f"{title}: {', '.join(joined_names(names))}" for title, names in parts.items() if names)
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
         return "\n".join(textwrap.fill(line, _WIDTH, **options) for line in lines)
 
 
-def _without_indices(names: Iterable[str]) -> list[str]:
-    """Join the names that differ only in their numbers."""
-    groups: dict[str, list[str]] = {}
+def joined_names(names: Iterable[str]) -> list[str]:
+    """Join the names that differ only in their numbers.
+
+    The numbers of a joined name are written as ``h.0…11.drop ×12`` or ``h.2,5.drop ×2`` if they can be told in short,
+    and otherwise as ``h.*.drop ×40``.
+    """
+    groups: dict[str, list[list[str]]] = {}
     for name in names:
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
-    return [each[0] if len(each) == 1 else f"{group} ×{len(each)}" for group, each in groups.items()]
+        parts = _NUMBER.split(name)
+        groups.setdefault("*".join(parts[::2]), []).append(parts)
+    return ["".join(each[0]) if len(each) == 1 else f"{_joined(each)} ×{len(each)}" for each in groups.values()]
+
+
+def _joined(names: list[list[str]]) -> str:
+    """Return names, each in parts of which every second one is a number, as one."""
+    columns = [sorted({int(name[place]) for name in names}) for place in range(1, len(names[0]), 2)]
+    # Several numbers that vary can only be told if all their combinations are there.
+    is_whole = math.prod(map(len, columns)) == len(names)
+    return "".join(
+        _numbers(columns[place // 2], is_whole=is_whole) if place % 2 else text for place, text in enumerate(names[0])
+    )
+
+
+def _numbers(found: list[int], *, is_whole: bool) -> str:
+    if len(found) > 1 and is_whole and found[-1] - found[0] == len(found) - 1:
+        return f"{found[0]}…{found[-1]}" if len(found) > 2 else f"{found[0]},{found[1]}"
+    return ",".join(map(str, found)) if len(found) == 1 or (is_whole and len(found) <= _MOST_NUMBERS) else "*"

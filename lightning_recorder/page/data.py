@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.source_link import source_link
+from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
@@ -219,6 +220,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "title": graph.title,
         "parameters": graph.parameters,
         "unused": list(graph.unused.modules),
+        "neverCalled": joined_names(graph.unused.modules),
         "nodes": [{**_node(node), "form": numbers.get(node.id, -1)} for node in view.nodes],
         "edges": [
             [edge.source, edge.target, edge.multiplicity, "" if edge.tensor is None else str(edge.tensor)]

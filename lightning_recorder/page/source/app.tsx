@@ -254,16 +254,6 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
   return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
-/** The names, joined where they differ only in their numbers, as `h.*.drop ×12`. */
-function alike(names: string[]): string[] {
-  const groups = new Map<string, string[]>();
-  for (const name of names) {
-    const pattern = name.replace(/(?<![^.])\d+(?=\.)/g, "*");
-    groups.set(pattern, [...groups.get(pattern) ?? [], name]);
-  }
-  return [...groups].map(([pattern, group]) => group.length === 1 ? group[0]! : `${pattern} ×${group.length}`);
-}
-
 const LEAST_GRAPH = 170;  // pixels
 const MOST_NEVER = 8;  // modules in the list of those that were never called
 
@@ -275,7 +265,7 @@ function Overview(props: {
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [room, setRoom] = useState(0);
-  const never = useMemo(() => alike(run.data.graph?.unused ?? []), [run]);
+  const never = run.data.graph?.neverCalled ?? [];
   const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
   useEffect(() => {
     const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };

@@ -25,7 +25,7 @@ export interface NodeData {
 }
 export type EdgeData = [source: number, target: number, count: number, tensor: string, side?: "" | "added" | "removed"];
 export interface GraphData {
-  title: string; parameters: number; unused: string[]; nodes: NodeData[]; edges: EdgeData[];
+  title: string; parameters: number; unused: string[]; neverCalled: string[]; nodes: NodeData[]; edges: EdgeData[];
 }
 export interface CurveData { name: string; steps: number[]; values: string }
 export interface RunData {

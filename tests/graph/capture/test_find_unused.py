@@ -251,10 +251,21 @@ def _with_a_spare_head() -> Graph:
     return _trained(Net(lambda net, x: net.body(x), body=nn.Sequential(Lora()), head=linear()))
 
 
-def test_names_that_differ_in_a_number() -> None:
-    """In text, names that differ only in their numbers are one entry with their count."""
-    unused = Unused(modules=("h.0.drop", "h.1.drop", "h.2.norm", "fc1", "fc2"))
-    assert str(unused) == "modules never called: h.*.drop ×2, h.2.norm, fc1, fc2"
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["h.0.drop", "h.1.drop", "h.2.norm", "fc1", "fc2"], "h.0,1.drop ×2, h.2.norm, fc1, fc2"),
+        ([f"h.{place}.drop" for place in range(12)], "h.0…11.drop ×12"),
+        (["h.2.fc.weight", "h.5.fc.weight"], "h.2,5.fc.weight ×2"),
+        ([f"h.{place}.drop" for place in range(0, 20, 2)], "h.*.drop ×10"),
+        ([f"h.{one}.heads.{two}.q" for one in range(3) for two in (0, 4)], "h.0…2.heads.0,4.q ×6"),
+        (["h.0.heads.1.q", "h.1.heads.2.q"], "h.*.heads.*.q ×2"),
+        (["h.3.heads.1.q", "h.3.heads.2.q"], "h.3.heads.1,2.q ×2"),
+    ],
+)
+def test_names_that_differ_in_a_number(names: list[str], text: str) -> None:
+    """In text, names that differ only in their numbers are one entry with their numbers and their count."""
+    assert str(Unused(modules=tuple(names))) == f"modules never called: {text}"
 
 
 def test_json_and_text() -> None:
