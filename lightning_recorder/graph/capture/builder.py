@@ -230,10 +230,26 @@ class GraphBuilder:
                     todo.append(source)
         return set(found)
 
+    def backward_passes(self) -> list[int]:
+        """Return the backward passes that give parameters a gradient.
+
+        ``torch.autograd.grad`` is one if a parameter is among its arguments, and otherwise a function of the model.
+        """
+        passes = self.of_kind("backward")
+        if all(self.nodes[number].name != "grad" for number in passes):
+            return list(passes)
+        before = self.sources()
+        return [
+            number
+            for number in passes
+            if self.nodes[number].name != "grad"
+            or any(self.nodes[each].kind == "parameter" for each in before.get(number, ()))
+        ]
+
     def leading(self) -> set[int]:
         """Return the nodes that lead to a backward pass or to a result of the model."""
         before = self.sources()
-        todo = [number for number, node in enumerate(self.nodes) if node.kind in ("backward", "output")]
+        todo = [*self.backward_passes(), *self.of_kind("output")]
         found = set(todo)
         while todo:
             new = [source for source in before.get(todo.pop(), ()) if source not in found]

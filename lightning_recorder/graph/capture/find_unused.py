@@ -72,8 +72,8 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     ``None`` if nothing that was recorded is differentiable, as in a validation step.
     """
     nodes = builder.nodes
-    starts = builder.of_kind("backward")
-    if all(nodes[number].name == "grad" for number in starts):  # gradients that the model uses itself, as for forces
+    starts = builder.backward_passes()
+    if all(nodes[number].name == "grad" for number in starts):  # of a model that updates parameters itself
         starts = [*starts, *builder.of_kind("output")]
     if not any(node.autograd for node in nodes):
         return None
@@ -154,7 +154,8 @@ def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
 
 
 def _may_stop(node: Draft) -> bool:
-    return node.kind == "op" and node.name != "identity" and not node.name.endswith(_LIKE)
+    is_function = node.kind == "op" or node.name == "grad"
+    return is_function and node.name != "identity" and not node.name.endswith(_LIKE)
 
 
 def _reason(node: Draft, used: TensorMeta | None) -> str:
@@ -166,6 +167,8 @@ def _reason(node: Draft, used: TensorMeta | None) -> str:
     """
     if node.name in _DETACHING:
         return "detach"
+    if node.kind == "backward":
+        return "without create_graph"
     used = next(iter(node.outputs), None) if used is None else used
     if used is not None and not used.dtype.startswith(_FLOATING):
         return f"{used.dtype} result"

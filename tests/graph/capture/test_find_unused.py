@@ -219,6 +219,33 @@ def test_gradients_that_the_model_uses_itself() -> None:
     assert capture_graph(net, X).unused == Unused()
 
 
+def test_gradients_without_a_graph_of_their_own() -> None:
+    """Forces that were computed without create_graph stop the gradient, and the layers before them are not trained."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(net.energy(x).tanh().sum(), x)
+        result: Tensor = net.head(forces)
+        return result
+
+    net = Net(forward, energy=linear(4, 1), head=linear())
+    for graph in (capture_graph(net, X), record_step(net, lambda net, x: net(x).sum().backward())):
+        assert graph.unused.parameters == ("energy.weight", "energy.bias")
+        assert any(each.startswith("grad (without create_graph)") for each in graph.unused.stops)
+
+
+def test_gradients_that_are_only_looked_at() -> None:
+    """A gradient that is logged stops nothing."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y: Tensor = net.fc(x)
+        net.seen = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y
+
+    assert capture_graph(Net(forward, fc=linear()), X).unused == Unused()
+
+
 def test_an_old_gradient_is_none_of_this_step() -> None:
     """A gradient that is left from an earlier step does not count, nor one that is filled with zeros."""
     net: Any = Net(lambda net, x: net.one(x), one=linear(), other=linear())
