@@ -47,7 +47,7 @@ class StepWatch(RecorderCallback):
     ``GradScaler`` skips because of an overflow is no finding.
 
     A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
-    next step.
+    next step. A spike of the gradient norm alone is a note if the trainer clips gradients, and does not end the fit.
 
     Args:
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
@@ -204,11 +204,11 @@ class StepWatch(RecorderCallback):
             self._write_incident(path, trainer, pl_module, discovery)
         if self._findings is not None:
             self._findings.report(finding)
-        elif discovery.is_new:
+        elif discovery.is_new and not finding.is_note:
             log_of_rank(f"Found at step {finding.first_step}: {finding.line}")
         if discovery.is_new and callable(self.on_finding):
             self.on_finding(finding)
-        elif discovery.is_new and self.on_finding == "stop":
+        elif discovery.is_new and self.on_finding == "stop" and not finding.is_note:
             self._stops_at = finding.first_step
 
     def _write_incident(self, path: Path, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:

@@ -295,7 +295,10 @@ class WatchedRun:
         ]
         if spikes and self._factor:
             index = reading.indices[0] if reading.indices else 0
-            finding = finding_of_spike(spikes, reading, index, factor=self._factor, rank=self._rank)
+            is_clipped = bool(self._trainer.gradient_clip_val)
+            finding = finding_of_spike(
+                spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._rank
+            )
             self._report(finding, reading, next(iter(reading.batches), None), None)
             self._on_spike(reading.step)
 

@@ -176,8 +176,9 @@ class RunFindings:
             return
         self._watched.append(finding)
         self.named |= {finding.module} - {""}
-        self._said.add(_key(finding))
-        self._log(f"Found at step {finding.last_step}: {finding.line}")
+        if not finding.is_note:
+            self._said.add(_key(finding))
+            self._log(f"Found at step {finding.last_step}: {finding.line}")
         self._write(self._examined())
 
     def add(self, record: SiteRecords) -> None:

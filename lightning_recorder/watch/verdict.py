@@ -129,15 +129,22 @@ def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
 
 
 def finding_of_spike(
-    spikes: list[tuple[str, float, float]], reading: Reading, batch_idx: int, *, factor: float, rank: str = ""
+    spikes: list[tuple[str, float, float]],
+    reading: Reading,
+    batch_idx: int,
+    *,
+    factor: float,
+    is_clipped: bool = False,
+    rank: str = "",
 ) -> Finding:
-    """Return the finding for a spike.
+    """Return the finding for a spike: a note if only the gradient norm has one, and gradients are clipped.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
         reading: The step.
         batch_idx: The index of the first batch of the step.
         factor: A spike is at least this many times the median.
+        is_clipped: True if the trainer clips gradients after their norm is measured.
         rank: As for :func:`finding_of_origin`.
     """
     where = _batch(batch_idx, reading.epoch) + rank
@@ -146,7 +153,10 @@ def finding_of_spike(
     verdict = f"a spike at step {reading.step} ({where}): {both}"
     why = "A batch with unusual samples or wrong labels, or an update that was too large."
     following = "Look at the samples of this batch; clip gradients, or lower the learning rate if spikes repeat."
-    finding = _finding(SPIKE, "warning", "", reading, verdict, why, following)
+    severity = "warning"
+    if is_clipped and all(name == "gradient norm" for name, _, _ in spikes):
+        severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
+    finding = _finding(SPIKE, severity, "", reading, verdict, why, following)
     numbers = {
         "batch": float(batch_idx),
         "epoch": float(reading.epoch),

@@ -548,6 +548,24 @@ def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
     assert open_recording(tmp_path).run["activations"].steps == [0, 24, 31, 49, 51]
 
 
+class SteepAtTimes(Planted):
+    """A net with large gradients at a step whose loss is as usual."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1000 * (loss - loss.detach()) if batch_idx == 30 else loss
+
+
+@pytest.mark.parametrize(("clip", "severity"), [(None, "warning"), (1.0, "note")])
+def test_a_spike_that_is_clipped_is_a_note(clip: float | None, severity: str, tmp_path: Path) -> None:
+    """If gradients are clipped, a spike of their norm is only noted, and does not end the fit."""
+    watch = StepWatch(strict=True, on_finding="stop")
+    trainer = fit(SteepAtTimes(at=-1), tmp_path, watch, loader=batches(60), gradient_clip_val=clip)
+    finding = only(watch)
+    assert (finding.rule, finding.path, finding.severity) == ("spike", "gradient norm", severity)
+    assert trainer.global_step == (31 if clip is None else 60)
+
+
 def test_spikes_can_be_switched_off(tmp_path: Path) -> None:
     """With ``spikes=0`` there are none."""
     watch = StepWatch(spikes=0)
