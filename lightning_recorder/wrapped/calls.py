@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import describe_unknown, iter_tensors
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "SavedOutput",
     "differences",
     "label_calls",
+    "last_names",
     "run_without_trace",
 ]
 
@@ -58,11 +60,17 @@ class Call(NamedTuple):
         return repr(self.name) if self.number == 1 else f"{self.name!r} (call {self.number})"
 
 
-def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
+def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingProxyType({})) -> dict[Label, Call]:
     """Label the calls of a run, given in the order in which they began, as torchinfo does.
 
     A module that is not called itself, such as a ``ModuleList``, has a label too, before the calls of its contents. It
-    is labeled again if calls of other modules at its depth or above came in between.
+    is labeled again if calls of other modules at its depth or above came in between. So is a called module before a
+    call of one of its contents that another module makes.
+
+    Args:
+        calls: The calls.
+        last_names: The last name of each module that has several, as it is shared, by its first one. The last one
+            decides on the depth and on the modules around it.
 
     Example:
         >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("head", 1)])
@@ -71,17 +79,35 @@ def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
     """
     counts: Counter[int] = Counter()
     labels = {}
+    first_names = {last: first for first, last in last_names.items()}
     path = [""]  # the labeled modules around the latest call, by depth
     for call in calls:
-        parts = call.name.split(".") if call.name else []
+        last_name = last_names.get(call.name, call.name)
+        parts = last_name.split(".") if last_name else []
         around = [".".join(parts[:depth]) for depth in range(len(parts))]
-        for depth, name in enumerate((*around, call.name)):
+        for depth, name in enumerate((*around, last_name)):
             is_called = depth == len(parts)
             if is_called or path[depth : depth + 1] != [name]:
                 counts[depth] += 1
-                labels[depth, counts[depth]] = call if is_called else Call(name, 0)
+                labels[depth, counts[depth]] = call if is_called else Call(first_names.get(name, name), 0)
                 path[depth:] = [name]
     return labels
+
+
+def last_names(net: nn.Module) -> dict[str, str]:
+    """Return the last name of each module that has several names, by its first one.
+
+    Example:
+        >>> act = nn.ReLU()
+        >>> last_names(nn.Sequential(act, nn.Sequential(nn.Linear(2, 2), act)))
+        {'0': '1.1'}
+    """
+    first: dict[int, str] = {}
+    found = {}
+    for name, module in named_submodules(net, remove_duplicate=False).items():
+        if first.setdefault(id(module), name) != name:
+            found[first[id(module)]] = name
+    return found
 
 
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from types import MappingProxyType
@@ -25,14 +25,12 @@ from lightning_recorder.wrapped.calls import (
     Postprocessor,
     SavedOutput,
     differences,
-    label_calls,
     run_without_trace,
 )
+from lightning_recorder.wrapped.state_names import NET, add_prefix, name_as_in_net, remove_prefix
 from lightning_recorder.wrapped.summary import COLUMNS, DEFAULT_COLUMNS, Summary, SummaryWatch
 
 __all__ = ["RecordedNet"]
-
-_NET = "_net"  # the name of the net in the wrapper, which is removed from keys
 
 _TORCHINFO = {
     "batch_dim": "input_size=… with the batch dimension",
@@ -152,9 +150,9 @@ class RecordedNet(nn.Module):
         device = checked_device(net, device)
         data = make_inputs(net, input_size, dtypes, device) if input_size is not None else input_data
         self._label(*arguments(data, input_kwargs, device))
-        self.register_state_dict_post_hook(_remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_post_hook(_name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_state_dict_post_hook(remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         modules = named_submodules(self._net)
@@ -162,7 +160,7 @@ class RecordedNet(nn.Module):
         watch = SummaryWatch(modules, snapshot)
         run_without_trace(self._net, watch, snapshot, args, kwargs)
         self._summary = replace(watch.summary(self._net), columns=self._columns)
-        labels = label_calls(watch.calls)
+        labels = watch.labels(self._net)
         self._containers = {label: call.name for label, call in labels.items() if not call.number}
         self._calls = {label: call for label, call in labels.items() if call.number}
         if self._static and watch.reads:
@@ -180,7 +178,7 @@ class RecordedNet(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == _NET:
+            if name == NET:
                 raise
             return getattr(self._net, name)
 
@@ -222,7 +220,8 @@ class RecordedNet(nn.Module):
 
         An output that is not a tensor is returned as a dictionary of its tensors by path, as in
         ``{"out[0]": ..., "out[1][0]": ...}``. Empty before the first forward pass, after one with ``dont_record=True``
-        and after one that raised.
+        and after one that raised. During a forward pass, as in ``activation_postproc``, it has what was recorded so
+        far.
 
         Note:
             The tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless it was
@@ -262,6 +261,12 @@ class RecordedNet(nn.Module):
 
     def _explain(self, entry: object) -> str:
         container = next((name for label, name in self._containers.items() if label == _pair(entry)), None)
+        again = [label for label, call in self._calls.items() if call.name == container]
+        if container is not None and again:
+            return (
+                f"{entry!r} is {container!r} as the title of a call inside it that another module makes; its own calls "
+                f"are {', '.join(map(str, again[:5]))}" + (", …" if len(again) > 5 else "")
+            )
         if container is not None:
             inside = [label for label, call in self._calls.items() if call.name.startswith(f"{container}.")]
             return (
@@ -341,11 +346,17 @@ class RecordedNet(nn.Module):
         if not self._static:
             called = {call.name for call in labels}
             modules = {name: module for name, module in modules.items() if name in called}
-        with OutputRecorder(modules, labels, postprocs, keep) as recording:
-            output = self._net(*args, **kwargs)
-        self._check_flow(recording)
-        if keep:
+        recording = OutputRecorder(modules, labels, postprocs, keep)
+        if keep:  # a function that postprocesses an output may read what is recorded so far
             self._records = recording.records
+        try:
+            with recording:
+                output = self._net(*args, **kwargs)
+            self._check_flow(recording)
+        except BaseException:
+            if keep:
+                self._records = {}
+            raise
         return output
 
     def _check_flow(self, recording: OutputRecorder) -> None:
@@ -365,12 +376,12 @@ class RecordedNet(nn.Module):
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by their names in the net, as in the state dictionary."""
-        return ((name.replace(f"{_NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by their names in the net, as in the state dictionary."""
-        return ((name.replace(f"{_NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
 
     def __repr__(self) -> str:
         return f"{self._title}\n{self._summary.to_text(**self._shown)}"
@@ -393,49 +404,3 @@ class RecordedNet(nn.Module):
 
 def _pair(entry: object) -> tuple[object, ...]:
     return tuple(entry) if isinstance(entry, (tuple, list)) else ()
-
-
-# State dictionary hooks that hide the name of the wrapped net. They are functions, so that the wrapper can be pickled.
-
-
-def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
-    return {key: new + key[len(old) :] for key in keys if key.startswith(old)}
-
-
-def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Rename the entries of a state dictionary to the names in the net itself."""
-    inner = f"{prefix}{_NET}."
-    _rename(state_dict, _renamed(state_dict, inner, prefix))
-    metadata = getattr(state_dict, "_metadata", {})
-    # Module versions are needed under the net's names by the bare net, and under the original names by a wrapper.
-    for key in [key for key in metadata if f"{key}.".startswith(inner)]:
-        metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
-
-
-def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
-    """Rename the entries of a state dictionary to the names that torch expects."""
-    inner = f"{prefix}{_NET}."
-    _rename(state_dict, _renamed(state_dict, prefix, inner))
-    # The module versions saved with a bare net can be read only if load_state_dict was called on the wrapper itself.
-    # Inside another module, torch passes only the metadata below this prefix.
-    metadata = getattr(state_dict, "_metadata", {})
-    for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
-        metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])
-    vars(module)["_prefix"] = inner
-
-
-def _name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
-    """Rename missing and unexpected keys like those of the state dictionary."""
-    inner = vars(module).pop("_prefix", None)
-    if inner is None:
-        return
-    outer = inner[: -len(_NET) - 1]
-    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
-        renamed = _renamed(keys, inner, outer)
-        keys[:] = [renamed.get(key, key) for key in keys]
-
-
-def _rename(state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
-    # Pop all entries first: a new name may equal another entry's old name.
-    entries = {new: state_dict.pop(old) for old, new in names.items()}
-    state_dict.update(entries)

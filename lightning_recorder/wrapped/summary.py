@@ -13,7 +13,7 @@ from typing_extensions import Self
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
-from lightning_recorder.wrapped.calls import Call, CallWatch, Label, label_calls
+from lightning_recorder.wrapped.calls import Call, CallWatch, Label, label_calls, last_names
 from lightning_recorder.wrapped.operations import OperationCounter
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "Summary", "SummaryRow", "SummaryWatch"]
@@ -311,9 +311,13 @@ class SummaryWatch(CallWatch):
         """The lines of the model that read the value of a tensor, each once; other inputs may take other branches."""
         return list(dict.fromkeys(self._counter.reads))
 
+    def labels(self, net: nn.Module) -> dict[Label, Call]:
+        """Return the labels of the observed calls and of the containers around them."""
+        return label_calls(self.calls, last_names(net))
+
     def summary(self, net: nn.Module) -> Summary:
         """Return the summary of the observed calls and the net's parameters."""
-        labels = label_calls(self.calls)
+        labels = self.labels(net)
         callers = self._callers(labels)
         parameters = [each for each in net.parameters() if not is_uninitialized(each)]
         seen: set[str] = set()

@@ -38,6 +38,16 @@ def _in_turn(net: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _shared(net: Any, x: Tensor) -> Tensor:
+    return net.head(net.act(net.b(net.a(x))))  # type: ignore[no-any-return]
+
+
+def _sharing() -> nn.Module:
+    """Return a net that shares an activation with both of its parts."""
+    act = nn.ReLU()
+    return Net(_shared, act=act, a=nn.Sequential(_linear(), act), b=nn.Sequential(_linear(), act), head=_linear())
+
+
 def _linear() -> nn.Linear:
     return nn.Linear(5, 5)
 
@@ -65,6 +75,21 @@ TORCHINFO: dict[str, tuple[Callable[[], nn.Module], dict[tuple[int, int], str], 
         {(0, 1): "", (1, 1): "enc", (2, 1): "enc.inner", (1, 2): "head", (2, 2): "enc.inner"},
         {(1, 3): "enc"},
     ),
+    "a shared module": (
+        _sharing,
+        {
+            (0, 1): "",
+            (1, 1): "a",
+            (2, 1): "a.0",
+            (2, 2): "act",
+            (1, 3): "b",
+            (2, 3): "b.0",
+            (2, 4): "act",
+            (2, 5): "act",
+            (1, 4): "head",
+        },
+        {(1, 2): "b"},
+    ),
     "an interrupted list": (
         lambda: Net(_interrupted, blocks=nn.ModuleList([_linear(), _linear()]), head=_linear()),
         {(0, 1): "", (2, 1): "blocks.0", (1, 2): "head", (2, 2): "blocks.1"},
@@ -82,7 +107,9 @@ def test_labels_are_those_of_torchinfo(case: str) -> None:
     rows = {row.label: row.name for row in wrapped.summary.rows}
     assert rows == {**labels, **containers}
     for label, name in containers.items():
-        with pytest.raises(ArgumentError, match=rf"^{re.escape(str(label))} is the container '{name}', which is not c"):
+        is_called = name in labels.values()
+        about = f"'{name}' as the title of a call" if is_called else f"the container '{name}', which is not called"
+        with pytest.raises(ArgumentError, match=rf"^{re.escape(str(label))} is {about}"):
             wrapped.record(label)
 
 

@@ -392,6 +392,21 @@ def test_one_postprocessing_is_applied_to_all() -> None:
     assert torch.equal(output, (2 * expected).relu())
 
 
+def test_a_postprocessing_reads_what_is_recorded_so_far() -> None:
+    """During the forward pass, the activations have those of the calls that have ended; after an error, none."""
+    wrapped = wrap(None, (1, 1), (1, 3))
+    seen: list[list[Any]] = []
+    wrapped(X, activation_postproc=lambda out: seen.append(list(wrapped.activations)))
+    assert seen == [[(1, 1)], [(1, 1), (1, 3)]]
+
+    def fail(output: Tensor) -> None:
+        raise ValueError("too large")
+
+    with pytest.raises(ValueError, match="too large"):
+        wrapped(X, activation_postproc=fail)
+    assert dict(wrapped.activations) == {}
+
+
 def test_a_list_has_one_for_each_recorded_call() -> None:
     """Functions in a list apply to recorded calls in the order in which the calls end; extra ones are ignored."""
     wrapped = wrap(None, (0, 1), (1, 1))
@@ -1039,6 +1054,13 @@ def test_state_dictionaries_are_those_of_the_net(make: Callable[[], nn.Module]) 
             nn.init.zeros_(each)
         assert target.load_state_dict(source) == ([], [])
         assert all(torch.equal(each, expected[key]) for key, each in other.state_dict().items())
+
+
+def test_state_dictionaries_with_the_name_of_the_wrapped_net() -> None:
+    """The state dictionary of a wrapper that does not hide the wrapped net, as scio's, can be loaded."""
+    net, wrapped = toy(), wrap(toy())
+    assert wrapped.load_state_dict({f"_net.{key}": each for key, each in net.state_dict().items()}) == ([], [])
+    assert all(torch.equal(each, net.state_dict()[key]) for key, each in wrapped.state_dict().items())
 
 
 def test_a_wrapper_inside_a_module() -> None:
