@@ -40,21 +40,27 @@ def _trains(evidence: Evidence) -> bool:
 def _uncalled(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Yield the modules that were never called, with the uncalled member of a list, such as ``experts.1``, they are in.
 
-    Other members of the list were called. A module whose parameters a function uses without a call has a gradient, so
-    it is not among them.
+    Other members of the list, of the same class, were called. A module whose parameters a function uses without a call
+    has a gradient, so it is not among them.
     """
     called = {site.name for site in evidence.activations.places}
     if not called or not _trains(evidence):
         return
-    places = {(before, after) for name in called for before, _, after in _numbered(name)}
+    places: dict[tuple[str, str], set[str]] = {}
+    for name in called:
+        for before, _, after in _numbered(name):
+            places.setdefault((before, after), set()).add(evidence.type_of(name))
     reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
     for name, zero in without_gradient(evidence).items():
         if name not in called and not zero:
-            # A layer with an uncalled expert is called itself.
+            # A layer with an uncalled expert is called itself. The class of an uncalled module may be unknown.
+            kind = evidence.type_of(name)
             members = (
                 before + number
                 for before, number, after in _numbered(name)
-                if (before, after) in places and before + number not in reached
+                if (kinds := places.get((before, after))) is not None
+                and (not kind or kinds & {kind, ""})
+                and before + number not in reached
             )
             yield name, next(members, "")
 

@@ -166,7 +166,12 @@ def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tupl
             first.setdefault(site[0], place)
     findings = list(findings)
     names = recorded({each.module for each in findings}, first)
-    found = [(each, rows.get((each.module, each.path), first.get(names.get(each.module, "")))) for each in findings]
+    found = []
+    for each in findings:
+        row = rows.get((each.module, each.path))
+        if row is None and each.module in names and each.module:
+            row = first[names[each.module]]
+        found.append((each, row))
     return [(each, row) for each, row in found if row is not None or not each.module]
 
 

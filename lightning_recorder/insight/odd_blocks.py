@@ -83,7 +83,7 @@ def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
         if not _is_chain(parts, blocks):
             continue
         if all(len(each) == 1 for each in calls):
-            known = known or forms(graph, parts)
+            known = known or forms(graph, parts, with_training=False)
             found += _odd_one(_Blocks(graph, parts, blocks), [known[block.id] for block in blocks])
         else:
             found += _other_calls(calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -19,6 +20,10 @@ FORWARD = 3
 
 LIMITS = {"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0, "vector": 4.0}
 """The thresholds of the comparison."""
+
+_MOST_MEMBERS = 64  # of a list that are looked at
+
+_Outlier = tuple[Site, float, Floats]
 
 _ZERO = 1e-6  # a parameter of this rms or less is zero
 
@@ -63,16 +68,50 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
 
     A block that is of another kind by design is left out.
     """
+    parameters = evidence.parameters
     others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
+        outliers: list[_Outlier] = []
+        firsts: list[_Outlier] = []
+        is_second_odd = False
         for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
+            if table is not parameters and "gradient" in words and _are_parallel(evidence, group[0].name):
+                continue  # the gradient of an expert depends on the number of its tokens
             found = list(_outliers(values, group, words))
             # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
             if any(site is group[0] for site, _, _ in found) and words.endswith(("output", "gradient")):
                 found = list(_outliers(values, group, words, 1 / _entering(evidence, group)))
-            for site, value, others in found:
-                if not site.name.startswith(others_kind):
-                    yield kind, table, statistic, words, site, value, others
+            outliers += found
+            if words.endswith("output"):
+                is_second_odd |= any(site is group[1] for site, _, _ in found)
+                as_others = list(_outliers(values, group, words, 1 / LIMITS["at_the_end"]))
+                firsts += [each for each in as_others if each[0] is group[0]]
+        if is_second_odd:  # what the first block does wrong is seen in the second one
+            known = {site for site, _, _ in outliers}
+            outliers = [each for each in firsts if each[0] not in known] + outliers
+        for site, value, others in outliers:
+            if not site.name.startswith(others_kind):
+                yield kind, table, statistic, words, site, value, others
+
+
+def _are_parallel(evidence: Evidence, name: str) -> bool:
+    """Return True if a module is in a list of equal modules inside of a block that do not feed each other: experts."""
+    wiring = evidence.wiring
+    for digits in [*re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)][1:]:
+        before = name[: digits.start()]
+        members = {f"{before}{number}" for number in range(_MOST_MEMBERS) if f"{before}{number}" in wiring.types}
+        kinds = {wiring.types[each] for each in members}
+        if len(members) < 2 or len(kinds) > 1 or not wiring.has_graph:
+            continue
+        feeds = ((each, source) for each, sources in wiring.inputs.items() for source in sources)
+        inside = [(each, source) for each, source in feeds if each.startswith(before) and source.startswith(before)]
+        if all(_member(each, before) == _member(source, before) for each, source in inside):
+            return True
+    return False
+
+
+def _member(name: str, before: str) -> str:
+    return name[len(before) :].partition(".")[0]
 
 
 def _entering(evidence: Evidence, group: list[Site]) -> float:
@@ -84,9 +123,7 @@ def _entering(evidence: Evidence, group: list[Site]) -> float:
     return min([1.0, *found])
 
 
-def _outliers(
-    values: Mapping[Site, float], group: list[Site], words: str, first: float = 1.0
-) -> Iterator[tuple[Site, float, Floats]]:
+def _outliers(values: Mapping[Site, float], group: list[Site], words: str, first: float = 1.0) -> Iterator[_Outlier]:
     """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
     known = np.array([values[site] for site in group])
     is_vector = words.endswith("vector")

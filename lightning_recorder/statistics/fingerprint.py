@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.structure import iter_tensors
 
@@ -29,7 +30,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
 
     The first checksum depends on the order of the samples, the second does not. Both are exact integer sums, so they do
     not depend on the order in which the device adds. Of each tensor, at most 1024 samples with 64 values each are read,
-    at regular distances.
+    at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
 
     Note:
         Does not synchronize the device, and leaves the batch and the random number generators unchanged.
@@ -40,15 +41,21 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
         >>> (one == other).tolist()
         [False, True]
     """
-    with pause_recording():
+    # The methods of subclasses may need attributes that a new tensor of theirs does not have.
+    with pause_recording(), without_functions():
         found = None
         for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=_ignore)):
             if place == _MOST_TENSORS:
                 break
-            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not tensor.numel():
+            if not _is_readable(tensor):
                 continue
-            array = _as_array(tensor)
-            own = _of_tensor(tensor.detach()) if array is None else torch.from_numpy(_of_array(array))
+            try:
+                array = _as_array(tensor)
+                own = _of_tensor(tensor.detach()) if array is None else torch.from_numpy(_of_array(array))
+            except Exception:
+                if type(tensor) is Tensor:
+                    raise
+                continue
             # The place matters, so that two tensors that are exchanged give another checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
@@ -56,6 +63,13 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
 
 def _ignore(path: str, value: object, error: Exception | None) -> None:
     """Skip what cannot be searched for tensors."""
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return False for a tensor without values in the usual form, such as one that wraps another one."""
+    if type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and tensor.numel() > 0
 
 
 def _of_tensor(tensor: Tensor) -> Tensor:

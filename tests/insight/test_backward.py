@@ -82,6 +82,21 @@ def test_uncalled_experts_of_one_of_several_layers() -> None:
     ]
 
 
+def test_an_uncalled_layer_of_another_class_is_no_expert() -> None:
+    """A layer of a sequence is unused if no layer of its class is called beside it."""
+    called = ("net.0", "net.3")
+    types = {"net.0": {"type": "Linear"}, "net.1": {"type": "BatchNorm1d"}, "net.3": {"type": "Linear"}}
+    parameters: dict[str, Values] = {**network(*called), "net.1/weight": {"rms": 1.0, "update_ratio": 0.0}}
+    (found,) = run(
+        {name: {"rms": 1.0} for name in called},
+        None,
+        parameters,
+        graph=chain(*called),
+        coverage={"": {"modules": types}},
+    )
+    assert (found.rule, found.module) == ("unused-parameter", "net.1")
+
+
 @pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
 def test_gradients_by_depth(factor: float, rule: str) -> None:
     """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""

@@ -26,6 +26,42 @@ def test_unlike_siblings(place: int, factor: float, alarm: bool) -> None:
     assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[place]] * alarm
 
 
+@pytest.mark.parametrize("factor", [10.0, 20.0])
+def test_what_the_first_block_does_wrong_is_not_blamed_on_the_second(factor: float) -> None:
+    """If the output of a layer of the second block is unusual, the first block is compared like any other."""
+    names = [f"blocks.{number}.{part}" for number in range(12) for part in ("conv", "norm")]
+    layers: dict[str, Values] = {name: {"rms": 0.4 if "conv" in name else 1.0} for name in names}
+    layers["blocks.0.norm"] = {"rms": factor}
+    layers["blocks.1.conv"] = {"rms": 0.4 * factor}
+    (found,) = run({**layers, "head": {"rms": 1.0}}, graph=chain(*names, "head"))
+    assert (found.module, found.others) == ("blocks.0.norm", ("blocks.1.conv",))
+
+
+@pytest.mark.parametrize("are_experts", [True, False])
+def test_gradients_of_experts_depend_on_their_tokens(are_experts: bool) -> None:
+    """Equal layers beside each other are not compared by their gradients, equal layers one after the other are."""
+    parts = [f"experts.{number}" for number in range(3)]
+    names = [f"blocks.{number}.{part}" for number in range(6) for part in ("router", *parts, "out")]
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    for number, name in enumerate(names, 1):
+        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+    edges = [("", names[0])]
+    for number in range(6):
+        router, *experts, out = (f"blocks.{number}.{part}" for part in ("router", *parts, "out"))
+        following = [f"blocks.{number + 1}.router"] if number < 5 else []
+        if are_experts:
+            edges += [(router, each) for each in experts] + [(each, out) for each in experts]
+        else:
+            edges += list(pairwise([router, *experts, out]))
+        edges += [(out, each) for each in following]
+    places = {name: 2 * number + 1 for number, name in enumerate(names, 1)}
+    graph = Graph(tuple(nodes), tuple(Edge(places.get(one, 1), places[other]) for one, other in edges))
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    gradients["blocks.3.experts.1"] = {"rms": 1e-5}
+    found = run({name: {"rms": 1.0} for name in names}, gradients, graph=graph)
+    assert [each.module for each in found] == ([] if are_experts else ["blocks.3.experts.1"])
+
+
 def test_the_updates_of_siblings_are_in_the_order_of_the_blocks() -> None:
     """Only the first and the last block may differ more than the others."""
     names = [f"blocks.{number}.fc" for number in range(24)]

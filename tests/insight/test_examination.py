@@ -21,6 +21,7 @@ from lightning_recorder.insight import (
     findings_to_json,
     with_watched,
 )
+from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.table import Table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.taps import Site
@@ -172,3 +173,11 @@ def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> N
     spike = replace(found[0], rule="spike", module="", first_step=step)
     assert found[0].first_step == 30
     assert next(each.rule for each in with_watched(found, [spike])) == first
+
+
+def test_findings_are_not_shown_at_a_parameter_of_the_model_itself() -> None:
+    """A finding about a module without a row has none, and so has one about the whole model."""
+    sites = [Site("", "pos"), Site("blocks.0.fc", "weight"), Site("blocks.0.fc", "weight.grad")]
+    (dead,) = run({"blocks.0.act": {"rms": 0.0, "zero_fraction": 1.0}}, graph=chain("blocks.0.act", act="ReLU"))
+    found = [dead, replace(dead, module=""), replace(dead, module="blocks.0.fc")]
+    assert [(each.module, row) for each, row in rows_of(found, sites)] == [("", None), ("blocks.0.fc", 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -76,6 +77,41 @@ class _NoWaiting(TorchDispatchMode):
         assert "_local_scalar_dense" not in str(func), func
         assert not str(func).startswith(("aten.nonzero", "aten.equal")), func
         return func(*args, **(kwargs or {}))
+
+
+class Labeled(Tensor):
+    """A tensor whose methods need an attribute that new tensors do not have."""
+
+    labels: list[str]
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        found: Any = super().to(*args, **kwargs)
+        found.labels = self.labels
+        return found
+
+
+class Hostile(Tensor):
+    """A tensor that refuses everything."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage:UserWarning")
+def test_tensors_of_other_classes() -> None:
+    """A subclass is read without its own methods, and one that wraps another tensor is left out, without a warning."""
+    plain = torch.arange(6.0).reshape(3, 2)
+    labeled: Any = plain.as_subclass(Labeled)
+    labeled.labels = ["x", "y"]
+    for each in (labeled, plain.as_subclass(Hostile)):
+        assert values({"x": each}) == values({"x": plain})
+        assert type(batch_fingerprint(each)) is Tensor
+    masked = torch.masked.masked_tensor(plain, plain > 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert batch_fingerprint(masked) is None
 
 
 def test_nothing_waits_for_the_device_and_the_batch_is_unchanged() -> None:

@@ -46,22 +46,41 @@ SETTINGS = frozenset(
 _SETTINGS_AND_P = SETTINGS | {"p"}
 
 
-def forms(graph: Graph, parts: MutableGraph) -> dict[int, int]:
+def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True) -> dict[int, int]:
     """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same.
 
     Contents look the same if they are also connected equally.
+
+    Args:
+        graph: The graph.
+        parts: Its parts.
+        with_training: Also compare what is frozen, what got no gradient and where a gradient stops.
     """
     tree = parts.subtree(graph.root.id)
     place = {node: number for number, node in enumerate(tree)}
     inner = _inner_edges(graph, place)
+    untrained = _untrained(graph) if with_training else {}
     numbers: dict[object, int] = {}
     known: dict[int, int] = {}
     # Children come after their parent, so in reverse order they are known first.
     for node_id in reversed(tree):
         inside = tuple(known[child] for child in parts.children.get(node_id, ()))
-        form = (_label(parts.nodes[node_id]), inside, tuple(inner.get(node_id, ())))
+        node = parts.nodes[node_id]
+        status = untrained.get(node.name, ()) if node.kind == "module" else node.note if with_training else ""
+        form = (_label(node), status, inside, tuple(inner.get(node_id, ())))
         known[node_id] = numbers.setdefault(form, len(numbers))
     return known
+
+
+def _untrained(graph: Graph) -> dict[str, Key]:
+    """Return what is frozen or got no gradient of each module: its own parameters by name, or all of it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for status, names in (("frozen", graph.unused.frozen), ("no gradient", graph.unused.parameters)):
+        for name in names:
+            around, _, last = name.rpartition(".")
+            found.setdefault(name, []).append(("", status))  # of a module as a whole
+            found.setdefault(around, []).append((last, status))  # of a parameter
+    return {name: tuple(each) for name, each in found.items()}
 
 
 def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:

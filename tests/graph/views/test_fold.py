@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from lightning_recorder.graph import (
     Node,
     capture_graph,
     collapse,
+    draw,
     drop_dead_ends,
     fit_view,
     fold_repeats,
@@ -891,3 +892,45 @@ def test_a_layer_beside_different_blocks_shares_its_weights() -> None:
 def shown(view: Graph) -> list[str]:
     """Return the name and number of each call of a view."""
     return [f"{node.name} {shown_times(node)}".strip() for node in view.module_calls()]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "drawn"),
+    [
+        ((0,), [("0", 1), ("1", 5)]),
+        ((3, 4, 5), [("0", 3), ("3", 3)]),
+        ((2,), [("0", 2), ("2", 1), ("3", 3)]),
+        (range(6), [("0", 6)]),
+    ],
+)
+def test_frozen_blocks_stay_apart(frozen: Sequence[int], drawn: list[tuple[str, int]]) -> None:
+    """Blocks that are trained are not folded with those that are not."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6)), nn.Linear(4, 2))
+    for place in frozen:
+        net[place].requires_grad_(False)
+    x = torch.ones(1, 4)
+    with GraphCapture(net, x, scope="training_step") as recording:
+        net(x).sum().backward()
+    view = draw(recording.graph(), unused=True).view
+    blocks = [node for node in view.module_calls() if node.type_name == "Sequential" and node.name]
+    assert [(node.name, node.repeats) for node in blocks] == drawn
+    assert {node.name for node in blocks if node.note == "frozen"} == {str(frozen[0])}
+
+
+def test_steps_without_a_gradient_stay_apart() -> None:
+    """The steps of a loop that stop the gradient are not folded with those that pass it on."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for step in range(6):
+            with torch.set_grad_enabled(step >= 3):
+                x = torch.tanh(x * net.scale)
+        return x
+
+    net = Net(forward)
+    net.scale = nn.Parameter(torch.ones(4))
+    x = torch.ones(1, 4)
+    with GraphCapture(net, x, scope="training_step") as recording:
+        net(x).sum().backward()
+    view = fold_repeats(recording.graph())
+    assert [node.repeats for node in view.nodes if node.repeats > 1] == [3, 3]
+    assert [node.note for node in view.nodes if node.name == "mul"] == ["stops the gradient: no_grad", ""]
