@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -90,15 +91,29 @@ class Part:
     statistics: dict[str, None] = field(default_factory=dict)
     """Statistics in the order of first appearance; the dict serves as an ordered set."""
     replaced: int = 0
-    """The number of records that a later line of the same step has replaced."""
+    """The number of records that a later line has replaced."""
 
     def __post_init__(self) -> None:
         self._places: dict[RecordSchema, Tensor] = {}
+        self._session = 0
+        self._earlier: list[int] = []  # the steps of the records of earlier sessions, in ascending order
 
     def add(self, entry: Entry) -> None:
-        """Add a record; replace an earlier record of the same step."""
+        """Add a record; replace an earlier record of the same step.
+
+        A record of several steps also replaces those of earlier sessions at these steps: the last record of a run that
+        was interrupted within an epoch covers a part of the epoch that is repeated.
+        """
         row = entry.row
         step = row.about["step"]
+        if entry.session != self._session:
+            self._session, self._earlier = entry.session, self.steps
+        if self._earlier and row.about["stage"] == "train":
+            begin = bisect_right(self._earlier, step - _covered(row))
+            end = bisect_left(self._earlier, step)
+            for each in self._earlier[begin:end]:
+                self.replaced += self.entries.pop(each, None) is not None
+            del self._earlier[begin:end]
         self.replaced += step in self.entries
         self.entries[step] = entry
         if row.layout not in self._places:
@@ -137,6 +152,14 @@ class Part:
         for index, step in enumerate(self.steps):
             found[index, self._places[self.entries[step].row.layout]] = True
         return found
+
+
+def _covered(row: Row) -> int:
+    """Return the number of steps that a training record covers."""
+    steps, every = row.about.get("steps"), row.about.get("every_n_train_steps")
+    if isinstance(steps, int) and isinstance(every, int) and steps > 0 and every > 0:
+        return (steps - 1) * every + 1
+    return 1
 
 
 class History:

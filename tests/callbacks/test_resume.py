@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -25,12 +26,13 @@ from lightning_recorder import (
     MemorySink,
     Outputs,
     ParameterRecorder,
+    open_recording,
 )
 from lightning_recorder.reductions import Change, Norms, statistics
 from lightning_recorder.reductions.kernels import fused
 from tests import forks
-from tests.callbacks.models import hooks_left
-from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, warnings_by
+from tests.callbacks.models import digits, hooks_left
+from tests.callbacks.small import BATCHES, EPOCHS, WEIGHTS_ONLY, Resumable, Small, go, shown, small, warnings_by
 
 # The resumed run does not have the callback that saves the checkpoints.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
@@ -477,6 +479,42 @@ def test_a_failed_step_is_not_in_the_window_that_is_saved(reduce: Any, failed_at
     torch.save(saved, path)
     assert warnings_by(lambda: go(tmp_path, recorders(sink, **options), ckpt=path)) == []
     assert shown(sink) == shown(expected, failed_at)
+
+
+class Interrupted(Small):
+    """A model whose training the user interrupts in the middle of an epoch."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 8:
+            raise KeyboardInterrupt
+
+
+def test_a_part_of_an_epoch_is_replaced_when_it_is_repeated(tmp_path: Path) -> None:
+    """The record of a part of an epoch, from an interruption, is not read any more when the epoch has been repeated."""
+
+    def run(model: LightningModule, folder: Path, ckpt_path: str | None = None) -> None:
+        callbacks = [ActivationRecorder(every_n_train_steps=1, reduce="epoch"), ModelCheckpoint(folder, save_last=True)]
+        trainer = Trainer(
+            default_root_dir=folder,
+            max_epochs=3,
+            logger=False,
+            accelerator="cpu",
+            callbacks=callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        seed_everything(3, verbose=False)
+        trainer.fit(model, digits(5), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
+
+    run(Small(), tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        run(Interrupted(), tmp_path / "parts")
+    assert open_recording(tmp_path / "parts").run["activations"].steps == [4, 8]
+    run(Small(), tmp_path / "parts", str(tmp_path / "parts" / "last.ckpt"))
+    whole, parts = (open_recording(tmp_path / each).run["activations"] for each in ("whole", "parts"))
+    assert whole.steps == parts.steps == [4, 9, 14]
+    assert torch.equal(whole.values("count"), parts.values("count"))
 
 
 KILLED = """
