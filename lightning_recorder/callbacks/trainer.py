@@ -66,7 +66,7 @@ def recorder_directory(trainer: Trainer) -> Path | None:
         return None
     if trainer.loggers and not _has_folder_of_run(trainer.loggers[0]):
         directory = trainer.strategy.broadcast(str(Path(directory, *_run_of(trainer.loggers[0]))))
-    return Path(directory) / "recorder"
+    return Path(directory, "recorder").absolute()  # the program may change its current folder
 
 
 def exclusive_directory(trainer: Trainer) -> Path | None:

@@ -43,7 +43,7 @@ def _own_folder(logger: Any) -> Path | None:
     then the user's ``self.log`` raises.
     """
     log_dir = str(logger.log_dir)
-    return None if "://" in log_dir else Path(log_dir, _FOLDER)
+    return None if "://" in log_dir else Path(log_dir, _FOLDER).absolute()
 
 
 # Keyed by class name: `lightning` and `pytorch_lightning` have different classes, and importing a logger imports its

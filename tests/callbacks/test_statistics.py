@@ -26,6 +26,7 @@ from lightning_recorder import (
     Outputs,
     RecorderWarning,
     SelectionError,
+    default_recorders,
     open_recording,
     read_dump,
     read_manifest,
@@ -264,6 +265,22 @@ def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     fit(Classifier(), tmp_path, [recorder], fast_dev_run=True)
     assert recorder.latest[Site("head", "out")].scalars["count"] == 80
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_may_change_its_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder is that of the beginning of the fit."""
+
+    class Moving(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    fit(Moving(), Path(), default_recorders(every_n_train_steps=1), logger=False)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    run = open_recording(tmp_path).run
+    assert run.graph is not None
+    assert [len(run[each].steps) for each in ("activations", "gradients", "parameters")] == [6, 6, 6]
 
 
 def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
