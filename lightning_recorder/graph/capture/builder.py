@@ -16,11 +16,11 @@ from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 
-__all__ = ["Draft", "GraphBuilder", "described", "interned", "meta_of", "metas_of"]
+__all__ = ["REENTRANT", "Draft", "GraphBuilder", "described", "interned", "meta_of", "metas_of"]
 
 Frozen = TypeVar("Frozen", Node, Edge)
 
-_REENTRANT = "CheckpointFunctionBackward"
+REENTRANT = "CheckpointFunctionBackward"
 
 
 class Draft:
@@ -181,7 +181,7 @@ class GraphBuilder:
         """
         begins = set(starts)
         nodes, detached = self.nodes, self._detached
-        if self.compound or any(_REENTRANT in names for names in {node.autograd for node in nodes}):
+        if self.compound or any(REENTRANT in names for names in {node.autograd for node in nodes}):
             return self._reached_through_checkpoints(begins)
         found = set(begins)
         passed = set[int]()
@@ -219,7 +219,7 @@ class GraphBuilder:
             node = nodes[number]
             names = node.autograd
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
-            inside = _REENTRANT in names or number in self.compound or (found[number] and not names)
+            inside = REENTRANT in names or number in self.compound or (found[number] and not names)
             if not (inside or _passes_gradient(node, number in begins)):
                 continue
             for source in before.get(number, ()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as AutogradNode
 from torch.nn import Parameter
 
-from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
+from lightning_recorder.graph.capture.builder import REENTRANT, GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
 from lightning_recorder.graph.capture.known_tensors import KnownTensors
 from lightning_recorder.graph.capture.modules import ModelNames
@@ -63,6 +63,7 @@ class TensorOrigins:
         self.custom: CustomNode | None = None
         """The last custom call, until something outside of it happens."""
         self._customs: dict[int, int] = {}
+        self._custom_nodes: set[int] = set()
         self._buffers: dict[int, int] = {}
         """The nodes of the model's buffers, by the id of the tensor."""
         self.names: ModelNames | None = None
@@ -167,6 +168,7 @@ class TensorOrigins:
         self.custom = CustomNode(node, replace(call, arguments=None))
         # Before anything else, each of the nested calls has created one node of the backward graph.
         self._customs[sequence_number() - call.depth + 1] = node
+        self._custom_nodes.add(node)
         return self.custom
 
     def leave_custom(self) -> None:
@@ -217,8 +219,33 @@ class TensorOrigins:
                     known = self._add_from_outside(tensor if own is None else inner, own)
         elif settled and self.owners.is_new(tensor):
             # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
+            function = function_behind(tensor)
+            if function is not None and self._is_result_of_layer(known, function):
+                return self._add_custom_result(tensor, known, function)
             self.claim([tensor], known)
         return known
+
+    def _is_result_of_layer(self, node: int, function: type) -> bool:
+        """Return True if a custom function returns what a layer inside of it has computed, as a reversible network."""
+        if node < 0 or f"{function.__name__}Backward" == REENTRANT:
+            return False
+        draft = self._builder.nodes[node]
+        return draft.kind == "op" and not draft.autograd and node not in self._custom_nodes
+
+    def _add_custom_result(self, tensor: Tensor, inner: int, function: type) -> int:
+        """Return the node of a custom function for a tensor that a layer inside of it has returned."""
+        node = self._customs.get(self.owners.number(tensor) + 1)
+        if node is None:
+            sources = self._sources([tensor])
+            node = self._builder.add("op", function.__name__, self._calls[-1].node, (meta_of(tensor),))
+            for source, meta in sources:
+                self.connect(source, node, meta)
+        if inner < node:
+            self.connect(inner, node, meta_of(tensor), differentiable=False)
+        self._builder.compound.add(node)
+        self.claim([tensor], node)
+        self.known_tensors.bind(tensor, node)
+        return node
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the node that gave the tensor its present values, or None if that was not observed."""

@@ -50,6 +50,29 @@ class _Reversible(torch.autograd.Function):
         return gradient, None
 
 
+class _LayersOnly(torch.autograd.Function):
+    """A function that returns what its last layer returns, as the reversible networks of several packages."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x
+            for layer in ctx.layers:
+                y = layer(y)
+            y.backward(gradient)
+        return x.grad, None
+
+
 class _LayersFirst(_Reversible):
     """Calls the layers before any function of its own."""
 
@@ -181,13 +204,21 @@ def test_a_checkpoint_is_no_stop(reentrant: bool) -> None:
     assert _trained(net).unused == Unused()
 
 
-@pytest.mark.parametrize("function", [_Reversible, _LayersFirst])
+@pytest.mark.parametrize("function", [_Reversible, _LayersFirst, _LayersOnly])
 def test_a_function_that_calls_layers_is_no_stop(function: Any) -> None:
     """The layers that a custom function calls without gradients may get them in its backward pass."""
     net = Net(lambda net, x: net.out(function.apply(net.fc(x), net.layers)), fc=linear(), out=linear())
     net.layers = nn.ModuleList(linear() for _ in range(2))
-    assert _trained(net).unused == Unused()
+    graph = _trained(net)
+    assert graph.unused == Unused()
     assert capture_graph(net, X).unused == Unused()
+    names = [node.name for node in graph.nodes if node.kind == "op"]
+    last = max(place for place, name in enumerate(names) if name == function.__name__)
+    assert names[last + 1] == "linear"
+    if function is _LayersOnly:
+        (around,) = (node for node in graph.nodes if node.name == function.__name__)
+        before = [graph[graph[edge.source].parent or 0].name for edge in graph.into(around)]
+        assert before == ["fc", "layers.1"]
 
 
 def test_gradients_that_no_recorded_function_passes() -> None:
