@@ -120,12 +120,14 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
                 return function(*args, **kwargs)
             near = closest(unknown, names, similarity=0.75)
             head = f"{title} has no argument {unknown}: "
+            of_model = f"write input_kwargs={{{unknown!r}: …}} for an argument of the model"
             if unknown in replacements:
                 raise UnknownArgumentError(f"{head}write {replacements[unknown]}")
             if near:
-                raise UnknownArgumentError(f"{head}did you mean {near}?")
+                more = f" Or {of_model}" if "input_kwargs" in known else ""
+                raise UnknownArgumentError(f"{head}did you mean {near}?{more}")
             if "input_kwargs" in known:
-                raise UnknownArgumentError(f"{head}write input_kwargs={{{unknown!r}: …}} for an argument of the model")
+                raise UnknownArgumentError(f"{head}{of_model}")
             raise UnknownArgumentError(f"{head}its arguments are {', '.join(names)}")
 
         return cast("Function", wrapper)

@@ -16,11 +16,13 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.parameter import ParameterRecorder
 from lightning_recorder.callbacks.watch import StepWatch
 from lightning_recorder.schedule import Schedule
+from lightning_recorder.signatures import with_replacements
 from lightning_recorder.sinks import Sink
 
 __all__ = ["default_recorders"]
 
 
+@with_replacements({})
 def default_recorders(
     names: str | Sequence[str] | None = None,
     *,

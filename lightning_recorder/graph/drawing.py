@@ -38,18 +38,26 @@ __all__ = ["Drawing", "draw", "make_dot", "render_network"]
 
 _TORCHVIEW = {
     "strict": "nothing: several tensors between two nodes are one edge with their number",
-    "save_graph": "draw(…).save('directory/filename.png')",
+    "save_graph": "draw(…).save('directory/filename.png') to save the picture, and nothing otherwise",
     "filename": "draw(…).save('directory/filename.png')",
     "directory": "draw(…).save('directory/filename.png')",
     "collect_attributes": "drawing.graph.module(node), which returns the module of a node",
 }
 """The code to write instead of the other arguments of torchview's ``draw_graph``."""
 
+_RESIZE = dict.fromkeys(("size_per_element", "min_size"), "resize_graph(scale) alone: the size follows the contents")
+"""The same for the other arguments of torchview's ``resize_graph``."""
+
 _NOTEBOOK_PX = 520  # the largest height in a notebook
 
 
 def make_dot(
-    graph: Graph, render_depth: float = 256, styler_cls: type[GraphvizStyler] | None = None, **styler_args: Any
+    graph: Graph | None = None,
+    render_depth: float = 256,
+    styler_cls: type[GraphvizStyler] | None = None,
+    *,
+    rec: Graph | None = None,
+    **styler_args: Any,
 ) -> Digraph:
     """Convert a recorded graph to a Graphviz document.
 
@@ -61,10 +69,11 @@ def make_dot(
         render_depth: The depth; the whole model has depth 0 and is one box, its layers have depth 1. ``float("inf")``
             sets no limit.
         styler_cls: The class that decides how nodes and edges look; it is created with ``styler_args``.
+        rec: Another name of ``graph``, as in torchrecorder.
         styler_args: Graphviz attributes for all nodes, and other arguments of the styler.
 
     Raises:
-        ArgumentError: If the depth is negative or the styler is no class.
+        ArgumentError: If there is no graph, the depth is negative, or the styler is no class.
 
     Example:
         >>> from torch import nn
@@ -73,7 +82,10 @@ def make_dot(
         >>> sum("fillcolor=white" in line for line in dot.body)
         4
     """
-    view = collapse(graph, checked_depth("render_depth", render_depth), leaves=False)
+    recorded = rec if graph is None else graph
+    if not isinstance(recorded, Graph):
+        raise ArgumentError(f"make_dot takes a graph, such as the result of record(…), got {recorded!r}")
+    view = collapse(recorded, checked_depth("render_depth", render_depth), leaves=False)
     if styler_cls is not None and not callable(styler_cls):
         raise ArgumentError(f"styler_cls must be a subclass of GraphvizStyler, got {styler_cls!r}")
     return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
@@ -146,6 +158,7 @@ class Drawing:
         """
         return _write(self.visual_graph, Path(path), timeout_s)
 
+    @with_replacements(_RESIZE)
     def resize_graph(self, scale: float = 1.0) -> None:
         """Scale the picture, wherever it is written or shown from now on; 1 is its original size.
 
@@ -188,7 +201,7 @@ def draw(
     *,
     input_kwargs: Mapping[str, Any] | None = None,
     expand_nested: bool = True,
-    graph_dir: Direction = "TB",
+    graph_dir: Direction | None = "TB",
     hide_module_functions: bool = True,
     hide_inner_tensors: bool = True,
     parameters: bool | None = None,
@@ -218,7 +231,8 @@ def draw(
         mode: As for :func:`record`.
         input_kwargs: Further keyword arguments of the model.
         expand_nested: Draw a frame around the contents of an open module call.
-        graph_dir: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        graph_dir: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``. ``None`` is
+            ``"TB"``.
         hide_module_functions: Draw a module that calls no other module as one node; otherwise show its functions.
         hide_inner_tensors: Leave out the tensors between functions.
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
@@ -252,7 +266,8 @@ def draw(
     limit = checked_depth("depth", depth)
     if max_nodes is not None:
         check_integer("max_nodes", max_nodes, 1)
-    check_direction(graph_dir)
+    direction: Direction = "TB" if graph_dir is None else graph_dir
+    check_direction(direction, "graph_dir")
     if isinstance(model, Graph):
         graph = replace(model, name=graph_name or model.name)
     else:
@@ -267,7 +282,7 @@ def draw(
     def render(view: Graph) -> GraphvizRenderer:
         view = view if hide_inner_tensors else show_tensors(view)
         view = show_unused(view) if unused else view
-        return GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
+        return GraphvizRenderer(view, styler, direction=direction, frames=expand_nested, legend=legend)
 
     if limit == 0 or max_nodes is None or depth == math.inf:
         renderer = render(view_at_depth(whole, limit, **options))

@@ -247,7 +247,7 @@ def test_inputs() -> None:
         ({"input_size": (2, 4), "dtypes": "float"}, "dtypes takes a torch.dtype"),
         ({"input_data": 4}, "input_data takes a tensor"),
         ({"input_data": X, "max_nodes": 0}, "max_nodes must be an integer of at least 1, got 0"),
-        ({"input_data": X, "graph_dir": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
+        ({"input_data": X, "graph_dir": "up"}, "graph_dir must be one of TB, LR, BT, RL, got 'up'"),
         ({"input_data": X, "device": 0.5}, "device takes a device such as 'cpu'"),
         (
             {"input_data": X, "save_graph": True},
@@ -255,7 +255,8 @@ def test_inputs() -> None:
         ),
         ({"input_data": X, "collect_attributes": True}, r"write drawing\.graph\.module\(node\), which"),
         ({"input_data": X, "mask": X}, r"write input_kwargs=\{'mask': …\} for an argument of the model$"),
-        ({"input_data": X, "max_node": 3}, r"^draw has no argument max_node: did you mean max_nodes\?$"),
+        ({"input_data": X, "max_node": 3}, r"^draw has no argument max_node: did you mean max_nodes\? Or write i"),
+        ({"input_data": X, "inputs": X}, r"did you mean input_size\? Or write input_kwargs=\{'inputs': …\} for an"),
         ({"input_data": X, "mode": "fast"}, "mode must be 'train', 'eval' or None"),
     ],
 )

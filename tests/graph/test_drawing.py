@@ -241,16 +241,44 @@ def test_stylers_of_torchrecorder_that_need_a_change() -> None:
         def style_node(self, node: Any) -> dict[str, str]:  # type: ignore[override]  # the point of the test
             return {"label": str(node.fn)}
 
+    class OfModules(Reading):
+        @override
+        def style_node(self, node: Any) -> dict[str, str]:  # type: ignore[override]  # the point of the test
+            return super().style_node(node) if node.kind == "module" else {}
+
     class Joining(GraphvizStyler):
         @override
         def style_edge(self, fnode: Any, tnode: Any) -> dict[str, str]:
             return {}
 
+    class Naming(GraphvizStyler):
+        @override
+        def style_edge(self, f: Any, t: Any) -> dict[str, str]:
+            return {"label": f.name + t.name}
+
     graph = record(small(), input_data=X)
-    with pytest.raises(ArgumentError, match=r"^a node has no fn: write self\.graph\.module\(node\), which is its m"):
+    with pytest.raises(ArgumentError, match=r"^a node has no fn: write node\.outputs\[0\]\.shape"):
         make_dot(graph, 1, Reading)
-    with pytest.raises(ArgumentError, match=r"write style_edge\(self, edge, graph\), where graph\[edge\.source\] and "):
-        make_dot(graph, 1, Joining)
+    with pytest.raises(ArgumentError, match=r"^a node has no fn: write self\.graph\.module\(node\), which is its m"):
+        make_dot(graph, 1, OfModules)
+    for styler in (Joining, Naming):
+        with pytest.raises(ArgumentError, match=r"write style_edge\(self, edge, graph\), where graph\[edge\.source\] "):
+            make_dot(graph, 1, styler)
+
+
+def test_arguments_of_torchrecorder_and_torchview() -> None:
+    """The names and values of the originals are accepted, or are errors with the code to write instead."""
+    graph = record(small(), "my/net", input_data=X)
+    assert make_dot(rec=graph, render_depth=1).source == make_dot(graph, 1).source
+    assert make_dot(graph).filename == "my_net.gv"
+    with pytest.raises(ArgumentError, match=r"^make_dot takes a graph, such as the result of record"):
+        make_dot()
+    assert draw(graph, graph_dir=None).visual_graph.source == draw(graph).visual_graph.source
+    with pytest.raises(ArgumentError, match=r"^Drawing\.resize_graph has no argument size_per_element: write resize_g"):
+        draw(graph).resize_graph(scale=1.0, size_per_element=0.3)  # type: ignore[call-arg]  # the point of the test
+    assert collapse(graph, float("inf")) == collapse(graph)
+    with pytest.raises(ArgumentError, match=r"^GraphvizRenderer has no argument rec: write GraphvizRenderer\(collapse"):
+        GraphvizRenderer(rec=graph)  # type: ignore[call-arg]  # the point of the test
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
@@ -35,10 +36,13 @@ __all__ = ["Direction", "GraphvizRenderer"]
 _TORCHRECORDER = {
     "render_depth": "GraphvizRenderer(collapse(graph, render_depth, leaves=False))",
     "styler_cls": "GraphvizRenderer(graph, styler_cls())",
+    "rec": "GraphvizRenderer(collapse(rec, render_depth, leaves=False))",
 }
 """The code to write instead of the arguments of torchrecorder's renderer."""
 
 Direction = Literal["TB", "LR", "BT", "RL"]
+
+_NOT_IN_FILES = r'[\x00-\x1f<>:"/\\|?*]'
 
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
@@ -104,10 +108,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.styler = styler or GraphvizStyler()
         self._omits_graph = len(inspect.signature(self.styler.style_node).parameters) == 1
         if tuple(inspect.signature(self.styler.style_edge).parameters) == ("fnode", "tnode"):
-            raise ArgumentError(
-                f"{type(self.styler).__name__}.style_edge takes an edge and the graph: write style_edge(self, edge, "
-                "graph), where graph[edge.source] and graph[edge.target] are the nodes"
-            )
+            raise self._edge_error("")
         self.direction = direction
         self.frames = frames
         self.legend = legend
@@ -132,7 +133,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     def make_canvas(self) -> Digraph:
         from graphviz import Digraph
 
-        canvas = Digraph("graph")
+        # The name of the file that the document's own methods write.
+        canvas = Digraph("graph", filename=f"{re.sub(_NOT_IN_FILES, '_', self.graph.title) or 'graph'}.gv")
         canvas.attr(
             "graph",
             rankdir=self.direction,
@@ -159,9 +161,25 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             style: dict[str, str] = self.styler.style_node(node)  # type: ignore[call-arg]  # an override of the user
         except AttributeError as error:
             if error.name == "fn" and error.obj is node:
-                raise ArgumentError("a node has no fn: write self.graph.module(node), which is its module") from error
+                is_module = node.kind == "module"
+                instead = "self.graph.module(node), which is its module" if is_module else "node.outputs[0].shape"
+                raise ArgumentError(f"a node has no fn: write {instead}") from error
             raise
         return style
+
+    def _style_edge(self, edge: Edge) -> dict[str, str]:
+        try:
+            return self.styler.style_edge(edge, self.graph)
+        except AttributeError as error:
+            if error.obj is edge or error.obj is self.graph:
+                raise self._edge_error(f", and {error}") from error
+            raise
+
+    def _edge_error(self, why: str) -> ArgumentError:
+        return ArgumentError(
+            f"{type(self.styler).__name__}.style_edge takes an edge and the graph{why}: write style_edge(self, edge, "
+            "graph), where graph[edge.source] and graph[edge.target] are the nodes"
+        )
 
     @override
     def render_recursive_node(self, canvas: Digraph, node: Node) -> None:
@@ -274,7 +292,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         elif edge in self._further_loops:
             side = "w" if self.direction in ("TB", "BT") else "s"
             further = {"tailport": side, "headport": side}
-        canvas.edge(start, f"n{edge.target}", **{**further, **self.styler.style_edge(edge, self.graph)})
+        canvas.edge(start, f"n{edge.target}", **{**further, **self._style_edge(edge)})
 
     def _detour(self, source: int) -> dict[str, str]:
         """Return the color of the edges of a node that are led around, unless one continues the main path."""
@@ -348,14 +366,14 @@ def _kinds(graph: Graph) -> Iterable[Kind]:
     return [kind for kind in _MEANINGS if kind in there]
 
 
-def check_direction(direction: str) -> None:
+def check_direction(direction: str, name: str = "direction") -> None:
     """Raise an error for a direction that Graphviz does not support.
 
     Raises:
         ArgumentError: If the direction is not one of the four. The message lists them.
     """
     if direction not in get_args(Direction):
-        raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
+        raise ArgumentError(f"{name} must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
 def _movable(style: dict[str, str]) -> dict[str, str]:

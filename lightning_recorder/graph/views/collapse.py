@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
-from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
 from lightning_recorder.graph.views.rebuild import rebuilt
+from lightning_recorder.inputs import checked_depth
 
 __all__ = ["closed_calls", "collapse"]
 
 
-def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
+def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
     """Close the module calls at a depth, and the calls that contain no other call at any depth.
 
     A closed call is a single node in place of its contents. It takes over the edges of its contents; edges inside it
@@ -21,18 +21,17 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True, ope
     Args:
         graph: Any graph.
         depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed, and 0 shows the
-            whole model as one node between its inputs and outputs. ``None`` sets no limit.
+            whole model as one node between its inputs and outputs. ``None`` and ``float("inf")`` set no limit.
         leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown.
         opened: The ids of calls that stay open at any depth.
 
     Raises:
         ArgumentError: If the depth is negative.
     """
-    if depth is not None:
-        check_integer("depth", depth, 0)
-    if depth == 0:
+    limit = checked_depth("depth", depth)
+    if limit == 0:
         return collapse(_in_a_box(graph), 1)
-    closed = closed_calls(graph, depth, leaves=leaves, opened=opened)
+    closed = closed_calls(graph, limit, leaves=leaves, opened=opened)
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
     counted: set[tuple[int, str]] = set()
