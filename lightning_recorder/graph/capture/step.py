@@ -30,6 +30,9 @@ from lightning_recorder.structure import iter_tensors
 
 __all__ = ["StepRecording"]
 
+# Functions that take the shape or the dtype of another tensor. An edge from it would look like a skip connection.
+_LIKE_ANOTHER = ("reshape_as", "view_as", "expand_as", "type_as")
+
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
 
@@ -306,7 +309,7 @@ class StepRecording:
     def usual_name(func: Any) -> str:
         """Return the name of a function that needs no special treatment, or an empty text."""
         name = function_name(func)
-        special = name in _ZEROES or name == "grad"
+        special = name in _ZEROES or name in _LIKE_ANOTHER or name == "grad"
         return "" if special or func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad) else name
 
     def note_function(
@@ -359,6 +362,8 @@ class StepRecording:
         # A function that takes nothing but tensors needs no further look at its arguments.
         only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
         plain = None if only_tensors else plain_arguments(func, args, kwargs)
+        if name in _LIKE_ANOTHER:
+            inputs = inputs[:1]
         return self._note(name, inputs, outputs, written, start=start, given=plain)
 
     def note_backward(self, losses: Any) -> int:

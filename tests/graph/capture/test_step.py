@@ -430,3 +430,17 @@ def test_the_same_net_twice_gives_the_same_graph() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert capture_graph(net, X) == capture_graph(net, X)
+
+
+@pytest.mark.parametrize("name", ["reshape_as", "view_as", "expand_as", "type_as"])
+def test_a_tensor_of_which_only_the_form_is_used_has_no_edge(name: str) -> None:
+    """A normalization between two changes of the shape is not drawn with a skip connection around it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        return getattr(net.norm(y).double(), name)(y)  # type: ignore[no-any-return]
+
+    graph = capture_graph(Net(forward, fc=linear(), norm=nn.LayerNorm(4)), X)
+    (node,) = (each for each in graph.nodes if each.name == name)
+    assert [graph[edge.source].name for edge in graph.into(node)] == ["double"]
+    assert len(node.inputs) == 1
