@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.backward import gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.siblings import FORWARD, LIMITS, all_outliers, blocks_of, families_of, sibling_values
+from lightning_recorder.insight.siblings import (
+    FORWARD,
+    LIMITS,
+    WEIGHT_GRADIENT,
+    all_outliers,
+    blocks_of,
+    families_of,
+    sibling_values,
+)
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.names import site_title
 from lightning_recorder.taps import Site
@@ -28,6 +36,7 @@ UNLIKE = "unlike-siblings"
 def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     forward: dict[Site, list[Finding]] = {}
     backward: dict[Site, list[Finding]] = {}
+    of_weights: dict[Site, list[Finding]] = {}
     for kind, table, statistic, words, site, value, others in all_outliers(evidence):
         factor, span = float(value / np.median(others)), f"{others.min():.3g} to {others.max():.3g}"
         name = f"{site.name}.{site.path}" if words.endswith("vector") else site.name
@@ -37,7 +46,10 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         else:
             verdict += f"and {span if factor == 0 else 0} in {len(others)} equal modules"
         found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
-        (forward if kind < FORWARD else backward).setdefault(site, []).append(found)
+        other = of_weights if words == WEIGHT_GRADIENT else backward
+        (forward if kind < FORWARD else other).setdefault(site, []).append(found)
+    # The gradients of weights follow those of outputs, unless something changes them alone.
+    backward = backward or ({} if forward else of_weights)
     order = evidence.wiring.order
     # A gradient comes from the modules behind, so the last module is the nearest to the cause.
     first_last = sorted(forward.items(), key=lambda each: order.get(each[0].name, -1))
@@ -47,7 +59,7 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    of_outputs, _, _, of_gradients, _ = sibling_values(evidence)
+    of_outputs, _, _, of_gradients, *_ = sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         best: tuple[float, list[Site]] | None = None
         for group in families_of(evidence, table, values, int(rule.thresholds["fewest"])):
@@ -75,6 +87,40 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             blocks = blocks_of([site.name for site in group])
             yield replace(found, module=blocks[-1], others=tuple(blocks[:-1]))
             return
+
+
+def _stopped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield the weights that moved at first and no longer do, while all equal ones still move, as one finding."""
+    table = evidence.parameters
+    moves = np.nan_to_num(table.get("update_ratio")) > 0  # a weight that is frozen has no further records
+    before, after = int(rule.thresholds["before"]), rule.persistence
+    found: dict[Site, int] = {}
+    for group in families_of(evidence, table, {each.site: 1.0 for each in evidence.weights}, int(LIMITS["fewest"])):
+        members = moves[:, [table.places[site] for site in group]]
+        for place, site in enumerate(group):
+            own, others = members[:, place], np.delete(members, place, axis=1)
+            number = int(own.sum())
+            if before <= number <= len(own) - after and own[:number].all() and others[number:].all():
+                found[site] = number
+    if found:
+        site = min(found, key=lambda each: (found[each], evidence.wiring.order.get(each.name, -1)))
+        since = table.steps[found[site]]
+        verdict = f"{site.name}.{site.path} does not move from step {since} on, but equal weights do"
+        verdict += _why_stopped(evidence, site)
+        more = tuple(dict.fromkeys(each.name for each in found if each.name != site.name))
+        yield replace(rule.found(evidence, table, site, verdict, statistic="update_ratio", since=since), others=more)
+
+
+def _why_stopped(evidence: Evidence, site: Site) -> str:
+    table = evidence.parameters
+    rates, steps = table.column(site, "learning_rate")
+    if not len(steps) or steps[-1] < table.steps[-1]:
+        return " (it is frozen since)"
+    gradient = Site(site.name, f"{site.path}.grad")
+    seen = table.column(gradient, "rms")[1] if gradient in table.places else steps[:0]
+    if rates[-1] == 0:
+        return " (learning rate 0)"
+    return " (it has no gradient since)" if not len(seen) or seen[-1] < steps[-1] else ""
 
 
 def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -300,6 +346,19 @@ RULES = (
             ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),
             ("downstream", "same", "upstream"),
         ),
+    ),
+    Rule(
+        name="stops-moving",
+        severity="warning",
+        statistic="update_ratio of weights at the same place of repeated blocks",
+        thresholds={"before": 3},
+        persistence=4,
+        usual="all equal weights move in every record",
+        why="This weight was frozen, lost its gradient or its learning rate in the middle of the training.",
+        next="Look at what changes at this step: callbacks, schedulers of its parameter group, conditions in the code.",
+        false_alarms="Layers that are frozen one by one on purpose.",
+        examine=_stopped,
+        explains={"unlike-siblings": ("same",)},
     ),
     Rule(
         name="block-trend",

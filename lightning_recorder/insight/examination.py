@@ -69,6 +69,7 @@ _ORDER = (
     "vanishing-gradient",
     "exploding-gradient",
     "does-not-move",
+    "stops-moving",
     "block-trend",
     "attention-collapse",
     UNLIKE,

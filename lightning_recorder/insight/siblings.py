@@ -13,7 +13,10 @@ from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import families
 from lightning_recorder.taps import Site
 
-__all__ = ["FORWARD", "LIMITS", "all_outliers", "blocks_of", "families_of", "sibling_values"]
+__all__ = ["FORWARD", "LIMITS", "WEIGHT_GRADIENT", "all_outliers", "blocks_of", "families_of", "sibling_values"]
+
+WEIGHT_GRADIENT = "rms of the weight gradient"
+"""The words for the last statistic, which a hook or a factor may change although that of the outputs is as usual."""
 
 FORWARD = 3
 """The number of the statistics of the forward pass, in which siblings are compared first."""
@@ -44,6 +47,9 @@ def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[S
     yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     ratios = evidence.medians(parameters, "update_ratio")
     yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
+    sizes = evidence.medians(parameters, "rms")
+    found = {each.gradient: sizes[each.gradient] for each in evidence.weights if each.gradient is not None}
+    yield parameters, "rms", WEIGHT_GRADIENT, found
 
 
 def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
@@ -68,14 +74,13 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
 
     A block that is of another kind by design is left out.
     """
-    parameters = evidence.parameters
     others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
         outliers: list[_Outlier] = []
         firsts: list[_Outlier] = []
         is_second_odd = False
         for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
-            if table is not parameters and "gradient" in words and _are_parallel(evidence, group[0].name):
+            if words.endswith("gradient") and _are_parallel(evidence, group[0].name):
                 continue  # the gradient of an expert depends on the number of its tokens
             found = list(_outliers(values, group, words))
             # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
@@ -127,7 +132,7 @@ def _outliers(values: Mapping[Site, float], group: list[Site], words: str, first
     """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
     known = np.array([values[site] for site in group])
     is_vector = words.endswith("vector")
-    wider = LIMITS["vector"] if is_vector else 1.0
+    wider = LIMITS["vector"] if is_vector or words == WEIGHT_GRADIENT else 1.0
     # Nothing but the largest and the smallest value can be far from all others.
     for place in sorted({int(known.argmin()), int(known.argmax())}):
         site, value, others = group[place], float(known[place]), np.delete(known, place)

@@ -26,6 +26,67 @@ def test_unlike_siblings(place: int, factor: float, alarm: bool) -> None:
     assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[place]] * alarm
 
 
+@pytest.mark.parametrize(
+    ("ratios", "rate", "gradients", "words"),
+    [
+        ([1e-3] * 4 + [0.0] * 4, 0.0, 8, "(learning rate 0)"),
+        ([1e-3] * 4 + [0.0] * 4, 1e-3, 4, "(it has no gradient since)"),
+        ([1e-3] * 4 + [math.nan] * 4, math.nan, 4, "(it is frozen since)"),
+        ([1e-3] * 5 + [0.0] * 3, 0.0, 8, ""),  # too few records
+        ([1e-3, 0.0, 1e-3, 1e-3] + [0.0] * 4, 1e-3, 8, ""),  # a block that is left out by chance
+        ([1e-3] * 2 + [0.0] * 6, 1e-3, 8, ""),
+    ],
+)
+def test_a_weight_that_stops(ratios: list[float], rate: float, gradients: int, words: str) -> None:
+    """A weight that moves at first and no longer does is found if all equal ones still move."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    parameters = network(*names)
+    rates = [1e-3] * 4 + [rate] * 4
+    parameters["blocks.3.fc/weight"] = {
+        **parameters["blocks.3.fc/weight"],
+        "update_ratio": ratios,
+        "learning_rate": rates,
+    }
+    parameters["blocks.3.fc/weight.grad"] = {
+        **parameters["blocks.3.fc/weight.grad"],
+        "rms": [1e-3] * gradients + [math.nan] * (8 - gradients),
+    }
+    found = [each for each in run(None, None, parameters) if each.rule == "stops-moving"]
+    if not words:
+        assert found == []
+        return
+    assert [(each.module, each.path, each.first_step) for each in found] == [("blocks.3.fc", "weight", 40)]
+    assert found[0].verdict == f"blocks.3.fc.weight does not move from step 40 on, but equal weights do {words}"
+
+
+def test_weights_that_are_frozen_together_do_not_stop_alone() -> None:
+    """If other equal weights have stopped, too, none is named."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    parameters = network(*names)
+    for number in (0, 1):
+        parameters[f"blocks.{number}.fc/weight"] = {
+            **parameters[f"blocks.{number}.fc/weight"],
+            "update_ratio": [1e-3] * 4 + [0.0] * 4,
+        }
+    assert [each for each in run(None, None, parameters) if each.rule == "stops-moving"] == []
+
+
+@pytest.mark.parametrize(("factor", "alarm"), [(1e-5, True), (1e3, True), (20.0, False), (0.05, False)])
+def test_the_gradient_of_one_weight(factor: float, alarm: bool) -> None:
+    """A gradient that a hook changes is found although those of the outputs are as usual, if it is far enough away."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    parameters = network(*names)
+    for number, name in enumerate(names):
+        parameters[f"{name}/weight.grad"] = {
+            **parameters[f"{name}/weight.grad"],
+            "rms": 1e-3 * (factor if number == 3 else 1.0),
+        }
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    found = [each for each in run(layers, gradients, parameters, graph=chain(*names)) if each.rule == "unlike-siblings"]
+    assert [(each.module, each.path) for each in found] == [("blocks.3.fc", "weight.grad")] * alarm
+
+
 @pytest.mark.parametrize("factor", [10.0, 20.0])
 def test_what_the_first_block_does_wrong_is_not_blamed_on_the_second(factor: float) -> None:
     """If the output of a layer of the second block is unusual, the first block is compared like any other."""
