@@ -285,7 +285,7 @@ class GraphCapture:
         # If forward raised, torch calls the hook without keyword arguments.
         failed = len(inputs_and_output) == 2
         *inputs, output = inputs_and_output
-        if module is self._paused_in and is_fused(module):
+        if module is self._paused_in:
             self._resume()
         if module is self.module and not failed and is_opaque(module):
             self._guarded(self._recording.leave_opaque_root, inputs, output)

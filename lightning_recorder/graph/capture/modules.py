@@ -216,8 +216,10 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return True if a module may compute everything in one fused function."""
-    return not module.training and isinstance(module, _FUSED)
+    """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
+    if module.training or not isinstance(module, _FUSED):
+        return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters()))
 
 
 def is_opaque(module: nn.Module) -> bool:

@@ -116,7 +116,7 @@ def test_fused_transformer_layer() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "enable_grad"])
 def test_a_model_that_is_one_fused_layer(mode: Any) -> None:
     """A frozen layer that is the whole model connects its input to its output."""
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval().requires_grad_(False)
     with mode():
         graph = capture_graph(layer, X[None])
     assert outline(graph, outputs=True) == "input\nfused <- input\noutput <- fused"
@@ -225,3 +225,14 @@ def test_meta_tensors() -> None:
         graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), torch.empty(2, 4))
     assert outline(graph) == "input\n0: Linear\n  linear <- input"
     assert only(graph, "linear").outputs == (TensorMeta((2, 3), "float32", "meta"),)
+
+
+def test_an_encoder_in_eval_mode_that_is_trained() -> None:
+    """With gradients, torch fuses nothing, so the layers of an encoder in eval mode are recorded."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.Sequential(linear(), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval())
+    x = torch.ones(2, 3, 4)
+    names = [node.name for node in capture_graph(net, x).module_calls()]
+    assert {"1.layers.0.self_attn", "1.layers.1.norm2"} <= set(names)
+    with torch.no_grad():
+        assert [node.name for node in capture_graph(net, x).module_calls()] == ["0", "1"]
