@@ -288,14 +288,20 @@ class _Fold:
         return found
 
     def _widen(self, pairs: Mapping[int, int]) -> None:
-        """Let the kept nodes show the smallest and largest sizes of the nodes that they replace."""
+        """Let the kept nodes show the sizes and the settings of the nodes that they replace."""
         nodes = self._graph.nodes
+        given: dict[int, dict[tuple[tuple[str, str], ...], None]] = {}
         for node_id, kept_id in pairs.items():
-            kept, outputs = nodes[kept_id], nodes[node_id].outputs
-            if node_id != kept_id and kept.outputs != outputs:
+            kept, node = nodes[kept_id], nodes[node_id]
+            if node_id == kept_id:
+                continue
+            if kept.outputs != node.outputs:
                 self._widest.setdefault(kept_id, kept.outputs)
-                widest = tuple(map(_wider, kept.outputs, outputs))
-                nodes[kept_id] = replace(kept, outputs=widest)
+                nodes[kept_id] = replace(kept, outputs=tuple(map(_wider, kept.outputs, node.outputs)))
+            if kept.arguments != node.arguments:
+                given.setdefault(kept_id, {kept.arguments: None})[node.arguments] = None
+        for kept_id, several in given.items():
+            nodes[kept_id] = replace(nodes[kept_id], arguments=_joined_arguments(list(several)))
 
     def _rebuilt(self) -> Graph:
         nodes = self._graph.nodes
@@ -362,6 +368,25 @@ def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | N
     across = tuple((pairs.get(group, group), word) for group, word in edge.across)
     goal = edge.target if target is None else target
     return replace(edge, source=pairs.get(edge.source, edge.source), target=goal, multiplicity=number, across=across)
+
+
+def _joined_arguments(given: list[tuple[tuple[str, str], ...]]) -> tuple[tuple[str, str], ...]:
+    """Return the arguments of several nodes as one: those that all have, with the values that differ as ``0.0…0.3``."""
+    joined = []
+    for name, first in given[0]:
+        values = [value for arguments in given for other, value in arguments if other == name]
+        if len(set(values)) == 1 or len(values) != len(given):
+            joined += [(name, first)] if len(values) == len(given) else []
+        else:
+            joined.append((name, _range(values)))
+    return tuple(joined)
+
+
+def _range(values: list[str]) -> str:
+    try:
+        return f"{min(values, key=float)}…{max(values, key=float)}"
+    except ValueError:  # no numbers
+        return f"{values[0]} … {values[-1]}"
 
 
 def _wider(one: TensorMeta, other: TensorMeta) -> TensorMeta:

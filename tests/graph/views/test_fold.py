@@ -934,3 +934,17 @@ def test_steps_without_a_gradient_stay_apart() -> None:
     view = fold_repeats(recording.graph())
     assert [node.repeats for node in view.nodes if node.repeats > 1] == [3, 3]
     assert [node.note for node in view.nodes if node.name == "mul"] == ["stops the gradient: no_grad", ""]
+
+
+def test_settings_that_differ_between_blocks() -> None:
+    """A folded box shows the range of the drop rates and factors of its blocks."""
+
+    def block(rate: float) -> nn.Module:
+        return Net(lambda net, x: net.drop(net.fc(x)) * (1 + rate), fc=linear(), drop=nn.Dropout(rate))
+
+    graph = capture_graph(nn.Sequential(*(block(place / 10) for place in range(1, 5))), X)
+    view = fold_repeats(drop_dead_ends(graph))
+    (drop,) = (node for node in view.nodes if node.type_name == "Dropout")
+    assert dict(drop.arguments)["p"] == "0.1…0.4"
+    (product,) = (node for node in view.nodes if node.name == "mul")
+    assert dict(product.arguments)["other"] == "1.1…1.4"
