@@ -68,7 +68,7 @@ def joined_names(names: Iterable[str]) -> list[str]:
 
 def _joined(names: list[list[str]]) -> str:
     """Return names, each in parts of which every second one is a number, as one."""
-    columns = [sorted({int(name[place]) for name in names}) for place in range(1, len(names[0]), 2)]
+    columns = [sorted({name[place] for name in names}, key=int) for place in range(1, len(names[0]), 2)]
     # Several numbers that vary can only be told if all their combinations are there.
     is_whole = math.prod(map(len, columns)) == len(names)
     return "".join(
@@ -76,7 +76,7 @@ def _joined(names: list[list[str]]) -> str:
     )
 
 
-def _numbers(found: list[int], *, is_whole: bool) -> str:
-    if len(found) > 1 and is_whole and found[-1] - found[0] == len(found) - 1:
-        return f"{found[0]}…{found[-1]}" if len(found) > 2 else f"{found[0]},{found[1]}"
-    return ",".join(map(str, found)) if len(found) == 1 or (is_whole and len(found) <= _MOST_NUMBERS) else "*"
+def _numbers(found: list[str], *, is_whole: bool) -> str:
+    if len(found) > 2 and is_whole and int(found[-1]) - int(found[0]) == len(found) - 1:
+        return f"{found[0]}…{found[-1]}"
+    return ",".join(found) if len(found) == 1 or (is_whole and len(found) <= _MOST_NUMBERS) else "*"

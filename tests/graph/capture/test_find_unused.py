@@ -319,6 +319,7 @@ def _with_a_spare_head() -> Graph:
         ([f"h.{one}.heads.{two}.q" for one in range(3) for two in (0, 4)], "h.0…2.heads.0,4.q ×6"),
         (["h.0.heads.1.q", "h.1.heads.2.q"], "h.*.heads.*.q ×2"),
         (["h.3.heads.1.q", "h.3.heads.2.q"], "h.3.heads.1,2.q ×2"),
+        (["s.01.fc.0.w", "s.01.fc.1.w"], "s.01.fc.0,1.w ×2"),
     ],
 )
 def test_names_that_differ_in_a_number(names: list[str], text: str) -> None:
