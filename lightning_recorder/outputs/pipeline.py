@@ -189,11 +189,11 @@ class RecordPipeline:
         """Wait until everything is written, release the sink, and raise the first error."""
         self.wait()
         try:
-            if self.sink is not None:
-                self.formatter.finish(self.sink)
             for consumer in list(self.consumers):
                 self._contained(consumer, consumer.finish)
             self.receipt.finish()
+            if self.sink is not None:
+                self.formatter.finish(self.sink)
             self.replay()
             self._queue.drain()
         finally:

@@ -97,6 +97,7 @@ class Part:
         self._places: dict[RecordSchema, Tensor] = {}
         self._session = 0
         self._earlier: list[int] = []  # the steps of the records of earlier sessions, in ascending order
+        self._every: int | None = None  # the interval that the record before has announced
 
     def add(self, entry: Entry) -> None:
         """Add a record; replace an earlier record of the same step.
@@ -108,8 +109,9 @@ class Part:
         step = row.about["step"]
         if entry.session != self._session:
             self._session, self._earlier = entry.session, self.steps
+        covered = self._covered(row)
         if self._earlier and row.about["stage"] == "train":
-            begin = bisect_right(self._earlier, step - _covered(row))
+            begin = bisect_right(self._earlier, step - covered)
             end = bisect_left(self._earlier, step)
             for each in self._earlier[begin:end]:
                 self.replaced += self.entries.pop(each, None) is not None
@@ -125,6 +127,14 @@ class Part:
             )
         for scalars in row.further.values():
             self.statistics.update(dict.fromkeys(scalars))
+
+    def _covered(self, row: Row) -> int:
+        """Return the number of steps that a record covers, or fewer if the interval has just changed."""
+        steps, every, before = row.about.get("steps"), row.about.get("every_n_train_steps"), self._every
+        if not (isinstance(steps, int) and isinstance(every, int) and steps > 0 and every > 0):
+            return 1
+        self._every = every
+        return (steps - 1) * min(every, before or every) + 1
 
     @property
     def steps(self) -> list[int]:
@@ -152,14 +162,6 @@ class Part:
         for index, step in enumerate(self.steps):
             found[index, self._places[self.entries[step].row.layout]] = True
         return found
-
-
-def _covered(row: Row) -> int:
-    """Return the number of steps that a training record covers."""
-    steps, every = row.about.get("steps"), row.about.get("every_n_train_steps")
-    if isinstance(steps, int) and isinstance(every, int) and steps > 0 and every > 0:
-        return (steps - 1) * every + 1
-    return 1
 
 
 class History:

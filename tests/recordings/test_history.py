@@ -107,3 +107,29 @@ def test_a_statistic_called_like_a_column(tmp_path: Path) -> None:
     writer.write({"step": 0}, [SiteRecord("fc", "out", {"step": 1.0})])
     with pytest.raises(ArgumentError, match="two columns of a frame have one name"):
         open_recording(tmp_path)["activations"].frame()
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "kept"),
+    [
+        (12, 1, [6, 11, 23]),  # steps 12 to 23
+        (4, 3, [6, 11, 23]),
+        (1, 1, [6, 11, 16, 23]),  # a record of one step replaces no other one
+        (12, 50, [6, 11, 23]),  # the interval has just been raised
+    ],
+)
+def test_a_record_of_several_steps_replaces_those_of_an_earlier_session(
+    steps: int, every: int, kept: list[int], tmp_path: Path
+) -> None:
+    """Only records of the steps that it covers are replaced, and none of its own session."""
+    path = records_path(tmp_path / "recorder", "activations")
+    usual = 3 if every == 3 else 1
+    for session in ([(6, 2, usual), (11, 2, usual), (16, 2, usual)], [(23, steps, every), (35, 30, every)]):
+        writer = RecordWriter(path)
+        writer.begin(label="activations", group="activations")
+        for step, number, interval in session:
+            about = {"step": step, "steps": number, "every_n_train_steps": interval}
+            writer.write(about, [SiteRecord("fc", "out", {"mean": 1.0})])
+            if step == 23:
+                assert open_recording(tmp_path).run["activations"].steps == kept
+    assert 23 in open_recording(tmp_path).run["activations"].steps
