@@ -582,3 +582,28 @@ def test_histograms_for_findings_are_not_kept() -> None:
     one, other = table.histogram(table.sites[0]), table[table.sites[0]].histogram
     assert one.counts.tolist() == other.counts.tolist()
     assert one.edges.tolist() == other.edges.tolist()
+
+
+def test_an_error_in_the_last_charts_loses_no_picture() -> None:
+    """With ``strict``, the consumers have finished before a sink refuses what findings name at the end."""
+
+    class Refusing(MemorySink):
+        refuses = False
+
+        @override
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            if self.refuses:
+                raise OSError("no room")
+            return super().write_scalars(step, scalars)
+
+    sink, consumer = Refusing(), Noting()
+    made = RecordPipeline(SinkFormatter("activations", ("mean",)), strict=True)
+    made.begin(MultiSink([sink], strict=True), None, "activations")
+    made.consumers = [consumer]
+    made.add(record(0))
+    made.wait()
+    sink.refuses = True
+    made.formatter.named = lambda: {"m"}
+    with pytest.raises(OSError, match="no room"):
+        made.end()
+    assert consumer.seen == [0, "end"]
