@@ -39,6 +39,7 @@ _ZEROES = ("zero", "foreach_zero")
 _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 _GRADIENT = cast(Any, Tensor.grad).__get__
+_SET_DATA = cast(Any, Tensor.data).__set__
 
 
 @dataclass(frozen=True)
@@ -341,11 +342,13 @@ class StepRecording:
             if result is not None:
                 self._origins.bind(result, IGNORED)
             return None
+        if name == "set" and func == _SET_DATA:
+            return self._note_data(args[0], args[1], start)
         after = versions_of(inputs)
         written: tuple[Tensor, ...] = ()
         if after != before:
             written = tuple([each for each, old, new in zip(inputs, before, after, strict=True) if old != new])
-        elif before and before[0] is None and _is_inference(inputs[0]):
+        elif before and before[0] is None and not is_uninitialized(inputs[0]) and inputs[0].is_inference():
             # Inference tensors have no version counter.
             written = (inputs[0],) if kwargs.get("inplace") is True or writes(func) else ()
         # A function that returns no new tensor and writes into none is not part of the computation, such as a query of
@@ -365,6 +368,16 @@ class StepRecording:
         if name in _LIKE_ANOTHER:
             inputs = inputs[:1]
         return self._note(name, inputs, outputs, written, start=start, given=plain)
+
+    def _note_data(self, target: Tensor, values: Tensor, start: int) -> int | None:
+        """Record an assignment of ``target.data``."""
+        # Moving a module to its own device assigns the same parameter. The initialization of a lazy one is left out.
+        same = values is target or is_uninitialized(target)
+        if same or find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3).trainer:
+            return None
+        # A parameter is an input, too, unless it has a node already: its use counts, although its values do not.
+        first = [target] if type(target) is nn.Parameter and not self._origins.is_bound(target) else []
+        return self._note("set_data", [*first, values], [target], (), start=start)
 
     def note_backward(self, losses: Any) -> int:
         """Record the beginning of a backward pass and return the id of its node."""
@@ -433,7 +446,3 @@ def _arguments(inputs: Any) -> list[Tensor]:
     if type(inputs[0]) is tuple and (len(inputs) == 1 or not inputs[1]):
         return tensors_in(inputs[0])
     return tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
-
-
-def _is_inference(tensor: Tensor) -> bool:
-    return not is_uninitialized(tensor) and tensor.is_inference()

@@ -374,11 +374,12 @@ def test_a_module_that_was_never_called_is_named_in_the_picture(tmp_path: Path) 
         lambda weight: weight.data.clamp_(-1, 1).mul_(0.5),
         lambda weight: (weight.data.clamp_(-1, 1), weight.data.mul_(0.5)),
         torch.no_grad()(lambda weight: weight.clamp_(-1, 1)),
+        lambda weight: setattr(weight, "data", weight.data.sign()),
     ],
-    ids=["renorm", "chain", "twice", "no_grad"],
+    ids=["renorm", "chain", "twice", "no_grad", "assigned"],
 )
-def test_a_weight_that_is_projected_in_place_is_trained(project: Callable[[Tensor], object], backward: bool) -> None:
-    """A layer that writes to its weight before it uses it, without autograd, still gets a gradient."""
+def test_a_weight_that_is_projected_is_trained(project: Callable[[Tensor], object], backward: bool) -> None:
+    """A layer that changes its weight before it uses it, without autograd, still gets a gradient."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         project(net.fc.weight)

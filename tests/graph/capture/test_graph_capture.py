@@ -332,6 +332,68 @@ def test_write_to_an_input() -> None:
     )
 
 
+def _binarized(net: Any, x: Tensor) -> Tensor:
+    net.fc.weight.data = net.fc.weight.detach().sign()
+    x = net.fc(x)
+    net.fc.weight.data = net.fc.bias.detach().expand(4, 4).tanh()
+    return net.fc(x).sum()  # type: ignore[no-any-return]
+
+
+def test_assignment_of_data() -> None:
+    """A parameter whose data are replaced takes its values from the new data; all of its parameters are used."""
+    graph = capture_graph(Net(_binarized, fc=nn.Linear(4, 4)), X)
+    assert outline(graph, model_tensors=True) == text(
+        """
+        input
+        fc.weight
+        detach <- fc.weight
+        sign <- detach
+        set_data <- sign
+        fc: Linear
+          fc.bias
+          linear <- input, set_data, fc.bias
+        detach#2 <- fc.bias
+        expand <- detach#2
+        tanh <- expand
+        set_data#2 <- tanh
+        fc: Linear (call 2)
+          linear#2 <- linear, set_data#2, fc.bias
+        sum <- linear#2
+        """
+    )
+    assert graph.root.used_parameters == 20
+
+
+def test_assignment_of_data_to_a_parameter_that_was_not_read() -> None:
+    """A parameter that is only used after its data were replaced counts as used."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.fc.weight.data = net.table.exp()
+        return net.fc(x)  # type: ignore[no-any-return]
+
+    net = Net(forward, fc=nn.Linear(4, 4, bias=False))
+    net.register_buffer("table", torch.ones(4, 4))
+    graph = capture_graph(net, X)
+    assert outline(graph, model_tensors=True) == text(
+        """
+        input
+        table
+        exp <- table
+        fc.weight
+        set_data <- fc.weight, exp
+        fc: Linear
+          linear <- input, set_data
+        """
+    )
+    assert graph.root.used_parameters == 16
+
+
+def test_assignment_of_equal_data() -> None:
+    """Moving a module to the device on which it is adds nothing."""
+    net = Net(lambda net, x: net.fc.to("cpu")(x), fc=linear())
+    assert outline(capture_graph(net, X)) == "input\nfc: Linear\n  linear <- input"
+
+
 def test_chunk() -> None:
     """Two outputs of one function into the same node are one edge with two tensors."""
 
