@@ -95,8 +95,8 @@ def diff(one: Graph, other: Graph) -> GraphDiff:
                 places = names[node.parent], called[counterpart.parent or 0]
                 aspects.append(f"inside: {places[0] or 'the model'} -> {places[1] or 'the model'}")
             mine, theirs = one.into(node), other.into(counterpart)
-            if [(pairs.get(edge.source), edge.multiplicity) for edge in mine] != [
-                (edge.source, edge.multiplicity) for edge in theirs
+            if [(pairs.get(edge.source), edge.multiplicity, edge.outputs) for edge in mine] != [
+                (edge.source, edge.multiplicity, edge.outputs) for edge in theirs
             ]:
                 aspects.append(f"takes: {_shown(mine, names)} -> {_shown(theirs, called)}")
             if aspects:
@@ -198,7 +198,12 @@ def _arguments(node: Node) -> dict[str, str]:
 
 def _shown(edges: list[Edge], names: dict[int, str]) -> str:
     """Format the sources of some edges."""
-    sources = (names[each.source] + (f" ×{each.multiplicity}" if each.multiplicity > 1 else "") for each in edges)
+    sources = (
+        names[each.source]
+        + (f"[{', '.join(map(str, each.outputs))}]" if each.outputs else "")
+        + (f" ×{each.multiplicity}" if each.multiplicity > 1 and not each.outputs else "")
+        for each in edges
+    )
     return ", ".join(sources) or "nothing"
 
 

@@ -60,7 +60,6 @@ last repetition.
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
 
-
 _SCRIPTED = ("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule", "TracedModule")  # classes of torch.jit
 
 _VERSION = 3
@@ -195,6 +194,8 @@ class Edge:
         tensor: Shape, dtype and device of the first of these tensors.
         across: Only in a folded view: the ids of repeated nodes around the source or the target, each with the relation
             of the edge to its repetitions; see :data:`Repetition`.
+        outputs: The place of each of these tensors among the outputs of the source; empty if all are the first one. In
+            a view, it may have each place once, or be empty if repetitions take different outputs.
     """
 
     source: int
@@ -202,6 +203,7 @@ class Edge:
     multiplicity: int = field(default=1, compare=False)
     tensor: TensorMeta | None = field(default=None, compare=False)
     across: tuple[tuple[int, Repetition], ...] = ()
+    outputs: tuple[int, ...] = ()
 
     def relates(self, word: Repetition) -> bool:
         """Return True if the edge has this relation to the repetitions of any node."""
@@ -375,9 +377,7 @@ class Graph:
         # Edges are hashed in the order of their use, since the order of arguments matters, as in a subtraction.
         edges = [
             (
-                place[edge.source],
-                place[edge.target],
-                edge.multiplicity,
+                *(place[edge.source], place[edge.target], edge.multiplicity, *edge.outputs),
                 *((place.get(end), word) for end, word in edge.across),
             )
             for edge in self.edges
@@ -443,7 +443,7 @@ def _node(data: Mapping[str, Any]) -> Node:
 
 def _edge(data: Mapping[str, Any]) -> Edge:
     tensor, across = data["tensor"] and _meta(data["tensor"]), tuple(map(tuple, data.get("across", ())))
-    return Edge(**{**data, "tensor": tensor, "across": across})
+    return Edge(**{**data, "tensor": tensor, "across": across, "outputs": tuple(data.get("outputs", ()))})
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

@@ -12,8 +12,8 @@ __all__ = ["wirings"]
 
 _META = (TensorMeta((2, 4), "float32"),)
 
-# A source is an earlier value, counted from the last one or from the first one, a parameter of its own, or the result
-# of the same step of an earlier loop.
+# An operation named "c" has two outputs. A source is an earlier value, counted from the last one or from the first
+# one, a parameter of its own, or the result of the same step of an earlier loop.
 _KINDS = ("back", "back", "back", "from start", "own", "joined")
 _SOURCES = st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 4)), min_size=1, max_size=3)
 _OP = st.tuples(st.just("op"), st.sampled_from("abc"), _SOURCES)
@@ -41,23 +41,28 @@ class _Builder:
         for name in ("x", "y"):
             self.values.append(self.add("input", name, 0, []))
 
-    def add(self, kind: Any, name: str, parent: int, sources: list[int], **about: Any) -> int:
+    def add(self, kind: Any, name: str, parent: int, sources: list[tuple[int, int]], **about: Any) -> int:
         number = len(self.nodes)
         depth = self.nodes[parent].depth + 1
-        self.nodes.append(Node(number, kind, name, parent, depth, outputs=_META, **about))
-        for source in sources:
-            before = self.edges.get((source, number))
-            self.edges[source, number] = Edge(source, number, (before.multiplicity if before else 0) + 1, _META[0])
+        outputs = _META * 2 if name == "c" else _META
+        self.nodes.append(Node(number, kind, name, parent, depth, outputs=outputs, **about))
+        places: dict[int, list[int]] = {}
+        for source, place in sources:
+            places.setdefault(source, []).append(place % len(self.nodes[source].outputs))
+        for source, found in places.items():
+            taken = tuple(found) if any(found) else ()
+            self.edges[source, number] = Edge(source, number, len(found), _META[0], outputs=taken)
         return number
 
     def run(self, statements: list[Any], parent: int) -> None:
         for statement in statements:
             if statement[0] == "op":
-                sources = [self.source(kind, number, parent) for kind, number in statement[2]]
+                sources = [(self.source(kind, number, parent), number) for kind, number in statement[2]]
                 self.values.append(self.add("op", statement[1], parent, sources))
             elif statement[0] == "gather":
                 # Each of the last few values, or every second one of them, as when a loop collects its results.
-                self.values.append(self.add("op", "stack", parent, self.values[:: statement[1]][-statement[2] :]))
+                gathered = [(value, 0) for value in self.values[:: statement[1]][-statement[2] :]]
+                self.values.append(self.add("op", "stack", parent, gathered))
             elif statement[0] == "joined":
                 # As in a model with a cache, which is called several times.
                 _, steps, calls, first, later = statement
@@ -88,7 +93,7 @@ class _Builder:
 def _built(statements: list[Any]) -> Graph:
     builder = _Builder()
     builder.run(statements, 0)
-    builder.add("output", "output", 0, builder.values[-1:])
+    builder.add("output", "output", 0, [(builder.values[-1], 0)])
     return Graph(tuple(builder.nodes), tuple(builder.edges.values()))
 
 

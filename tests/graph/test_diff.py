@@ -215,7 +215,7 @@ PAIRS: dict[str, tuple[Callable[[], Graph], Callable[[], Graph], str]] = {
         lambda: of(lambda _, x: torch.add(x.chunk(2)[0], x[0])),
         """
         + getitem
-        ~ add: takes: chunk ×2 -> chunk, getitem
+        ~ add: takes: chunk[0, 1] -> chunk, getitem
         """,
     ),
     "failure": (

@@ -83,7 +83,7 @@ def test_json_is_self_describing() -> None:
         "output_bytes": 12,
     }
     assert json.loads(json.dumps(data["edges"])) == [
-        {"source": 0, "target": 1, "multiplicity": 2, "tensor": None, "across": []}
+        {"source": 0, "target": 1, "multiplicity": 2, "tensor": None, "across": [], "outputs": []}
     ]
 
 

@@ -43,7 +43,7 @@ def unfold(view: Graph) -> Graph:
     edges = []
     for node, indices, copy in found:
         for source, number, edge in _sources(view, node, indices):
-            edges.append(Edge(copies[source], copy, number, edge.tensor))
+            edges.append(Edge(copies[source], copy, number, edge.tensor, outputs=edge.outputs))
     return replace(view, nodes=tuple(nodes), edges=tuple(_joined(edges)))
 
 
@@ -51,10 +51,15 @@ def _joined(edges: list[Edge]) -> list[Edge]:
     joined: dict[tuple[int, int], Edge] = {}
     for edge in edges:
         before = joined.get((edge.source, edge.target))
-        joined[edge.source, edge.target] = (
-            replace(before, multiplicity=before.multiplicity + edge.multiplicity) if before else edge
-        )
+        if before:
+            places = _outputs(before) + _outputs(edge)
+            edge = replace(before, multiplicity=before.multiplicity + edge.multiplicity, outputs=places)
+        joined[edge.source, edge.target] = edge
     return list(joined.values())
+
+
+def _outputs(edge: Edge) -> tuple[int, ...]:
+    return edge.outputs or (0,) * edge.multiplicity
 
 
 def _sources(view: Graph, node: Node, indices: _Indices) -> Iterator[tuple[Any, int, Edge]]:
@@ -137,7 +142,7 @@ def _canonical(graph: Graph) -> Any:
         (
             _label(node),
             None if node.parent is None else number[node.parent],
-            [(key(graph[edge.source]), edge.multiplicity) for edge in graph.into(node)],
+            [(key(graph[edge.source]), edge.multiplicity, sorted(_outputs(edge))) for edge in graph.into(node)],
         )
         for node in order
         if node.id in number

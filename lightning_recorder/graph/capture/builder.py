@@ -66,6 +66,8 @@ class Draft:
 class _DraftEdge:
     """An edge that becomes an :class:`Edge`; see :class:`Draft`."""
 
+    outputs: tuple[int, ...] = ()
+
     def __init__(self, source: int, target: int, multiplicity: int, tensor: TensorMeta | None) -> None:
         self.source, self.target, self.multiplicity, self.tensor = source, target, multiplicity, tensor
 
@@ -84,6 +86,8 @@ class GraphBuilder:
         """The first tensor of each edge, by source × 2³² + target."""
         self._repeated: dict[int, int] = {}
         """The number of tensors on each edge with several."""
+        self._outputs: dict[int, tuple[int, ...]] = {}
+        """The place of each tensor among the outputs of the source, for edges with another output than the first."""
         self.compound: set[int] = set()
         """The nodes for a custom ``autograd.Function`` after the modules that it has called."""
         self.written: dict[str, list[int]] = {}
@@ -122,9 +126,14 @@ class GraphBuilder:
         """Return the nodes of a kind other than ``op``, in the order of time."""
         return self._of_kind.get(kind, ())
 
-    def connect(self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True) -> None:
-        """Record a tensor that is an output of one node and an input of another."""
+    def connect(
+        self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True, output: int = 0
+    ) -> None:
+        """Record a tensor that is an output of one node, the one at this place, and an input of another."""
         ends = (source << 32) + target
+        if output or ends in self._outputs:
+            before = self._repeated.get(ends, 1) if ends in self._edges else 0
+            self._outputs[ends] = (*self._outputs.get(ends, (0,) * before), output)
         if ends not in self._edges:
             self._edges[ends] = tensor
             if not differentiable:
@@ -157,6 +166,14 @@ class GraphBuilder:
             edges[ends] = tensor
             if not passes:
                 self._detached.add(ends)
+
+    def note_outputs(self, target: int, sources: list[int], outputs: list[int]) -> None:
+        """Record the place of each input of a function among the outputs of its source."""
+        places: dict[int, tuple[int, ...]] = {}
+        for source, output in zip(sources, outputs, strict=True):
+            ends = (source << 32) + target
+            places[ends] = (*places.get(ends, ()), output)
+        self._outputs.update((ends, each) for ends, each in places.items() if any(each) and ends in self._edges)
 
     def is_connected(self, source: int, target: int) -> bool:
         """Return True if there is an edge from one node to another."""
@@ -293,6 +310,9 @@ class GraphBuilder:
         edges = [
             _DraftEdge(key >> 32, key & _TARGET, self._repeated.get(key, 1), meta) for key, meta in self._edges.items()
         ]
+        for place, key in enumerate(self._edges) if self._outputs else ():
+            if key in self._outputs:
+                edges[place].outputs = self._outputs[key]
         return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
 
 

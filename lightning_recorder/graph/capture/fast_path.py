@@ -71,6 +71,7 @@ class FastPath:
         sources: list[int] = []
         metas: list[TensorMeta] = []
         passing: list[bool] = []
+        later = 0
         for tensor in inputs:
             known = find(tensor)
             if known is None:
@@ -85,11 +86,14 @@ class FastPath:
             sources.append(known.node)
             metas.append(known.meta)
             passing.append(tensor.requires_grad)
+            later = later or known.output
         builder = self._builder
         outputs = described(result.shape, result.dtype, result.device)
         draft = builder.add_op(name, calls[-1].node, outputs, caller.source, interned(metas))
         number = draft.id
         builder.connect_all(number, sources, metas, passing)
+        if later:
+            builder.note_outputs(number, sources, [*map(self._known_tensors.output, inputs)])
         if len(inputs) != len(args):
             given = plain_arguments(func, args, {})
             if given is not None:

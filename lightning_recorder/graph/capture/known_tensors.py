@@ -23,12 +23,14 @@ _WITH_SHAPES = (Tensor, Parameter)
 class KnownTensor(weakref.ref[Tensor]):
     """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype.
 
-    ``has_meta`` is False if the shape may be something else than a tuple of integers.
+    ``has_meta`` is False if the shape may be something else than a tuple of integers. ``output`` is the place of the
+    tensor among the outputs of the node.
     """
 
-    __slots__ = ("dtype", "has_meta", "meta", "node", "time")
+    __slots__ = ("dtype", "has_meta", "meta", "node", "output", "time")
 
     node: int
+    output: int
     time: int
     has_meta: bool
     meta: TensorMeta
@@ -56,7 +58,9 @@ class KnownTensors:
         """Return the number of known storages."""
         return len(self._storages)
 
-    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None) -> None:
+    def bind(
+        self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None, output: int = 0
+    ) -> None:
         """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory.
 
         Args:
@@ -64,10 +68,11 @@ class KnownTensors:
             node: The node.
             wrote: True if the node wrote into the memory of the tensor.
             meta: The shape and dtype of the tensor; see :meth:`find`.
+            output: The place of the tensor among the outputs of the node.
         """
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
-        known.node, known.time, known.has_meta = node, time, False
+        known.node, known.output, known.time, known.has_meta = node, output, time, False
         # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
         if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.has_meta, known.meta, known.dtype = True, meta, tensor.dtype
@@ -86,7 +91,7 @@ class KnownTensors:
         """Remember the node that returned an instance of ``Tensor`` outside of transforms; see :meth:`bind`."""
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
-        known.node, known.time, known.meta, known.dtype = node, time, meta, tensor.dtype
+        known.node, known.output, known.time, known.meta, known.dtype = node, 0, time, meta, tensor.dtype
         known.has_meta = bool(meta.shape) or not tensor.is_nested
         try:
             storage = tensor.untyped_storage()
@@ -133,6 +138,17 @@ class KnownTensors:
         """Return True if a tensor itself was bound to a node."""
         known = self._tensors.get(id(tensor))
         return known is not None and known() is tensor
+
+    def output(self, tensor: Tensor) -> int:
+        """Return the place of a tensor among the outputs of its node; 0 for one that was not bound itself."""
+        known = self._tensors.get(id(tensor))
+        return known.output if known is not None and known() is tensor else 0
+
+    def move(self, tensor: Tensor, output: int) -> None:
+        """Change the place of a bound tensor among the outputs of its node."""
+        known = self._tensors.get(id(tensor))
+        if known is not None and known() is tensor:
+            known.output = output
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """Return the node that gave the tensor its present values; ``None`` if that was not observed.

@@ -82,8 +82,8 @@ class TensorOrigins:
 
     def of_inputs(
         self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int
-    ) -> tuple[list[int], list[TensorMeta]]:
-        """Return the nodes that gave the inputs of a function their values, and the shapes of the inputs.
+    ) -> tuple[list[int], list[TensorMeta], list[int]]:
+        """Return the nodes that gave the inputs of a function their values, the shapes, and the places in the outputs.
 
         Args:
             tensors: The inputs.
@@ -94,6 +94,7 @@ class TensorOrigins:
         complete = self.owners.complete_until == start
         nodes: list[int] = []
         metas: list[TensorMeta] = []
+        places: list[int] = []
         new: set[int] | None = None
         differentiable = False
         find = self.known_tensors.find
@@ -102,10 +103,12 @@ class TensorOrigins:
             if known is not None:
                 nodes.append(known.node)
                 metas.append(known.meta)
+                places.append(known.output)
                 continue
             if complete and type(tensor) is Parameter and (node := self.first_use(tensor)) is not None:
                 nodes.append(node)
                 metas += self._builder.nodes[node].outputs
+                places.append(0)
                 continue
             if new is None:
                 # A tensor that was written to already has a new part of the backward graph, which does not belong to
@@ -116,14 +119,19 @@ class TensorOrigins:
             settled = id(tensor) not in new and (differentiable or not is_view(tensor))
             nodes.append(self.of(tensor, settled=settled))
             metas.append(meta_of(tensor))
-        return nodes, metas
+            places.append(self.known_tensors.output(tensor))
+        return nodes, metas, places
 
-    def connect_inputs(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
+    def connect_inputs(
+        self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor], places: list[int]
+    ) -> bool:
         """Add the edges into a function; return True if one of its inputs requires a gradient."""
         if in_transform():
             inputs = [unwrapped(each) if not each.requires_grad else each for each in inputs]
         passing = [each.requires_grad for each in inputs]
         self._builder.connect_all(node, sources, metas, passing)
+        if any(places):
+            self._builder.note_outputs(node, sources, places)
         for source, each in zip(sources, inputs, strict=True):
             if type(each) is Parameter and source >= 0 and self._builder.nodes[source].kind != "parameter":
                 own = self.model_tensor(each)
@@ -131,21 +139,24 @@ class TensorOrigins:
                     self._builder.written.setdefault(own[1], []).append(node)
         return True in passing
 
-    def connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
+    def connect_inside(
+        self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor], places: list[int]
+    ) -> bool:
         """Add the edges into a custom function for a function inside it; see :meth:`connect_inputs`."""
         # Its own results add no edges, and its arguments are connected already.
         kept = [
-            (source, meta, tensor)
-            for source, meta, tensor in zip(sources, metas, inputs, strict=True)
+            (source, meta, tensor, place)
+            for source, meta, tensor, place in zip(sources, metas, inputs, places, strict=True)
             if source < node and not self._builder.is_connected(source, node)
         ]
         nodes = self._builder.nodes
         # The result of a module that is no argument: the function has called this module before.
-        for source, _, _ in kept:
+        for source, *_ in kept:
             before = nodes[source]
             if before.kind == "op" and not before.autograd and before.parent != nodes[node].parent:
                 self._builder.compound.add(node)
-        return self.connect_inputs(node, [each[0] for each in kept], [each[1] for each in kept], [e[2] for e in kept])
+        columns = [list(each) for each in zip(*kept, strict=True)] or [[], [], [], []]
+        return self.connect_inputs(node, *columns)
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
@@ -158,10 +169,10 @@ class TensorOrigins:
             return last
         self.leave_custom()
         given = tensors_in([call.arguments])
-        origins = [(self.of(tensor), meta_of(tensor)) for tensor in given]
+        origins = self.of_each(given)
         node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
-        for origin, meta in origins:
-            self.connect(origin, node, meta)
+        for origin, meta, place in origins:
+            self.connect(origin, node, meta, output=place)
         if not call.new:
             # It has called a module since, which is recorded as usual.
             self._builder.compound.add(node)
@@ -180,9 +191,17 @@ class TensorOrigins:
         given = [tensor for tensor in alive if function_behind(tensor) is left.call.function] or alive[-1:]
         if given:
             self._builder.nodes[left.node].outputs = metas_of(given)
+            for place, tensor in enumerate(given):
+                self.known_tensors.move(tensor, place)
         self.claim(given, left.node)
 
-    def connect(self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True) -> None:
+    def of_each(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta, int]]:
+        """Return the node that gave each tensor its values, the shape, and the place among the outputs of the node."""
+        return [(self.of(each), meta_of(each), self.known_tensors.output(each)) for each in tensors]
+
+    def connect(
+        self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True, output: int = 0
+    ) -> None:
         """Add an edge for a tensor, unless the tensor is not tracked.
 
         Args:
@@ -190,13 +209,14 @@ class TensorOrigins:
             target: The node that takes it.
             meta: Its shape and dtype.
             differentiable: False if the tensor does not require a gradient.
+            output: The place of the tensor among the outputs of the source.
         """
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
             # A custom call whose results were not observed inside it, or only before a transform wrapped them.
             self._builder.nodes[source].outputs = (meta,)
-        self._builder.connect(source, target, meta, differentiable)
+        self._builder.connect(source, target, meta, differentiable, output)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.
@@ -286,11 +306,13 @@ class TensorOrigins:
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
         """Add an output to a node that was recorded without it."""
+        place = 0
         if self.custom is not None and self.custom.node == node:
             self.custom.results.append(weakref.ref(tensor))
         elif node != IGNORED:
+            place = len(self._builder.nodes[node].outputs)
             self._builder.nodes[node].outputs += (meta_of(tensor),)
-        self.known_tensors.bind(tensor, node)
+        self.known_tensors.bind(tensor, node, output=place)
 
     def first_use(self, parameter: Parameter) -> int | None:
         """Add the node of a parameter of the model at its first use; return ``None`` for any other."""

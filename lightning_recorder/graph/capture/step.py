@@ -139,8 +139,8 @@ class StepRecording:
         """Add an output node for each tensor that the model returned, named by its path."""
         self._origins.leave_custom()
         for path, tensor in iter_tensors(outputs, name):
-            origin = self._origins.of(tensor)
-            self._origins.connect(origin, self._builder.add("output", path, 0, (meta_of(tensor),)), meta_of(tensor))
+            ((origin, meta, place),) = self._origins.of_each([tensor])
+            self._origins.connect(origin, self._builder.add("output", path, 0, (meta,)), meta, output=place)
 
     # Module calls.
 
@@ -273,8 +273,10 @@ class StepRecording:
         tensors = self._origins
         # Directly in the model's own step, the caller may also be a callback.
         caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
+        if caller.custom is None:
+            tensors.leave_custom()
         changed = [*outputs, *written] if written else outputs
-        sources, taken = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
+        sources, taken, places = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
         if (caller.trainer and not of_model) or (sources and max(sources) == IGNORED):
             passed = sources[0] if sources else IGNORED
             tensors.claim(outputs, IGNORED)
@@ -288,20 +290,19 @@ class StepRecording:
         if inside is not None:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
-            differentiable = tensors.connect_inside(node, sources, taken, inputs)
+            differentiable = tensors.connect_inside(node, sources, taken, inputs, places)
         else:
-            tensors.leave_custom()
             node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, interned(taken))
             if given is not None:
                 self._builder.given[node] = given
-            differentiable = tensors.connect_inputs(node, sources, taken, inputs)
+            differentiable = tensors.connect_inputs(node, sources, taken, inputs, places)
         tensors.claim(changed, node, start)
         if self.costs is not None and inside is None:
             self.costs.note_saved(node, changed)
         if differentiable and not torch.is_grad_enabled():
             self._builder.nodes[node].note = "no_grad"
-        for tensor, meta in zip(outputs, metas, strict=False):
-            tensors.bind(tensor, node, meta=meta)
+        for place, (tensor, meta) in enumerate(zip(outputs, metas, strict=False)):
+            tensors.bind(tensor, node, meta=meta, output=0 if inside else place)
         for tensor in written:
             tensors.bind(tensor, node, wrote=True)
         return node
@@ -386,21 +387,21 @@ class StepRecording:
             self.costs.forget_saved()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
         self.gradients.note_backward(node)
-        for loss in tensors_in([losses]):
-            self._origins.connect(self._origins.of(loss), node, meta_of(loss))
+        for origin, meta, place in self._origins.of_each(tensors_in([losses])):
+            self._origins.connect(origin, node, meta, output=place)
         return node
 
     def note_grad(self, inputs: list[Tensor], result: Any) -> None:
         """Record a call of ``torch.autograd.grad``, whose gradients the model uses."""
         self._origins.leave_custom()
         gradients = tensors_in([result])
-        origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor in inputs]
+        origins = self._origins.of_each(inputs)
         node = self._builder.add("backward", "grad", self._calls[-1].node, metas_of(gradients), find_caller().source)
-        for origin, meta in origins:
-            self._origins.connect(origin, node, meta)
+        for origin, meta, place in origins:
+            self._origins.connect(origin, node, meta, output=place)
         self._origins.claim(gradients, node)
-        for tensor in gradients:
-            self._origins.bind(tensor, node)
+        for place, tensor in enumerate(gradients):
+            self._origins.bind(tensor, node, output=place)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer step, after the backward passes whose gradients it used."""

@@ -165,7 +165,9 @@ class GraphvizStyler:
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [across] if across else []
         words += [f"×{times}"] if times > 1 else []
-        style = {"tooltip": dot_attribute(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
+        about = f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else ""
+        about += f", output {', '.join(map(str, edge.outputs))}" if edge.outputs else ""
+        style = {"tooltip": dot_attribute(about)}
         style |= _NEXT if edge.relates("next") else {}
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
 

@@ -125,11 +125,9 @@ def _node(node: Node, graph: Graph, namespaces: Mapping[int, str]) -> dict[str, 
 
 
 def _edge(edge: Edge, number: int, graph: Graph) -> dict[str, str]:
-    outputs = graph[edge.source].outputs
-    output = outputs.index(edge.tensor) if edge.tensor in outputs else 0
     return {
         "sourceNodeId": str(edge.source),
-        "sourceNodeOutputId": str(output),
+        "sourceNodeOutputId": str(edge.outputs[0] if edge.outputs else 0),
         "targetNodeInputId": str(number),
     }
 

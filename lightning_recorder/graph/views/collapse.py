@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
-from lightning_recorder.graph.views.rebuild import rebuilt
+from lightning_recorder.graph.views.rebuild import joined_outputs, rebuilt
 from lightning_recorder.inputs import checked_depth
 
 __all__ = ["closed_calls", "collapse"]
@@ -70,7 +70,9 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
             counts = reads.setdefault(key, {})
             counts[meta] = counts.get(meta, 0) + edge.multiplicity
             times = _most(graph[edge.source], graph[goal], counts, graph.occurrences(replace(edge, target=goal)))
-            entering[key] = replace(entering.get(key, edge), target=goal, multiplicity=times)
+            before = entering.get(key, edge)
+            places = joined_outputs(before, edge)
+            entering[key] = replace(before, target=goal, multiplicity=times, outputs=places)
         else:
             entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())

@@ -277,7 +277,7 @@ class _Fold:
                     found[target].append(replace(moved, across=(*moved.across, (group, "each"))))
                     continue
                 unit = position - (position - start) % length
-                key = position - unit, offset, target, siblings.across(edge, unit, length)
+                key = position - unit, offset, target, siblings.relation(edge, unit, length)
                 number = everywhere.get(key, 0)
                 if number and unit == start:
                     across: tuple[tuple[int, Repetition], ...] = (*edge.across, (group, "all"))
@@ -343,6 +343,8 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
         # The tensors of the repetitions before are in the last port.
         place = later if "first" in words or not words else run.back
         edge = _moved(known[place][key], pairs, number, target=node)
+        if number != edge.multiplicity or (not words and _differ_in_outputs(siblings, node, run, key[0])):
+            edge = replace(edge, outputs=())
         across: tuple[tuple[int, Repetition], ...] = tuple((group, word) for word in words)
         if not words and key[0][0] == "unit" and edge.relates("next"):
             across = ((group, "same"),)
@@ -351,6 +353,16 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
         number *= 1 if "first" in words else run.times - later
         found.append(replace(edge, multiplicity=number, across=(*edge.across, *across)))
     return found
+
+
+def _differ_in_outputs(siblings: Siblings, node: int, run: Run, spot: Key) -> bool:
+    """Return True if a node takes other outputs of a source outside of a run in other units."""
+    if spot[0] != "out" or len(siblings.graph.nodes[spot[1]].outputs) < 2:
+        return False
+    position, offset = siblings.place[node]
+    same = (siblings.subtrees[position + unit - run.start][offset] for unit in run.units())
+    into = (edge for each in same for edge in siblings.graph.into.get(each, ()))
+    return len({edge.outputs for edge in into if edge.source == spot[1]}) > 1
 
 
 def _span(names: Sequence[str]) -> str:

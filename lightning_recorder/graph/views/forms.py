@@ -86,8 +86,8 @@ def _untrained(graph: Graph) -> dict[str, Key]:
 def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:
     """Return the edges directly inside each call: between its contents, but not inside one of them.
 
-    An edge consists of the places of its ends, the number of edges into its target from inside the call before it, and
-    its multiplicity. Edges between repetitions are compared by :class:`Siblings`.
+    An edge consists of the places of its ends, the number of edges into its target from inside the call before it, its
+    multiplicity, and its outputs of the source. Edges between repetitions are compared by :class:`Siblings`.
     """
     inner: dict[int, list[Key]] = {}
     above: dict[int, list[int]] = {}
@@ -104,7 +104,7 @@ def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]
             rank = sum(each >= depth for each in depths)
             depths.append(depth)
             spot = place[target] - place[call], place[edge.source] - place[call]
-            inner.setdefault(call, []).append((*spot, rank, edge.multiplicity))
+            inner.setdefault(call, []).append((*spot, rank, edge.multiplicity, edge.outputs))
     return inner
 
 

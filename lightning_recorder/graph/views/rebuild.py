@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 
-__all__ = ["rebuilt", "redirected"]
+__all__ = ["joined_outputs", "rebuilt", "redirected"]
 
 
 def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
@@ -46,9 +46,17 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
         key = (*ends, edge.across)
         before = joined.get(key)
         if before is not None:
-            joined[key] = replace(before, multiplicity=edge.multiplicity + before.multiplicity)
+            places = joined_outputs(before, edge) if ends[0] == edge.source else ()
+            joined[key] = replace(before, multiplicity=edge.multiplicity + before.multiplicity, outputs=places)
         elif ends == (edge.source, edge.target):
             joined[key] = edge
         else:
-            joined[key] = replace(edge, source=ends[0], target=ends[1])
+            places = edge.outputs if ends[0] == edge.source else ()
+            joined[key] = replace(edge, source=ends[0], target=ends[1], outputs=places)
     return tuple(joined.values())
+
+
+def joined_outputs(one: Edge, other: Edge) -> tuple[int, ...]:
+    """Return the places among the outputs of their source of the tensors on two edges, each place once."""
+    places = dict.fromkeys((*(one.outputs or (0,)), *(other.outputs or (0,))))
+    return () if places.keys() == {0} else tuple(places)

@@ -174,10 +174,13 @@ class Siblings:
 
     def port(self, node: int, unit: int, first: int, length: int) -> Port:
         """Return the sources of one node; see :meth:`ports`."""
-        return [
-            ((self._spot(edge, unit, first, length), self.across(edge, unit, length)), edge.multiplicity)
-            for edge in self.graph.into.get(node, ())
-        ]
+        found: Port = []
+        for edge in self.graph.into.get(node, ()):
+            spot = self._spot(edge, unit, first, length)
+            # Of a list that is split outside, each unit takes another part.
+            relation = self.across(edge, unit, length) if spot[0] == "out" else self.relation(edge, unit, length)
+            found.append(((spot, relation), edge.multiplicity))
+        return found
 
     def _spot(self, edge: Edge, unit: int, first: int, length: int) -> Key:
         """Return the place of a source: in the unit, in the one before it, or the node itself if it is outside."""
@@ -213,6 +216,11 @@ class Siblings:
         """Return the relations of an edge to folded nodes, which are relative if they are inside the unit."""
         return tuple([(self._group(group, unit, length), word) for group, word in edge.across]) if edge.across else ()
 
+    def relation(self, edge: Edge, unit: int, length: int) -> Key:
+        """Return the relations of an edge to folded nodes, and its outputs of the source."""
+        across = self.across(edge, unit, length)
+        return (*across, ("outputs", edge.outputs)) if edge.outputs else across
+
     def _group(self, group: int, unit: int, length: int) -> Key:
         position, offset = self.place.get(group, (-1, None))
         return ("unit", position - unit, offset) if unit <= position < unit + length else ("out", group)
@@ -229,7 +237,7 @@ class Siblings:
                 for edge in self.graph.users.get(tree[offset], {}).values():
                     if not self._stays(edge, unit, first, length, end):
                         target = self.in_step(edge.target, (unit - first) // length) or edge.target
-                        key = relative, offset, target, self.across(edge, unit, length)
+                        key = relative, offset, target, self.relation(edge, unit, length)
                         found[key] = edge.multiplicity
         return found
 
@@ -249,7 +257,7 @@ class Siblings:
 
     def in_turn(self, target: int, keys: list[Key], first: int, length: int, times: int) -> bool:
         """Return True if a node takes the tensors of all units one unit after the other, without others between."""
-        wanted = [(relative, offset, across) for relative, offset, goal, across in keys if goal == target]
+        wanted = [(relative, offset, relation) for relative, offset, goal, relation in keys if goal == target]
         places: list[int] = []
         seen: list[list[Key]] = [[] for _ in range(times)]
         for index, edge in enumerate(self.graph.into[target]):
@@ -257,7 +265,7 @@ class Siblings:
             if not first <= position < first + length * times or edge.source in self.spans:
                 continue
             number, relative = divmod(position - first, length)
-            key = relative, offset, self.across(edge, first + number * length, length)
+            key = relative, offset, self.relation(edge, first + number * length, length)
             if key in wanted:
                 if any(seen[number + 1 :]):
                     return False

@@ -332,6 +332,54 @@ def test_write_to_an_input() -> None:
     )
 
 
+def test_places_among_the_outputs() -> None:
+    """An edge tells which outputs of its source it has, in the order in which they are used."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        one, two, three = x.exp().split([1, 1, 2], dim=1)
+        values, indices = torch.sort(three)
+        return torch.cat([two, one, two, one, values, values.gather(1, index=indices)], dim=1)
+
+    graph = capture_graph(Net(forward), X)
+    named = [(graph[edge.source].name, graph[edge.target].name, edge.outputs) for edge in graph.edges]
+    assert named == [
+        ("input", "exp", ()),
+        ("exp", "split", ()),
+        ("split", "sort", (2,)),
+        ("sort", "gather", (0, 1)),
+        ("split", "cat", (1, 0, 1, 0)),
+        ("sort", "cat", ()),
+        ("gather", "cat", ()),
+        ("cat", "output", ()),
+    ]
+
+
+class _Halves(torch.autograd.Function):
+    """Returns the sine and the cosine of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + gradients[1]
+
+
+def test_places_among_the_outputs_of_a_custom_function() -> None:
+    """The second output of a custom function is the second one, whatever computed it inside."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        sine, cosine = _Halves.apply(net.fc(x))  # type: ignore[no-untyped-call]
+        result: Tensor = cosine - sine
+        return result
+
+    graph = capture_graph(Net(forward, fc=linear()), X)
+    (edge,) = (edge for edge in graph.edges if graph[edge.target].name == "sub")
+    assert graph[edge.source].name == "_Halves"
+    assert edge.outputs == (1, 0)
+
+
 def _binarized(net: Any, x: Tensor) -> Tensor:
     net.fc.weight.data = net.fc.weight.detach().sign()
     x = net.fc(x)

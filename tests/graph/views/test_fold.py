@@ -318,6 +318,64 @@ def test_the_order_of_arguments_matters() -> None:
     )
 
 
+class _Step(nn.Module):
+    """An LSTM cell that takes its states in their order, or swapped."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+        self.swapped = swapped
+
+    def forward(self, x: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = self.cell(x, states[::-1] if self.swapped else states)
+        return h, (h, c)
+
+
+def _run_steps(net: Any, x: Tensor) -> Tensor:
+    states = x.exp(), x.cos()
+    for step in net.steps:
+        x, states = step(x, states)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("swapped", "drawn"),
+    [
+        ("0000", ["steps.0 ×4"]),
+        ("0001", ["steps.0 ×3", "steps.3"]),
+        ("0101", [" ×2", "steps.0 ×2"]),
+    ],
+)
+def test_which_output_is_taken_matters(swapped: str, drawn: list[str]) -> None:
+    """A step that takes (c, h) of the step before is not equal to one that takes (h, c)."""
+    net = Net(_run_steps, steps=nn.ModuleList(_Step(each == "1") for each in swapped))
+    view = fold_repeats(capture_graph(net, X))
+    found = [node for node in view.nodes[1:] if node.kind == "module" and node.type_name != "LSTMCell"]
+    assert [node.name + (f" ×{node.repeats}" if node.repeats > 1 else "") for node in found] == drawn
+
+
+def test_blocks_that_take_the_parts_of_a_list_are_equal() -> None:
+    """The steps of a loop over a tensor that is split before take its parts one after the other."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(4)
+        for part in x.expand(5, 4).unbind(0)[1:]:
+            h = net.fc(part) + h
+        return h
+
+    assert outline(fold_repeats(collapse(bare(Net(forward, fc=linear()), X[:1])))) == text(
+        """
+        input
+        new_zeros <- input
+        expand <- input
+        unbind <- expand
+        (module) [4 times]
+          fc: Linear <- unbind ×4
+          add <- fc ×4, new_zeros first, add ×3 next
+        """
+    )
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
