@@ -16,6 +16,7 @@ from lightning_recorder.insight import (
     comparisons,
     finiteness,
     forward,
+    gradient_steps,
     normalization,
     optimization,
     settings,
@@ -30,7 +31,7 @@ from lightning_recorder.insight.wiring import Wiring
 
 __all__ = ["RULES", "Examination", "check_rules"]
 
-_PARTS = (finiteness, optimization, settings, normalization, steps, backward, forward, comparisons)
+_PARTS = (finiteness, optimization, settings, normalization, steps, backward, forward, gradient_steps, comparisons)
 
 RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
 """All rules."""
@@ -61,8 +62,8 @@ _ORDER = (
     "weight-drift",
     "sudden-change",
     "eval-mode",
-    "running-statistics",
     ODD_BLOCK,
+    "running-statistics",
     "norm-ineffective",
     "saturation",
     "gradient-step",

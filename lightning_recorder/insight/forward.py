@@ -50,13 +50,7 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _feed(evidence: Evidence, site: Site, since: int) -> str:
-    """Describe the input of a dead ReLU, or of the ReLU before a dead module: that it is negative, or a large update.
-
-    Args:
-        evidence: The evidence.
-        site: The dead output.
-        since: The step from which on it is dead.
-    """
+    """Describe the input of a dead ReLU, or of the ReLU before a dead module: negative, or after a large update."""
     table, wiring = evidence.activations, evidence.wiring
     update = ""
     for call, name in enumerate(wiring.calls):
@@ -104,14 +98,17 @@ def _share_rule(
     def examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         table = evidence.activations
         for site in table.places:
-            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path in _STATES:
-                continue
-            if evidence.type_of(site.name) in _RNNS and _largest(table, site) > 1:
+            kind = evidence.type_of(site.name)
+            is_other = kind not in kinds or not site.path.startswith("out") or site.path in _STATES
+            if is_other or (kind in _RNNS and _largest(table, site) > 1):
                 continue
             shares = [share(each) for each in table.histograms(site)]
             if len(shares) >= rule.persistence and min(shares) > rule.thresholds[limit]:
                 verdict = text.format(name=site_title(*site), share=shares[-1])
-                yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
+                # Few records have histograms. The more values are at -1 and 1, the larger is the rms.
+                rms, steps = table.column(site, "rms")
+                since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if kind in _BOUNDED else None
+                yield rule.found(evidence, table, site, verdict, statistic="rms", since=since, share=shares[-1])
 
     return examine
 

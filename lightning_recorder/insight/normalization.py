@@ -19,8 +19,14 @@ _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|S
 
 
 def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Compare the running statistics with the mean and the std of what feeds the layer."""
+    """Find running statistics that do not change, and compare others with the mean and the std of what feeds them."""
+    unchanged = _unchanged(rule, evidence)
     for site in evidence.parameters.places:
+        if site in unchanged:
+            moving = f"do not change, but those of {unchanged[site]} others do"
+            verdict = f"the running statistics of {site.name} {moving}"
+            yield rule.found(evidence, evidence.parameters, site, verdict, statistic="mean")
+            continue
         feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
         if len(feeds) != 1 or feeds[0] == INPUT:
             continue
@@ -35,6 +41,28 @@ def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"{np.exp(last[-1]):.3g}-fold"
             )
             yield rule.found(evidence, evidence.parameters, site, verdict, statistic="mean", factor=np.exp(last[-1]))
+
+
+def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
+    """Return the running variances that stay equal, in train mode, each with the number of those that change."""
+    table, modes = evidence.parameters, evidence.activations
+    if len(table) < rule.persistence or table.steps[-1] < rule.thresholds["steps"]:
+        return {}
+    mean, variance = RUNNING
+    sites = [site for site in table.places if site.path == variance and Site(site.name, mean) in table.places]
+    same = {
+        site
+        for site in sites
+        if len(table.column(site, "mean")[0]) == len(table)
+        and all(
+            np.ptp(table.column(Site(site.name, path), each)[0]) == 0 for path in RUNNING for each in ("mean", "rms")
+        )
+    }
+    # In eval mode they stay as they are.
+    training = {
+        site.name for site in modes.places if site.path == "out" and not len(modes.column(site, "eval_mode")[0])
+    }
+    return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in training}
 
 
 def _distances(
@@ -119,10 +147,10 @@ RULES = (
         thresholds={"factor": 4.0, "steps": 50},
         persistence=3,
         usual="within a factor of 1.5",
-        why="A momentum that is too small, or a BatchNorm whose statistics are not updated.",
+        why="A momentum that is too small, or a BatchNorm whose statistics are not updated at all.",
         next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
         false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
         examine=_running_statistics,
-        explains={"train-differs": ("any",), "odd-block": ("same",)},
+        explains={"train-differs": ("any",)},
     ),
 )

@@ -169,8 +169,9 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if is_outlier and value > largest and (is_fast or _is_large(rule, sizes)):
             is_known = rates.get(each, np.nan) > usual_rate
             rate = f", and its learning rate {rates[each]:.3g} instead of {usual_rate:.3g}" if is_known else ""
+            most = sizes[np.isfinite(sizes)].max(initial=0.0)  # infinite if it begins at zero
             verdict = (
-                f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
+                f"a step changes {each.name} by up to {most:.1%} of its size: {what} {factor:.3g} × the median "
                 f"of the other layers{rate}"
             )
             yield rule.found(

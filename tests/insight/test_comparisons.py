@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,7 +265,30 @@ def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[t
     for each, (module, words) in zip(steps, found, strict=True):
         assert each is rules[0]
         assert words in each.verdict
-        assert each.verdict.endswith(f"at blocks.{int(module[-1]) - 1}.fc")
+        before = f"blocks.{int(module[-1]) - 1}"
+        assert f" back through {module} or the end of {before}: " in each.verdict
+        assert each.verdict.endswith(f"at {before}.fc")
+
+
+@pytest.mark.parametrize(
+    ("rms", "named"),
+    [
+        ([8.0] * 5 + [1.0] * 5, "blocks.5"),
+        ([1.0] * 5 + [8.0] * 5, "blocks.5"),
+        ([8.0] * 3 + [1.0] * 3, ""),  # few blocks
+        ([8.0] + [1.0] * 9, ""),  # the first block
+        ([8.0] * 9 + [1.0], ""),  # the last block
+        ([16.0] * 3 + [4.0] * 2 + [1.0] * 5, ""),  # two steps
+        ([[8.0] * 7 + [1.5]] * 5 + [1.0] * 5, ""),  # not in every record
+        ([1.5**place * (8.0 if place < 5 else 1.0) for place in range(10)], ""),  # a trend
+    ],
+)
+def test_a_lone_step_among_many_blocks(rms: list[Any], named: str) -> None:
+    """With eight or more blocks, a smaller step between two inner ones is a finding if it is the only one."""
+    gradients: dict[str, Values] = {f"blocks.{place}.fc": {"rms": each} for place, each in enumerate(rms)}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    found = run(layers, gradients, graph=chain(*gradients))
+    assert [each.module for each in found if each.rule == "gradient-step"] == [named] * bool(named)
 
 
 def stream(blocks: int) -> Graph:

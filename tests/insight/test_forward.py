@@ -151,6 +151,19 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "rms", "since"),
+    [("Tanh", [0.5, 0.6, 0.7, *[0.98] * 5], 30), ("Tanh", [0.98] * 8, 0), ("Sigmoid", [0.5, 0.1, *[0.01] * 6], 0)],
+)
+def test_when_a_saturation_began(kind: str, rms: list[float], since: int) -> None:
+    """The rms of the outputs of a tanh tells when they came to the ends of the range; a gate may be at either end."""
+    counts, edges = np.histogram([1.0, -1.0, 1.0, 0.01], bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, -1.0, 1.0, 1.0, 3.0)
+    layers: dict[str, Values] = {"act": {"rms": rms}, "fc": {}}
+    (found,) = run(layers, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
+    assert (found.rule, found.first_step) == ("saturation", since)
+
+
 @pytest.mark.parametrize(("kind", "low"), [("Tanh", -1.0), ("Sigmoid", 0.0)])
 @pytest.mark.parametrize(
     ("inputs", "first", "alarm"),

@@ -38,3 +38,30 @@ def test_running_statistics(variance: list[float], expected: list[tuple[str, str
     }
     layers: dict[str, Values] = {"fc": {"rms": 1.0}, "bn": {"rms": 1.0}}
     assert brief(run(layers, parameters=parameters, graph=chain("fc", "bn", bn="BatchNorm1d"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("variances", "mode", "expected"),
+    [
+        ([[1.0] * 8, [1.0, 1.1] * 4], {}, ["bn0"]),
+        ([[1.0] * 8, [1.0, 1.1] * 4], {"eval_mode": 1.0}, []),  # the backbone is frozen, with its statistics
+        ([[1.0] * 8, [1.0] * 8], {}, []),
+        ([[1.0] * 7 + [1.1], [1.0, 1.1] * 4], {}, []),
+    ],
+)
+def test_running_statistics_that_do_not_change(
+    variances: list[list[float]], mode: dict[str, float], expected: list[str]
+) -> None:
+    """In train mode, running statistics that stay bitwise equal while others change are a finding."""
+    parameters: dict[str, Values] = trained("fc")
+    layers: dict[str, Values] = {"fc": {"rms": 1.0}}
+    for place, values in enumerate(variances):
+        parameters |= {
+            f"bn{place}/running_mean": {"rms": 0.1, "mean": 0.0},
+            f"bn{place}/running_var": {"rms": values, "mean": values},
+        }
+        layers[f"bn{place}"] = {"rms": 1.0, **(mode if place == 0 else {})}
+    graph = chain("fc", "bn0", "bn1", bn0="BatchNorm1d", bn1="BatchNorm1d")
+    found = [each for each in run(layers, parameters=parameters, graph=graph) if each.rule == "running-statistics"]
+    assert [each.module for each in found] == expected
+    assert all(each.verdict.endswith("do not change, but those of 1 others do") for each in found)

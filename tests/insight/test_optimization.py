@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -56,12 +57,17 @@ def test_a_weight_that_jumps() -> None:
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_learning_rate_of_a_layer(adaptive: bool) -> None:
-    """A layer whose updates are 50 times those that the optimizer gives to the others is a finding."""
-    parameters = network("a", "b", "c", "d", c=trained("c", update=0.0125, ratio=0.05))
+    """A layer whose updates are 50 times those that the optimizer gives to the others is a finding.
+
+    The ratio of its first update is infinite if it begins at zero.
+    """
+    ratios = [math.inf] + [0.05] * 7
+    parameters = network("a", "b", "c", "d", c=trained("c", update=0.0125, ratio=ratios))
     if adaptive:
         parameters["a/weight.exp_avg_sq"] = {"rms": 1e-6}
     (found,) = run(None, None, parameters)
     assert (found.rule, found.module, found.numbers["factor"]) == ("learning-rate-outlier", "c", 50.0)
+    assert found.verdict.startswith("a step changes c.weight by up to 5.0% of its size: ")
 
 
 @pytest.mark.parametrize(("rate", "rules"), [(0.3, ["learning-rate-outlier"]), (1e-3, [])])

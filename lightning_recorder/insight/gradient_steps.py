@@ -1,0 +1,167 @@
+"""The rule about one step in the gradients of equal blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.siblings import FORWARD, all_outliers, blocks_of, families_of
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+
+def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    norms = gradient_norms(evidence.gradients)
+    order = evidence.wiring.order
+    steps: dict[str, list[tuple[Site, float, float]]] = {}
+    ends: dict[str, str] = {}
+    groups = [
+        group
+        for group in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
+        if _is_chain(evidence, group)
+    ]
+    for group in groups:
+        growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
+        place = int(np.argmax(np.abs(growth)))
+        others = float(np.abs(np.delete(growth, place)).max())
+        is_large = abs(growth[place]) - others > np.log(rule.thresholds["factor"])
+        if is_large or _is_lone(rule, evidence, group, growth):
+            blocks = blocks_of([site.name for site in group])
+            # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
+            block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
+            ends.setdefault(block, blocks[place])
+            steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
+    outliers = all_outliers(evidence) if steps else ()
+    sick = [site.name for kind, _, _, _, site, _, _ in outliers if kind < FORWARD]
+    for block, found in steps.items():
+        # What a block computes is nearer to the cause than its gradients.
+        if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
+            continue
+        same_sign = len({here > after for _, here, after in found}) == 1
+        if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
+            last = max(found, key=lambda each: order.get(each[0].name, -1))
+            yield _grown(rule, evidence, block, *last, end=ends[block])
+    for group in groups:
+        found_before = _before_first(rule, evidence, norms, group)
+        if found_before is not None:
+            yield _grown(rule, evidence, blocks_of([site.name for site in group])[0], *found_before)
+            return
+
+
+def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
+    """Yield the name of the block before a block, with a dot."""
+    for group in groups:
+        names = blocks_of([site.name for site in group])
+        if block in names[1:]:
+            yield f"{names[names.index(block) - 1]}."
+
+
+def _is_lone(rule: Rule, evidence: Evidence, group: list[Site], growth: Floats) -> bool:
+    """Return True if one step between two of many inner blocks is larger than all others, in every record."""
+    place = int(np.argmax(np.abs(growth)))
+    others = np.abs(np.delete(growth, place))
+    if len(group) < rule.thresholds["many"] or place in (0, len(growth) - 1) or np.median(others) > np.log(1.5):
+        return False
+    table = evidence.gradients
+    norms = (table.get("rms") * np.sqrt(table.get("count")))[
+        :, [table.places[site] for site in group[place : place + 2]]
+    ]
+    each = np.sign(growth[place]) * np.log(norms[:, 0] / norms[:, 1])
+    least, size = np.log(rule.thresholds["lone"]), abs(growth[place])
+    return bool(size > max(least, others.max() + least / 2) and each[np.isfinite(each)].min() > least / 2)
+
+
+def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:
+    """Return True if the operations of a block differ from those of most blocks, and those of another one do not."""
+    found = [evidence.wiring.operations.get(block, ()) for block in blocks]
+    usual = Counter(found).most_common(1)[0][0]
+    return bool(found[place] != usual and found[other] == usual)
+
+
+def _grown(
+    rule: Rule, evidence: Evidence, block: str, site: Site, here: float, after: float, *, end: str = ""
+) -> Finding:
+    """Return the finding about a block behind which a gradient has one norm, and another one at a site before it.
+
+    If the site is in the block before, the cause may also be at the end of that block, which is ``end``.
+    """
+    factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
+    place = f"{block} or the end of {end}" if end not in ("", block) else block
+    verdict = (
+        f"the gradient {way} {factor:.3g}-fold on its way back through {place}: its norm is {after:.3g} behind it and "
+        f"{here:.3g} at {site.name}"
+    )
+    return replace(
+        rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
+    )
+
+
+def _before_first(
+    rule: Rule, evidence: Evidence, norms: Mapping[Site, float], group: list[Site]
+) -> tuple[Site, float, float] | None:
+    """Return the site before the first block, and the norms there and behind the block, if they are too different.
+
+    The group must be what the blocks add to a residual stream, and the site what the first block adds it to: then both
+    feed the second block.
+    """
+    table, wiring = evidence.gradients, evidence.wiring
+    blocks = blocks_of([site.name for site in group])
+    inside = tuple(f"{block}." for block in blocks)
+    feeds = [wiring.inputs[name] for name in wiring.outputs.get(group[0].name, ()) if name.startswith(inside[1])]
+    stems = {Site(name, "out") for names in feeds for name in names if not name.startswith(inside)}
+    shape = table.shapes[table.places[group[0]]]
+    stems = {site for site in stems if site in norms and table.shapes[table.places[site]] == shape}
+    if len(stems) != 1:
+        return None
+    stem = stems.pop()
+    size = evidence.medians(evidence.activations, "rms").get(stem, np.nan)
+    logs = np.log([norms[site] for site in (stem, *group)])
+    growth = -np.diff(logs)
+    # A normalization in the block divides by the size of the stream, and so multiplies the gradient.
+    limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
+    is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
+    return (stem, norms[stem], norms[group[0]]) if is_large else None
+
+
+def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
+    """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
+    return all(evidence.wiring.leads(site.name, after.name) for site, after in pairwise(group))
+
+
+RULES = (
+    Rule(
+        name="gradient-step",
+        severity="warning",
+        statistic="L2 norm of the gradients of equal modules in repeated blocks, from one block to the one before it",
+        thresholds={"fewest": 3, "factor": 12.0, "share": 0.5, "many": 8, "lone": 6.0},
+        persistence=0,
+        usual="0.3 to 3",
+        why="A wrong factor in the residual connection of this block, none at all, or a detach() in a part of it.",
+        next="Compare the code of this block with the others: what is added to its input, and with which factors.",
+        false_alarms=(
+            "None known. Gradients that change in several blocks are left to the other rules. With 8 or more blocks, a "
+            "6-fold step between two inner ones counts if it is there in every record and far larger than all others."
+        ),
+        examine=_step,
+        explains=dict.fromkeys(
+            (
+                "gradient-step",
+                "unlike-siblings",
+                "scale-jump",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "saturation",
+            ),
+            ("any",),
+        ),
+    ),
+)
