@@ -144,7 +144,7 @@ def test_two_loops_of_a_node_are_drawn_apart(direction: Direction, tmp_path: Pat
                 x = block(x) + x
         return x
 
-    blocks = {name: nn.Sequential(linear(), nn.ReLU()) for name in ("one", "two")}
+    blocks = {name: nn.Sequential(linear(), nn.ReLU()) for name in ("block0", "block1")}
     drawing = draw(capture_graph(Net(forward, **blocks), X), graph_dir=direction)
     assert sum(edge.source == edge.target for edge in drawing.view.edges) == 2
     picture = read_svg(drawing.save(tmp_path / "graph.svg"))

@@ -13,7 +13,7 @@ from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
 
-__all__ = ["Given", "describe_arguments", "describe_module", "plain_arguments", "prepare"]
+__all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_arguments", "prepare"]
 
 _NO_DIMENSION = ((), ("names",), ("dtype",), ("out",))  # the second parameter in the overloads that torch lists
 _LONGEST = 200  # characters of one value
@@ -123,6 +123,14 @@ def prepare() -> None:
     repeats none of the training.
     """
     get_testing_overrides()
+
+
+def in_order(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield keyword arguments in the order of the parameters of a function, however the call orders them."""
+    tensors = sum(isinstance(each, Tensor) for each in kwargs.values())
+    names = _parameter_names(function) if tensors > 1 else ()
+    yield from (kwargs[name] for name in names if name in kwargs)
+    yield from (each for name, each in kwargs.items() if name not in names)
 
 
 @lru_cache(4096)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_recorder.graph.capture.call_arguments import in_order
 from lightning_recorder.graph.capture.function_calls import PLAIN, tensors_in
 from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.internals.autograd import (
@@ -109,7 +110,7 @@ class CaptureMode(TorchFunctionMode):
             with without_functions():
                 if costs is None and (name := recording.usual_name(func)):
                     self._usual[func] = name
-                inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
+                inputs = tensors_in((*args, *in_order(func, kwargs)) if kwargs else args)
                 before = versions_of(inputs)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             inputs = None

@@ -81,9 +81,11 @@ class Gradients:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         named = {name: each for each in parameters if (name := self._name(each)) is not None}
         updated = {name for name, each in named.items() if each.grad is not None}
-        # A step uses the gradients of each evaluation of its closure, although the closure resets them.
+        # A step uses the gradients of each evaluation of its closure, although the closure resets them. The results of
+        # ``torch.autograd.grad`` are only used if they are assigned.
         begun = self._begun.pop(id(optimizer), len(nodes))
-        used = [number for number in passes if self._gave(number, updated, number >= begun)]
+        inside = {number for number in passes if number >= begun and nodes[number].name != "grad"}
+        used = [number for number in passes if self._gave(number, updated, number in inside)]
         node = self._builder.add("optimizer", self._title(type(optimizer).__name__, list(named)), 0, source=source)
         # Nothing is known of parameters that a wrapper has joined into one.
         for number in used if named else passes[-1:]:

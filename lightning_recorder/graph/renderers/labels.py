@@ -94,7 +94,7 @@ def tied_to(node: Node) -> str:
     if not node.tied:
         return ""
     more = f" and {len(node.tied) - 1} more" if len(node.tied) > 1 else ""
-    return f"{'uses' if node.kind == 'op' else 'tied to'} {_shortened(node.tied[0])}{more}"
+    return f"{'uses' if node.kind in ('op', 'backward') else 'tied to'} {_shortened(node.tied[0])}{more}"
 
 
 def shown_shapes(node: Node) -> str:

@@ -71,7 +71,7 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
             counts[meta] = counts.get(meta, 0) + edge.multiplicity
             times = _most(graph[edge.source], graph[goal], counts, graph.occurrences(replace(edge, target=goal)))
             before = entering.get(key, edge)
-            places = joined_outputs(before, edge)
+            places = joined_outputs(before, edge) if key in entering else edge.outputs
             entering[key] = replace(before, target=goal, multiplicity=times, outputs=places)
         else:
             entering.setdefault((edge.source, edge.target, across), edge)

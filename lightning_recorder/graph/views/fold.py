@@ -36,8 +36,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     contents are equal, if they are connected equally inside, and if each takes its inputs from the same nodes outside
     or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
     may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
-    the same number. The names of the modules may differ, and the sizes of tensors that are not determined by
-    parameters; see :class:`TensorMeta`.
+    the same number. The names of the modules may differ in their numbers, and the sizes of tensors that are not
+    determined by parameters; see :class:`TensorMeta`.
 
     The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
     edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.

@@ -27,7 +27,9 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
     for edge in graph.edges if edges is None else edges:
         source, goal = find(edge.source), find(edge.target)
         if source in there and goal in there and (source != goal or edge.relates("next")):
-            kept.append(edge)
+            # A closed call has the outputs of the function in it, such as an LSTM, or others.
+            same = not edge.outputs or graph[edge.source].outputs == graph[source].outputs
+            kept.append(edge if same else replace(edge, outputs=()))
     return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
 
 
@@ -46,13 +48,12 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
         key = (*ends, edge.across)
         before = joined.get(key)
         if before is not None:
-            places = joined_outputs(before, edge) if ends[0] == edge.source else ()
-            joined[key] = replace(before, multiplicity=edge.multiplicity + before.multiplicity, outputs=places)
+            number = edge.multiplicity + before.multiplicity
+            joined[key] = replace(before, multiplicity=number, outputs=joined_outputs(before, edge))
         elif ends == (edge.source, edge.target):
             joined[key] = edge
         else:
-            places = edge.outputs if ends[0] == edge.source else ()
-            joined[key] = replace(edge, source=ends[0], target=ends[1], outputs=places)
+            joined[key] = replace(edge, source=ends[0], target=ends[1])
     return tuple(joined.values())
 
 

@@ -51,7 +51,8 @@ def _equally_fed(siblings: Siblings, start: int, length: int, most: int, back: i
     if back >= most:
         return Run(start, length, 1, True)
     ports = [siblings.ports(start + step * length, start, length) for step in range(back + 1)]
-    parallel = True
+    unit = (siblings.graph.nodes[node] for tree in siblings.subtrees[start : start + length] for node in tree)
+    parallel = all(node.kind != "optimizer" for node in unit)  # a step changes what comes after it
     for relative, offset in {key: None for port in ports for key in port}:
         merged = merged_ports(siblings, siblings.subtrees[start + relative][offset], start, length, back)
         if merged is None:
@@ -86,9 +87,10 @@ def merged_ports(
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
     """Return the number of units that call the same module or each another one, at each place in a unit.
 
-    The same holds for the tensors of other modules that they use. In all units or in none, a module at a place was
-    called before the first unit, and a module is called at two places. Modules that were called before are called again
-    in the order of their first calls, or in the reverse order.
+    The names of the modules at a place differ in numbers only: an encoder and its decoder may be equal. The same holds
+    for the tensors of other modules that they use. In all units or in none, a module at a place was called before the
+    first unit, and a module is called at two places. Modules that were called before are called again in the order of
+    their first calls, or in the reverse order.
     """
     units = [siblings.names(start + unit * length, length) for unit in range(times)]
     first = units[0]
@@ -96,11 +98,14 @@ def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> i
     graph = siblings.graph
     before = [graph.rank(names[0])[0] < begin for names in first]
     places = [first.index(names) for names in first]
+    kinds = [_without_numbers(names) for names in first]
     seen = {name for names in first for name in names}
     shared = steps = None
     for unit in range(1, times):
         found = units[unit]
         again = [names == known for names, known in zip(found, first, strict=True)]
+        if [_without_numbers(names) for names in found] != kinds:
+            return unit
         new = {name for names, is_known in zip(found, again, strict=True) if not is_known for name in names}
         if shared not in (None, again) or not seen.isdisjoint(new):
             return unit
@@ -117,6 +122,10 @@ def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> i
         shared, steps = again, moves
         seen |= new
     return times
+
+
+def _without_numbers(names: Iterable[str]) -> set[str]:
+    return {re.sub("[0-9]+", "#", name) for name in names}
 
 
 def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | None:

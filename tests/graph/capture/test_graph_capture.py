@@ -332,6 +332,18 @@ def test_write_to_an_input() -> None:
     )
 
 
+def test_keyword_arguments_have_the_order_of_the_parameters() -> None:
+    """The order in which a call writes its keyword arguments does not matter."""
+    calls: list[Any] = [
+        lambda _, x: torch.sub(x.exp(), x.cos()),
+        lambda _, x: torch.sub(input=x.exp(), other=x.cos()),
+        lambda _, x: torch.sub(x.exp(), other=x.cos()),
+        lambda _, x: torch.sub(other=x.cos(), input=x.exp()),
+    ]
+    named = [outline(capture_graph(Net(call), X)).splitlines()[-1] for call in calls]
+    assert named == ["sub <- exp, cos"] * 4
+
+
 def test_places_among_the_outputs() -> None:
     """An edge tells which outputs of its source it has, in the order in which they are used."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_recorder.graph import collapse, fold_repeats, without
 from tests.graph.nets import Net, linear, record_step
 from tests.graph.queries import into_steps
 
@@ -72,6 +73,43 @@ def test_two_optimizers(first: Any, second: Any, expected: list[str]) -> None:
     """A step uses the backward passes whose gradients reach the parameters of its optimizer."""
     graph = record_step(Net(lambda _: None, one=linear(), other=linear()), _two(first, second))
     assert into_steps(graph) == expected
+
+
+def _with_closure(net: Any, x: Tensor) -> None:
+    """Make a step as a trainer does, with a closure that computes the loss, resets the gradients and computes them."""
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def closure() -> Tensor:
+        place = x.clone().requires_grad_()
+        output = net.one(place)
+        (gradient,) = torch.autograd.grad(output.sum(), place, create_graph=True)
+        loss: Tensor = gradient.square().mean() + output.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_steps_of_one_optimizer_are_not_side_by_side() -> None:
+    """Each of several steps changes what the next one begins with."""
+
+    def train(net: Any, x: Tensor) -> None:
+        optimizer = torch.optim.SGD(net.one.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            net.one(x).sum().backward()
+            optimizer.step()
+
+    graph = without(record_step(Net(lambda _: None, one=linear()), train), "parameter")
+    view = fold_repeats(collapse(graph))
+    assert [(node.repeats, node.parallel) for node in view.nodes if node.repeats > 1] == [(3, False)]
+
+
+def test_gradients_inside_of_a_loss() -> None:
+    """A gradient that ``torch.autograd.grad`` returns for the loss is not one that the optimizer uses."""
+    graph = record_step(Net(lambda _: None, one=linear()), _with_closure)
+    assert into_steps(graph) == ["SGD <- add"]
 
 
 def test_one_step_after_two_backward_passes() -> None:

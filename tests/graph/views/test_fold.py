@@ -200,11 +200,37 @@ def test_what_differs_is_not_folded(odd: Callable[[], nn.Module], why: str) -> N
                 x = each(x.to(next(part.parameters()).dtype))
         return x
 
-    plain = {name: nn.Sequential(linear(), nn.ReLU()) for name in "abxyz"}
-    net = Net(forward, a=plain["a"], b=plain["b"], odd=odd(), x=plain["x"], y=plain["y"], z=plain["z"])
+    plain = {name: nn.Sequential(linear(), nn.ReLU()) for name in ("a0", "a1", "x0", "x1", "x2")}
+    net = Net(forward, a0=plain["a0"], a1=plain["a1"], odd=odd(), x0=plain["x0"], x1=plain["x1"], x2=plain["x2"])
     view = fold_repeats(hide(collapse(bare(net, X)), ("to",)))
     repeats = {node.name: node.repeats for node in view.module_calls() if node.repeats > 1}
-    assert repeats == {"a": 2, "x": 3}
+    assert repeats == {"a0": 2, "x0": 3}
+
+
+def test_equal_modules_with_other_names_are_not_folded() -> None:
+    """An encoder and a decoder, or a student and a teacher, are two modules of the picture."""
+    chain = Net(lambda net, x: net.decoder(net.encoder(x)), encoder=stack(1), decoder=stack(1))
+    beside = Net(lambda net, x: net.student(x) - net.teacher(x), student=stack(1), teacher=stack(1))
+    for net in (chain, beside):
+        view = fold_repeats(collapse(bare(net, X)), 2)
+        assert [node.name for node in view.children(view.root) if node.kind == "module"] == list(net._modules)
+
+
+def test_a_shared_module_is_not_folded_with_its_neighbor() -> None:
+    """A module after each layer is drawn as the same each time, although its structure is that of the layers."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in net.layers:
+            x = net.shared(layer(x))
+        return x
+
+    net = Net(forward, layers=nn.ModuleList(stack(1) for _ in range(6)), shared=stack(1))
+    view = fold_repeats(collapse(bare(net, X), 1), 2)
+    (frame,) = (node for node in view.nodes[1:] if node.repeats == 6)
+    assert [(node.name, node.repeats, node.shared) for node in view.children(frame)] == [
+        ("layers.0", 1, False),
+        ("shared", 1, True),
+    ]
 
 
 def test_many_side_by_side() -> None:
@@ -338,6 +364,7 @@ def _run_steps(net: Any, x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize(
     ("swapped", "drawn"),
     [
@@ -346,10 +373,11 @@ def _run_steps(net: Any, x: Tensor) -> Tensor:
         ("0101", [" ×2", "steps.0 ×2"]),
     ],
 )
-def test_which_output_is_taken_matters(swapped: str, drawn: list[str]) -> None:
+def test_which_output_is_taken_matters(swapped: str, drawn: list[str], closed: bool) -> None:
     """A step that takes (c, h) of the step before is not equal to one that takes (h, c)."""
     net = Net(_run_steps, steps=nn.ModuleList(_Step(each == "1") for each in swapped))
-    view = fold_repeats(capture_graph(net, X))
+    graph = capture_graph(net, X)
+    view = fold_repeats(collapse(graph) if closed else graph)
     found = [node for node in view.nodes[1:] if node.kind == "module" and node.type_name != "LSTMCell"]
     assert [node.name + (f" ×{node.repeats}" if node.repeats > 1 else "") for node in found] == drawn
 

@@ -57,10 +57,10 @@ def test_the_cache_of_two_layers_is_one_output() -> None:
     def layer() -> nn.Module:
         return Net(lambda net, x: (net.fc(x), x + 1, x * 2), fc=linear())
 
-    view = fit_view(capture_graph(Net(forward, one=layer(), two=layer()), X))
+    view = fit_view(capture_graph(Net(forward, layer0=layer(), layer1=layer()), X))
     outputs = [node.name for node in view.nodes if node.kind == "output"]
     assert outputs == ["output.logits", "output.cache", "output.one[0].keys", "output.one[0].values"]
-    assert [(node.name, node.repeats) for node in view.module_calls()] == [("one", 2), ("one.fc", 1)]
+    assert [(node.name, node.repeats) for node in view.module_calls()] == [("layer0", 2), ("layer0.fc", 1)]
 
 
 def test_without_large_containers_nothing_changes() -> None:
@@ -92,15 +92,15 @@ def test_the_order_of_a_container_does_not_keep_layers_apart() -> None:
             pairs.append((x, x.exp()))
         return {"last": x, "cache": [tensor for each in zip(*pairs, strict=True) for tensor in each]}
 
-    view = fit_view(capture_graph(Net(forward, a=linear(), b=linear(), c=linear()), X))
+    view = fit_view(capture_graph(Net(forward, a0=linear(), a1=linear(), a2=linear()), X))
     assert outline(view, outputs=True) == text(
         """
         input
         (module) [3 times]
-          a: Linear <- input first, a ×2 next
-          exp <- a ×3
-        output.last <- a
-        output.cache <- a ×3 all, exp ×3 all
+          a0: Linear <- input first, a0 ×2 next
+          exp <- a0 ×3
+        output.last <- a0
+        output.cache <- a0 ×3 all, exp ×3 all
         """
     )
 
