@@ -158,15 +158,18 @@ class GraphvizStyler:
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several. An edge to the next repetition of a folded call is
-        dashed.
+        The label shows the number of tensors if there are several, and their places among the outputs of the source if
+        they are used in another order, such as the swapped states of an LSTM cell. An edge to the next repetition of a
+        folded call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [across] if across else []
         words += [f"×{times}"] if times > 1 else []
+        places = ", ".join(map(str, edge.outputs))
+        words += [f"outputs {places}"] if list(edge.outputs) != sorted(edge.outputs) else []
         about = f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else ""
-        about += f", output {', '.join(map(str, edge.outputs))}" if edge.outputs else ""
+        about += f", output {places}" if places else ""
         style = {"tooltip": dot_attribute(about)}
         style |= _NEXT if edge.relates("next") else {}
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recorder import ArgumentError, ForwardError
@@ -246,6 +246,29 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
     words = [line.strip() for item in picture.items if item.kind == "edge" for line in item.lines]
     assert [word for word in words if word] == ["first", "first", "next", "next"]
     assert [item.lines for item in picture.items if "×5" in "".join(item.lines)] != []
+
+
+@pytest.mark.parametrize(
+    ("places", "words", "about"),
+    [
+        ((0, 1), "×2", ", output 0, 1"),
+        ((1, 0), "×2 outputs 1, 0", ", output 1, 0"),
+        ((1,), "", ", output 1"),
+        ((0, 0), "×2", ""),
+    ],
+)
+def test_edges_tell_another_order_of_outputs(places: tuple[int, ...], words: str, about: str) -> None:
+    """A label tells the order in which the outputs of a function are used, unless it is their own; a tooltip always."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        parts = x.exp().chunk(2, dim=1)
+        return torch.cat([parts[place] for place in places], dim=1)
+
+    graph = capture_graph(Net(forward), X)
+    (edge,) = (edge for edge in graph.edges if graph[edge.target].name == "cat")
+    style = GraphvizStyler().style_edge(edge, graph)
+    assert re.sub("<[^>]*>", "", style.get("label", "")).strip("<> ") == words
+    assert style["tooltip"].endswith(f"2×2{about}")
 
 
 LINEAR = "in_features=4, out_features=4, bias=True"
