@@ -54,15 +54,13 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
         site
         for site in sites
         if len(table.column(site, "mean")[0]) == len(table)
-        and all(
-            np.ptp(table.column(Site(site.name, path), each)[0]) == 0 for path in RUNNING for each in ("mean", "rms")
-        )
+        and all(np.ptp(table.column(Site(site.name, path), "mean")[0]) == 0 for path in RUNNING)
     }
-    # In eval mode they stay as they are.
-    training = {
-        site.name for site in modes.places if site.path == "out" and not len(modes.column(site, "eval_mode")[0])
-    }
-    return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in training}
+    away = {
+        site.name for site in modes.places if len(modes.column(site, "eval_mode")[0])
+    }  # there they stay as they are
+    called = {site.name for site in modes.places if len(modes.column(site, "rms")[0]) >= rule.persistence} - away
+    return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
 
 
 def _distances(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -45,13 +47,12 @@ def test_running_statistics(variance: list[float], expected: list[tuple[str, str
     [
         ([[1.0] * 8, [1.0, 1.1] * 4], {}, ["bn0"]),
         ([[1.0] * 8, [1.0, 1.1] * 4], {"eval_mode": 1.0}, []),  # the backbone is frozen, with its statistics
+        ([[1.0] * 8, [1.0, 1.1] * 4], {"rms": [1.0] * 2 + [math.nan] * 6}, []),  # it is called at the beginning only
         ([[1.0] * 8, [1.0] * 8], {}, []),
         ([[1.0] * 7 + [1.1], [1.0, 1.1] * 4], {}, []),
     ],
 )
-def test_running_statistics_that_do_not_change(
-    variances: list[list[float]], mode: dict[str, float], expected: list[str]
-) -> None:
+def test_running_statistics_that_do_not_change(variances: list[list[float]], mode: Values, expected: list[str]) -> None:
     """In train mode, running statistics that stay bitwise equal while others change are a finding."""
     parameters: dict[str, Values] = trained("fc")
     layers: dict[str, Values] = {"fc": {"rms": 1.0}}
