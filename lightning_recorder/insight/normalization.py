@@ -56,9 +56,8 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
         if len(table.column(site, "mean")[0]) == len(table)
         and all(np.ptp(table.column(Site(site.name, path), "mean")[0]) == 0 for path in RUNNING)
     }
-    away = {
-        site.name for site in modes.places if len(modes.column(site, "eval_mode")[0])
-    }  # there they stay as they are
+    # In eval mode they stay as they are.
+    away = {site.name for site in modes.places if len(modes.column(site, "eval_mode")[0])}
     called = {site.name for site in modes.places if len(modes.column(site, "rms")[0]) >= rule.persistence} - away
     return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
 
