@@ -107,7 +107,7 @@ def _share_rule(
                 verdict = text.format(name=site_title(*site), share=shares[-1])
                 # Few records have histograms. The more values are at -1 and 1, the larger is the rms.
                 rms, steps = table.column(site, "rms")
-                since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if kind in _BOUNDED else None
+                since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if kind in _BOUNDED and len(rms) else None
                 yield rule.found(evidence, table, site, verdict, statistic="rms", since=since, share=shares[-1])
 
     return examine
@@ -174,7 +174,7 @@ def _saturated(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     # Memory and gates learn to be sure, so values near the ends only count if they were there from the start.
     for each in _share_rule((*_FUNCTIONS, *_GATES), _near_the_bounds, text, "nearly")(rule, evidence):
         begin = evidence.activations.column(Site(each.module, each.path), "rms")[0]
-        if each.module not in known and begin[0] >= rule.thresholds["first"]:
+        if each.module not in known and len(begin) and begin[0] >= rule.thresholds["first"]:
             found.append(each)
     for each in found:
         is_activation = evidence.type_of(each.module) in (*_FUNCTIONS, *_GATES)

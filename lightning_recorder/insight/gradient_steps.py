@@ -77,7 +77,8 @@ def _is_lone(rule: Rule, evidence: Evidence, group: list[Site], growth: Floats) 
     ]
     each = np.sign(growth[place]) * np.log(norms[:, 0] / norms[:, 1])
     least, size = np.log(rule.thresholds["lone"]), abs(growth[place])
-    return bool(size > max(least, others.max() + least / 2) and each[np.isfinite(each)].min() > least / 2)
+    each = each[np.isfinite(each)]
+    return bool(size > max(least, others.max() + least / 2) and len(each) and each.min() > least / 2)
 
 
 def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: int) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import RUNNING, Evidence, Rule
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.taps import Site
 
@@ -50,16 +50,17 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
         return {}
     mean, variance = RUNNING
     sites = [site for site in table.places if site.path == variance and Site(site.name, mean) in table.places]
-    same = {
-        site
-        for site in sites
-        if len(table.column(site, "mean")[0]) == len(table)
-        and all(np.ptp(table.column(Site(site.name, path), "mean")[0]) == 0 for path in RUNNING)
-    }
+    same = {site for site in sites if _is_constant(table, site.name)}
     # In eval mode they stay as they are.
     away = {site.name for site in modes.places if len(modes.column(site, "eval_mode")[0])}
     called = {site.name for site in modes.places if len(modes.column(site, "rms")[0]) >= rule.persistence} - away
     return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
+
+
+def _is_constant(table: Table, name: str) -> bool:
+    """Return True if the running statistics of a module are known and equal in all records."""
+    columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING]
+    return all(len(each) == len(table) and np.ptp(each) == 0 for each in columns)
 
 
 def _distances(

@@ -280,6 +280,7 @@ def test_a_gradient_that_changes_in_one_block(growth: list[float], found: list[t
         ([8.0] * 9 + [1.0], ""),  # the last block
         ([16.0] * 3 + [4.0] * 2 + [1.0] * 5, ""),  # two steps
         ([[8.0] * 7 + [1.5]] * 5 + [1.0] * 5, ""),  # not in every record
+        ([[8.0, math.nan] * 4] * 5 + [[math.nan, 1.0] * 4] * 5, ""),  # never in the same record
         ([1.5**place * (8.0 if place < 5 else 1.0) for place in range(10)], ""),  # a trend
     ],
 )

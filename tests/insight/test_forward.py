@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -153,7 +155,12 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rms", "since"),
-    [("Tanh", [0.5, 0.6, 0.7, *[0.98] * 5], 30), ("Tanh", [0.98] * 8, 0), ("Sigmoid", [0.5, 0.1, *[0.01] * 6], 0)],
+    [
+        ("Tanh", [0.5, 0.6, 0.7, *[0.98] * 5], 30),
+        ("Tanh", [0.98] * 8, 0),
+        ("Tanh", [math.nan] * 8, 0),  # the rms was not recorded
+        ("Sigmoid", [0.5, 0.1, *[0.01] * 6], 0),
+    ],
 )
 def test_when_a_saturation_began(kind: str, rms: list[float], since: int) -> None:
     """The rms of the outputs of a tanh tells when they came to the ends of the range; a gate may be at either end."""

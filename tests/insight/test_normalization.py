@@ -50,6 +50,7 @@ def test_running_statistics(variance: list[float], expected: list[tuple[str, str
         ([[1.0] * 8, [1.0, 1.1] * 4], {"rms": [1.0] * 2 + [math.nan] * 6}, []),  # it is called at the beginning only
         ([[1.0] * 8, [1.0] * 8], {}, []),
         ([[1.0] * 7 + [1.1], [1.0, 1.1] * 4], {}, []),
+        ([[math.nan] * 8, [1.0, 1.1] * 4], {}, []),
     ],
 )
 def test_running_statistics_that_do_not_change(variances: list[list[float]], mode: Values, expected: list[str]) -> None:

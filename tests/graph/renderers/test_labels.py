@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_recorder.graph import Edge, Graph, Node, capture_graph, fit_view
+from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
@@ -15,6 +16,7 @@ from lightning_recorder.graph.renderers.labels import (
     shown_shapes,
     shown_times,
     size,
+    tied_to,
     times,
     title,
 )
@@ -130,3 +132,11 @@ def test_tensors_of_an_edge_out_of_folded_blocks(blocks: int) -> None:
 def test_large_numbers_are_short(number: int, shown: str) -> None:
     """A number has at most four digits."""
     assert short_count(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"), [("parameter", "tied to a.weight"), ("op", "uses a.weight"), ("backward", "uses a.weight")]
+)
+def test_tied_tensors(kind: Kind, shown: str) -> None:
+    """A function, or a call of ``torch.autograd.grad``, uses the parameter of another module."""
+    assert tied_to(Node(1, kind, "grad", 0, 1, tied=("a.weight",))) == shown

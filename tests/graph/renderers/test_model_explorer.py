@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from lightning_recorder.graph import Graph, capture_graph, fit_view, to_model_explorer, to_node_data
-from tests.graph.nets import X, linear, stack
+from tests.graph.nets import Net, X, linear, stack
 
 # The documented keys of a collection, a graph, a node, an edge and the metadata of an output.
 COLLECTION = {"label", "graphs", "graphSorting"}
@@ -48,6 +48,13 @@ def test_a_small_graph() -> None:
         {"key": "dtype", "value": "float32"},
     ]
     assert [edge["targetNodeInputId"] for edge in linear_node["incomingEdges"]] == ["0", "1", "2"]
+
+
+def test_an_edge_names_the_output() -> None:
+    """An edge from the second of two outputs with one shape names the second one."""
+    (graph,) = collection_of(capture_graph(Net(lambda _, x: x.chunk(2, dim=1)[1].exp()), X))["graphs"]
+    (node,) = (node for node in graph["nodes"] if node["label"] == "exp")
+    assert [edge["sourceNodeOutputId"] for edge in node["incomingEdges"]] == ["1"]
 
 
 @pytest.mark.parametrize("view", [lambda graph: graph, fit_view], ids=["whole", "fitted"])
