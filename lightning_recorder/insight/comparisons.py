@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import USUAL_UNTIL, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.siblings import (
     FORWARD,
@@ -181,8 +181,11 @@ def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         at = int(first[place] if is_complete[place] else _first_changes(rule, own[:, None])[0])
         if at >= 0 and _is_sudden(rule, own[at - int(rule.thresholds["records"]) : at + 1]):
             ratio = np.median(own[at:]) / np.median(own[at - int(rule.thresholds["records"]) : at])
-            verdict = f"the rms of {site_title(*site)} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
+            before, after = int(steps[at - 1]), int(steps[at])
+            when = f"at step {after}" if after == before + 1 else f"between steps {before} and {after}"
+            verdict = f"the rms of {site_title(*site)} changes {ratio:.3g}-fold {when}, and stays so"
+            numbers = {"ratio": ratio, USUAL_UNTIL: before}
+            yield rule.found(evidence, table, site, verdict, statistic="rms", since=after, **numbers)
 
 
 def _is_sudden(rule: Rule, values: Floats) -> bool:
@@ -209,7 +212,8 @@ def _first_changes(rule: Rule, values: Floats) -> NDArray[np.int64]:
 def _odd(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.odd_blocks:
         source = f" ({each.source})" if each.source else ""
-        verdict = f"{each.block} computes something else than the other {each.others} blocks: {each.what}{source}"
+        others = f"the other {each.others} blocks" if each.is_one_kind else f"{each.others} similar blocks"
+        verdict = f"{each.block} computes something else than {others}: {each.what}{source}"
         found = rule.found(evidence, evidence.activations, Site(each.module, ""), verdict)
         severity = "note" if each.may_be_design else rule.severity
         yield replace(found, severity=severity)
@@ -219,10 +223,10 @@ RULES = (
     Rule(
         name=ODD_BLOCK,
         severity="warning",
-        statistic="calls, settings and connections of the blocks of a list of at least eight, in the recorded graph",
+        statistic="calls, settings and connections of at least eight blocks in a row, in the recorded graph",
         thresholds={},
         persistence=0,
-        usual="the blocks between the first and the last one are equal, or of several kinds",
+        usual="the blocks between the first and the last one are equal, differ in sizes only, or are of several kinds",
         why="A condition, a setting or a changed line of code that concerns this block only.",
         next="Compare the code and the settings of this block with those of the others.",
         false_alarms="Designs with several kinds of blocks: they differ in classes, in sizes, in more than three "

@@ -14,6 +14,7 @@ __all__ = [
     "NON_FINITE",
     "SEVERITIES",
     "SPIKE",
+    "USUAL_UNTIL",
     "Finding",
     "Severity",
     "Trace",
@@ -32,6 +33,9 @@ NON_FINITE = "non-finite"
 
 SPIKE = "spike"
 """The rule of the watch about spikes of the loss and the gradient norm."""
+
+USUAL_UNTIL = "usual_until"
+"""The number of a finding that gives the last step that was recorded before a change."""
 
 Severity = Literal["critical", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
@@ -181,7 +185,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
     that names no module is left out if the records of the same step name one. A spike of the loss or the gradients
-    comes after the findings of the records if one of them began before it, since that is probably the cause.
+    comes after the findings of the records if one of them began before it, or may have begun between two records, since
+    that is probably the cause.
 
     Args:
         findings: The findings from records, ranked.
@@ -200,7 +205,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         for each in findings
         if (each.rule, each.module, each.path) not in known and not (each.rule == NON_FINITE and each.rule in seen)
     ]
-    begun = min((each.first_step for each in others if not each.is_note), default=math.inf)
+    warnings = (each for each in others if not each.is_note)
+    begun = min((each.numbers.get(USUAL_UNTIL, each.first_step) for each in warnings), default=math.inf)
     effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
     causes = [each for each in watched if each not in effects]
     return sorted([*causes, *others, *effects], key=lambda each: SEVERITIES.index(each.severity))

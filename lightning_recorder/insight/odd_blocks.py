@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import cache, partial
 from itertools import chain, pairwise
 
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.graph.views.forms import SETTINGS, forms
+from lightning_recorder.graph.views.forms import GEOMETRY, SETTINGS, VARIED, forms
 from lightning_recorder.graph.views.wiring import MutableGraph
 
 __all__ = ["OddBlock", "odd_blocks"]
 
 _FEWEST = 8  # blocks of a list
 _BLOCK = "another block"
-# Settings and functions that change sizes, as a block does that halves the resolution.
-_GEOMETRY = frozenset(
-    (
-        *("", "in_features", "out_features", "num_features", "num_groups", "normalized_shape", "output_size"),
-        *("stride", "padding", "kernel_size", "dilation", "groups", "scale_factor"),
-    )
-)
 _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
 # Functions that one block alone calls by mistake. Others may be its design.
 _DOUBTFUL = frozenset(
@@ -40,6 +34,10 @@ _MASKS = frozenset(
     )
 )
 _MOST_KINDS = 3  # of calls that differ: a block of another design differs in more
+_LONGEST_PERIOD = 8  # of blocks of several kinds in turn
+_FEWEST_PERIODS = 3
+_FEWEST_ALIKE = 6  # of the blocks of a network in stages
+_MOST_OTHERS = 0.25  # share of those that are neither alike nor the odd one
 
 _Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
 """A call in a block: the module around it relative to the block, its function or class, its path, and its settings."""
@@ -52,12 +50,13 @@ class OddBlock:
     Args:
         module: The module in which it differs: the block, or a module inside of it.
         block: The block.
-        others: The number of the other blocks.
+        others: The number of the blocks that it is compared with: all others, or those of its kind.
         what: The difference, in words.
         source: The line of code of a call that the block has and the others lack, or the other way around.
         may_be_design: True if the block only calls functions or modules that the others do not, makes another mask, or
             has layers of another class or fewer layers. It may be of another kind by design, such as one with global
             attention.
+        is_one_kind: True if all others are equal; False if they differ in sizes or are of several kinds in turn.
     """
 
     module: str
@@ -66,47 +65,67 @@ class OddBlock:
     what: str
     source: str = ""
     may_be_design: bool = False
+    is_one_kind: bool = True
 
 
 def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
     """Return the blocks that compute something else than all other blocks of their list, which are equal.
 
-    The modules must be of the same class, with layers of the same sizes, and each must feed the next one. The first and
-    the last block may differ from the others and are never named, because they often have other neighbors. A difference
-    that one of them has, too, is left out, since designs alternate between two kinds of blocks.
+    The modules must be of the same class, and each must feed the next one. The first and the last block may differ from
+    the others and are never named, because they often have other neighbors. A difference that one of them has, too, is
+    left out. The other blocks may also differ in sizes, as in the stages of a convolutional network, or be of several
+    kinds that alternate. A block is then compared with those of its kind.
     """
     parts = MutableGraph(graph)
-    known: dict[int, int] | None = None
-    found: list[OddBlock] = []
-    for calls in _lists(graph):
+    numbers = cache(partial(forms, graph, parts, with_training=False))
+    holders = {node.parent for node in graph.nodes if node.kind == "module"}
+    found: dict[str, OddBlock] = {}  # by module, as a block may be in another one
+    for calls in chain(_lists(graph, _list_of), _lists(graph, _list_in_stages)):
         blocks = [each[0] for each in calls]
-        if not _is_chain(parts, blocks):
+        is_one_list = len({block.parent for block in blocks}) == 1
+        if not (is_one_list or blocks[0].id in holders) or not _is_chain(parts, blocks):
             continue
-        if all(len(each) == 1 for each in calls):
-            known = known or forms(graph, parts, with_training=False)
-            found += _odd_one(_Blocks(graph, parts, blocks), [known[block.id] for block in blocks])
+        exact, rough = (_Blocks(graph, parts, blocks, with_sizes=each) for each in (True, False))
+        if any(len(each) != 1 for each in calls):
+            new = _other_calls(calls)
+        elif is_one_list and _are_of_one_kind(known := [numbers(with_sizes=True)[block.id] for block in blocks]):
+            new = _odd_one(exact, known)
         else:
-            found += _other_calls(calls)
-    return tuple(found)
+            new = _odd_of_kinds(rough, [numbers(with_sizes=False)[block.id] for block in blocks])
+        for each in new:
+            found.setdefault(each.module, each)
+    return tuple(found.values())
 
 
-def _lists(graph: Graph) -> Iterator[list[list[Node]]]:
-    """Yield the calls of the modules of each list, in the order of their numbers."""
-    lists: dict[tuple[int | None, str, str], dict[int, list[Node]]] = defaultdict(dict)
+def _lists(graph: Graph, list_of: Callable[[Node], Hashable]) -> Iterator[list[list[Node]]]:
+    """Yield the calls of the modules of each list, in the order of their numbers.
+
+    Args:
+        graph: The graph.
+        list_of: Returns the list of a module, or None if it is in none.
+    """
+    lists: dict[Hashable, dict[tuple[int, ...], list[Node]]] = defaultdict(dict)
     for node in graph.nodes:
         if node.kind in ("backward", "optimizer"):
             break
-        name = _list_of(node)
-        if node.kind == "module" and name != node.name:
-            lists[node.parent, name, node.type_name].setdefault(int(node.name[len(name) :]), []).append(node)
+        if node.kind == "module" and (key := list_of(node)) is not None:
+            numbers = tuple(int(each) for each in re.findall("[0-9]+", node.name))
+            lists[key, node.type_name].setdefault(numbers, []).append(node)
     for calls in lists.values():
         if len(calls) >= _FEWEST:
-            yield [calls[number] for number in sorted(calls)]
+            yield [calls[numbers] for numbers in sorted(calls)]
 
 
-def _list_of(node: Node) -> str:
-    """Return the name of a module without the number at its end."""
-    return node.name.rstrip("0123456789")
+def _list_of(node: Node) -> Hashable:
+    """Return the list of a module whose name ends with a number: the call and the name without the number."""
+    name = node.name.rstrip("0123456789")
+    return None if name == node.name else (node.parent, name)
+
+
+def _list_in_stages(node: Node) -> Hashable:
+    """Return the list of a module in stages, such as ``layer1.0``: the name without numbers; only for two or more."""
+    name, count = re.subn(r"[0-9]+", "#", node.name)
+    return name if count > 1 and name.endswith("#") else None
 
 
 def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
@@ -142,10 +161,12 @@ class _Blocks:
         graph: The graph.
         parts: The same graph.
         blocks: The calls of the blocks.
+        with_sizes: Also compare settings that decide sizes.
     """
 
-    def __init__(self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node]) -> None:
+    def __init__(self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node], *, with_sizes: bool = True) -> None:
         self._graph, self._parts, self.blocks = graph, parts, blocks
+        self.with_sizes = with_sizes
 
     def contents(self, block: Node) -> list[Node]:
         """Return the nodes of a block."""
@@ -154,9 +175,11 @@ class _Blocks:
     def item(self, node: Node, block: Node) -> _Item:
         """Return what is compared of a call."""
         around = self._graph[node.parent if node.parent is not None else node.id].name[len(block.name) :]
+        arguments = [pair for pair in node.arguments if self.with_sizes or pair[0] not in GEOMETRY]
         if node.kind == "module":
-            return around, node.type_name, node.name[len(block.name) :], node.arguments
-        return around, node.name, "", tuple(pair for pair in node.arguments if pair[0] in SETTINGS)
+            kept = tuple(pair for pair in arguments if pair[0] not in VARIED)
+            return around, node.type_name, node.name[len(block.name) :], kept
+        return around, node.name, "", tuple(pair for pair in arguments if pair[0] in SETTINGS)
 
     def items(self, block: Node) -> Counter[_Item]:
         """Return the number of calls of each kind in a block."""
@@ -165,6 +188,15 @@ class _Blocks:
     def calls(self, block: Node) -> list[Node]:
         """Return the calls of modules and functions in a block."""
         return [node for node in self.contents(block)[1:] if node.kind in ("op", "module")]
+
+    def is_resized(self, place: int) -> bool:
+        """Return True if the first output of a block has another shape than that of the block before it."""
+        before, after = ([meta.shape for meta in self.blocks[each].outputs[:1]] for each in (place - 1, place))
+        return before != after
+
+    def learned(self, block: Node) -> set[_Item]:
+        """Return the modules with parameters in a block."""
+        return {self.item(node, block) for node in self.calls(block) if node.kind == "module" and node.total_parameters}
 
     def source(self, block: Node, usual: Node, items: Collection[_Item]) -> str:
         """Return the line of code of the first call of some kinds that one block has and another one lacks."""
@@ -191,6 +223,11 @@ class _Blocks:
         return found
 
 
+def _are_of_one_kind(known: Sequence[int]) -> bool:
+    """Return True if all blocks between the first and the last one have the same form, but for one at most."""
+    return Counter(known[1:-1]).most_common(1)[0][1] >= len(known) - 3
+
+
 def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     """Yield the block whose form, arguments or users differ from those of all others."""
     inner = range(1, len(known) - 1)
@@ -203,6 +240,37 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     elif not others:
         yield from _other_arguments(blocks)
         yield from _other_users(blocks)
+
+
+def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
+    """Yield the block that is alone in its form, if the others differ in sizes or are of several kinds in turn."""
+    inner = range(1, len(known) - 1)
+    alone = [place for place in inner if known.count(known[place]) == 1]
+    if len(alone) != 1:
+        return
+    odd = alone[0]
+    others = [place for place in inner if place != odd]
+    same = next(
+        (
+            [place for place in others if place % period == odd % period]
+            for period in range(1, _LONGEST_PERIOD + 1)
+            if period * _FEWEST_PERIODS <= len(known)
+            and all(len({known[each] for each in others if each % period == phase}) == 1 for phase in range(period))
+        ),
+        [],
+    )
+    if same:
+        same = [place for place in others if known[place] == known[same[0]]]
+    else:
+        # A block that changes the size is of another kind than one that keeps it.
+        others = [place for place in others if blocks.is_resized(place) == blocks.is_resized(odd)]
+        same = max(([each for each in others if known[each] == known[place]] for place in others), key=len, default=[])
+        is_beside = bool(same) and known[same[0]] in (known[odd - 1], known[odd + 1])
+        if not is_beside or len(same) < max(_FEWEST_ALIKE, (1 - _MOST_OTHERS) * len(others)):
+            return
+    usual = min(same, key=lambda place: abs(place - odd))
+    for each in _other_form(blocks, blocks.blocks[odd], blocks.blocks[usual]):
+        yield replace(each, others=len(same), is_one_kind=False)
 
 
 def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]:
@@ -218,7 +286,7 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     if here == Counter({item: 2 * number for item, number in there.items()}):
         yield OddBlock(block.name, block.name, len(blocks.blocks) - 1, "it calls everything twice")
         return
-    if not differing and block.total_parameters != usual.total_parameters:
+    if not differing and blocks.with_sizes and block.total_parameters != usual.total_parameters:
         return
     at_the_ends = any(end[item] == here[item] for end in ends for item in differing)
     if is_loop or at_the_ends or len(kinds) > _MOST_KINDS:
@@ -226,19 +294,19 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     extra = {item for item in differing if here[item] > there[item]}
     missing = {item for item in differing if there[item] > here[item]}
     changed = _changed(extra, missing)
-    is_resized = any(_settings_of(*pair) <= _GEOMETRY for pair in changed) or any(
+    is_resized = any(_settings_of(*pair) <= GEOMETRY for pair in changed) or any(
         word in item[1].lower() for item in differing for word in _RESIZES
     )
     if is_resized:
         return
     adds = not missing and any(item[2] or item[1] not in _DOUBTFUL for item in extra)
     # Layers of another class, or none, are made so when the model is built.
-    learned = {
-        blocks.item(node, block) for node in blocks.calls(block) if node.kind == "module" and node.total_parameters
-    }
-    has_less = not extra and block.total_parameters < usual.total_parameters
+    has_less = not extra and (
+        not blocks.learned(usual).isdisjoint(missing)
+        or (blocks.with_sizes and block.total_parameters < usual.total_parameters)
+    )
     masks = bool(kinds) and all(item[1] in _MASKS for item in differing)
-    may_be_design = not changed and (adds or masks or has_less or not learned.isdisjoint(extra))
+    may_be_design = not changed and (adds or masks or has_less or not blocks.learned(block).isdisjoint(extra))
     source = blocks.source(block, usual, extra) or blocks.source(usual, block, missing)
     around = [item[2] or item[0] for item in differing]
     module = block.name + (_common(around) if around else "")

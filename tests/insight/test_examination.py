@@ -175,6 +175,16 @@ def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> N
     assert next(each.rule for each in with_watched(found, [spike])) == first
 
 
+@pytest.mark.parametrize(("step", "first"), [(43, "sudden-change"), (41, "sudden-change"), (40, "spike")])
+def test_a_spike_after_the_last_usual_record_is_the_effect_of_a_change(step: int, first: str) -> None:
+    """A change is recorded after the spike that it causes, since it begins between two records."""
+    found = run({"a": {"rms": [1.0] * 5 + [90.0] * 3}, "b": {"rms": 1.0}}, graph=chain("a", "b"))
+    assert (found[0].rule, found[0].first_step) == ("sudden-change", 50)
+    assert "changes 90-fold between steps 40 and 50, and stays so" in found[0].verdict
+    spike = replace(found[0], rule="spike", module="", first_step=step, numbers={})
+    assert next(each.rule for each in with_watched(found, [spike])) == first
+
+
 def test_findings_are_not_shown_at_a_parameter_of_the_model_itself() -> None:
     """A finding about a module without a row has none, and so has one about the whole model."""
     sites = [Site("", "pos"), Site("blocks.0.fc", "weight"), Site("blocks.0.fc", "weight.grad")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,95 @@ def test_a_mistake_between_the_blocks(around: str, named: str, what: str) -> Non
 def test_designs_with_several_kinds_of_blocks(net: nn.Module) -> None:
     """Only a block that differs from all others, and is neither the first nor the last one, is named."""
     assert found(net, X) == []
+
+
+class Stage(nn.Module):
+    """A block of a convolutional network in stages, which may have a mistake."""
+
+    def __init__(self, inside: int, width: int, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.conv = nn.Conv1d(inside, width, 3, padding=1, stride=1 if inside == width else 2)
+        self.norm = nn.BatchNorm1d(width)
+        self.act = nn.Identity() if mistake == "act" else nn.ReLU()
+        self.short = nn.Identity() if inside == width else nn.Conv1d(inside, width, 1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.norm(self.conv(x)))
+        short = self.short(x)
+        return y if self.mistake == "no residual" else short + (10 * y if self.mistake == "factor" else y)
+
+
+def in_stages(mistakes: dict[int, str], *, is_nested: bool) -> nn.Module:
+    """Return twelve blocks in three stages, in one list or in a list for each stage."""
+    widths = [4, *[4] * 4, *[8] * 4, *[16] * 4]
+    blocks = [Stage(*pair, mistakes.get(place, "")) for place, pair in enumerate(pairwise(widths))]
+    stages = [nn.Sequential(*blocks[place : place + 4]) for place in (0, 4, 8)]
+    return nn.Sequential(*(stages if is_nested else blocks))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize(
+    ("mistakes", "what"),
+    [
+        ({6: "act"}, [".act its act is Identity and not ReLU"]),
+        ({5: "no residual"}, [" it does not call add"]),
+        ({7: "factor"}, [" it calls mul"]),
+        ({3: "factor"}, [" it calls mul"]),
+        ({}, []),
+        ({4: "act"}, []),  # a block that halves the resolution
+        ({11: "act"}, []),
+        ({5: "act", 6: "act"}, []),
+        ({5: "act", 6: "factor"}, []),
+    ],
+)
+def test_a_mistake_in_one_block_of_stages(mistakes: dict[int, str], what: list[str], is_nested: bool) -> None:
+    place = next(iter(mistakes), 0)
+    name = f"{place // 4}.{place % 4}" if is_nested else f"{place}"
+    odd = odd_blocks(capture_graph(in_stages(mistakes, is_nested=is_nested), torch.randn(2, 4, 32)))
+    assert [f"{each.module} {each.what}" for each in odd] == [f"{name}{each}" for each in what]
+    assert [each.others for each in odd] == [7] * len(odd)  # without the ends and those that halve the resolution
+
+
+class InTurn(nn.Module):
+    """Blocks of two kinds in turn, one of which may have a mistake."""
+
+    def __init__(self, place: int, mistake: str) -> None:
+        super().__init__()
+        self.is_flipped, self.mistake = place % 2 == 1, mistake
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.act = nn.Identity() if mistake == "act" else nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        if self.is_flipped:
+            a, b = b, a
+        change = self.fc2(self.act(self.fc1(a)))
+        b = change if self.mistake == "no residual" else b + change
+        return torch.cat([b, a] if self.is_flipped else [a, b], -1)
+
+
+@pytest.mark.parametrize("place", [1, 4, 5, BLOCKS - 2])
+@pytest.mark.parametrize(
+    ("mistake", "inside", "what"), [("act", ".act", "its act is Identity and not ReLU"), ("no residual", "", "add")]
+)
+def test_a_mistake_in_one_of_blocks_of_two_kinds(place: int, mistake: str, inside: str, what: str) -> None:
+    """A block is compared with those of its kind."""
+    net = nn.Sequential(*(InTurn(each, mistake if each == place else "") for each in range(BLOCKS)))
+    (odd,) = odd_blocks(capture_graph(net, torch.randn(2, 8)))
+    assert odd.module == f"{place}{inside}"
+    assert odd.what.endswith(what)
+    assert not odd.is_one_kind
+    assert odd.others == sum(each % 2 == place % 2 for each in range(1, BLOCKS - 1)) - 1
+    (finding,) = Examination(capture_graph(net, torch.randn(2, 8))).findings()
+    assert finding.verdict.startswith(f"{place} computes something else than {odd.others} similar blocks: ")
+
+
+@pytest.mark.parametrize("wrong", [4, 9])
+def test_blocks_that_alternate_with_a_gap_are_a_design(wrong: int) -> None:
+    """Two blocks of one kind in a row are not alone in their form."""
+    net = nn.Sequential(*(InTurn(each + (each >= wrong), "") for each in range(BLOCKS)))
+    assert found(net, torch.randn(2, 8)) == []
 
 
 class Experts(nn.Module):

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["SETTINGS", "TENSORS", "forms"]
+__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms"]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
 _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
-# Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth.
-_VARIED = ("p", "drop_prob", "drop_rate")
+VARIED = ("p", "drop_prob", "drop_rate")
+"""Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth."""
+
 # Settings of functions that decide what they compute. An index or an operand may be the number of a step, and a size
 # may depend on the data.
 SETTINGS = frozenset(
@@ -45,8 +46,16 @@ SETTINGS = frozenset(
 
 _SETTINGS_AND_P = SETTINGS | {"p"}
 
+GEOMETRY = frozenset(
+    (
+        *("", "in_features", "out_features", "num_features", "num_groups", "normalized_shape", "output_size"),
+        *("stride", "padding", "kernel_size", "dilation", "groups", "scale_factor"),
+    )
+)
+"""Settings that decide sizes, as in a block that halves the resolution."""
 
-def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True) -> dict[int, int]:
+
+def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with_sizes: bool = True) -> dict[int, int]:
     """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same.
 
     Contents look the same if they are also connected equally.
@@ -55,6 +64,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True) -> d
         graph: The graph.
         parts: Its parts.
         with_training: Also compare what is frozen, what got no gradient and where a gradient stops.
+        with_sizes: Also compare the sizes of tensors and the settings in :data:`GEOMETRY`.
     """
     tree = parts.subtree(graph.root.id)
     place = {node: number for number, node in enumerate(tree)}
@@ -67,7 +77,12 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True) -> d
         inside = tuple(known[child] for child in parts.children.get(node_id, ()))
         node = parts.nodes[node_id]
         status = untrained.get(node.name, ()) if node.kind == "module" else node.note if with_training else ""
-        form = (_label(node), status, inside, tuple(inner.get(node_id, ())))
+        form = (
+            _label(node) if with_sizes else _label_without_sizes(node),
+            status,
+            inside,
+            tuple(inner.get(node_id, ())),
+        )
         known[node_id] = numbers.setdefault(form, len(numbers))
     return known
 
@@ -118,10 +133,17 @@ def _label(node: Node) -> Key:
     return node.kind, name, node.type_name, sizes, _settings(node), *about
 
 
+def _label_without_sizes(node: Node) -> Key:
+    """Return the properties in which nodes agree that only differ in sizes."""
+    kind, name, type_name, outputs, settings, _, *about = _label(node)
+    kept = tuple(pair for pair in settings if pair[0] not in GEOMETRY)
+    return kind, name, type_name, tuple(dtype for *_, dtype in outputs), kept, *about
+
+
 def _settings(node: Node) -> Key:
     """Return the arguments in which equal nodes agree, such as a dilation."""
     if node.kind == "module":
-        return tuple(pair for pair in node.arguments if pair[0] not in _VARIED)
+        return tuple(pair for pair in node.arguments if pair[0] not in VARIED)
     # The p of a dropout is a drop rate, and that of others the kind of a norm.
     settings = SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
     return tuple(pair for pair in node.arguments if pair[0] in settings)
