@@ -139,6 +139,7 @@ class Node:
         parallel: True if the repeated nodes have no edges between them.
         shared: Only in a folded view: True if the repetitions of the node, or of a folded node around it, have the same
             parameters, because they call the same modules. False if these modules have no parameters.
+        members: Only in a folded view: the modules that a call stands for, if they are several; not compared.
         inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
             value has three.
         arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a
@@ -171,6 +172,7 @@ class Node:
     repeats: int = 1
     parallel: bool = False
     shared: bool = False
+    members: tuple[str, ...] = field(default=(), compare=False)
     inputs: tuple[TensorMeta, ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
     flops: int | None = field(default=None, compare=False)
@@ -396,16 +398,14 @@ class Graph:
             True
         """
         nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
-        edges = [asdict(edge) for edge in self.edges]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
+        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": [*map(asdict, self.edges)]}
 
     def to_model_explorer(self) -> dict[str, Any]:
         """Return JSON for Google's Model Explorer; see :func:`lightning_recorder.graph.to_model_explorer`."""
         # By name, since the renderers import this file.
         renderer = import_module("lightning_recorder.graph.renderers.model_explorer")
-        collection: dict[str, Any] = renderer.to_model_explorer(self)
-        return collection
+        return dict(renderer.to_model_explorer(self))
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
@@ -436,7 +436,7 @@ def _node(data: Mapping[str, Any]) -> Node:
         raise ValueError(f"{data['kind']!r} is no kind of a node")
     given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
     tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
-    words = {key: tuple(data.get(key, ())) for key in ("autograd", "tied")}
+    words = {key: tuple(data.get(key, ())) for key in ("autograd", "tied", "members")}
     arguments = tuple((name, value) for name, value in data.get("arguments", ()))
     return Node(**{**given, **tensors, **words, "arguments": arguments})
 

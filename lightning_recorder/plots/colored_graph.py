@@ -134,10 +134,12 @@ class StatisticStyler(GraphvizStyler):
     def _inside(self, node: Node) -> str | None:
         """Return the module inside a closed box whose value it shows: the most unusual one, or the one in the middle.
 
+        A box that represents several modules shows one of all that are inside of them.
+
         Without a value of the module itself, a box would look as if nothing in it was recorded.
         """
-        start = f"{node.name}." if node.name else ""
-        names = [name for name in self.values if name.startswith(start) and name != node.name]
+        starts = tuple(f"{name}." if name else "" for name in node.members or (node.name,))
+        names = [name for name in self.values if name.startswith(starts) and name != node.name]
         degrees = {name: self._degrees[name] if math.isfinite(self.values[name]) else math.inf for name in names}
         first = max(names, key=degrees.__getitem__, default=None)
         if first is None or degrees[first] >= STANDS_OUT:
@@ -163,10 +165,11 @@ class StatisticStyler(GraphvizStyler):
         if node.name not in self.values and inner is None:
             return {**style, "fillcolor": _NOT_RECORDED, **self.attributes}
         if inner is None:
-            value, words = _middle(self._values_of(node, graph)), self._words(node, graph)
+            value, words = _middle(self._values_of(node)), self._words(node)
         else:
             value = self.values[inner]
-            words = f"{self.statistic} {number(value)} ({inner[len(node.name) :].lstrip('.')})"
+            where = inner.removeprefix(f"{node.name}." if node.name else "")
+            words = f"{self.statistic} {number(value)} ({where})"
         fill = self.color(value)
         text = legible_on(fill)
         # The grey details of a label would be illegible on a dark box.
@@ -188,26 +191,17 @@ class StatisticStyler(GraphvizStyler):
             return style
         return {
             **style,
-            "label": _with_row(style["label"], f'<td align="left">{_text(self._words(node, graph))}</td>'),
+            "label": _with_row(style["label"], f'<td align="left">{_text(self._words(node))}</td>'),
         }
 
-    def _words(self, node: Node, graph: Graph) -> str:
-        several = node.repeats * math.prod(call.repeats for call in graph.ancestors(node))
-        values = self._values_of(node, graph)
-        if several > 1 and len(values) == 1:
-            return f"{self.statistic} {number(values[0])} (first of {several})"
+    def _words(self, node: Node) -> str:
+        values = self._values_of(node)
         ends = dict.fromkeys((number(min(values)), number(max(values))))
         return f"{self.statistic} {' to '.join(ends)}" + (f" (×{len(values)})" if len(values) > 1 else "")
 
-    def _values_of(self, node: Node, graph: Graph) -> list[float]:
-        """Return the values of the modules that a box represents; that of the first one if the others are unknown."""
-        several = [each.repeats for each in (node, *graph.ancestors(node)) if each.repeats > 1]
-        family = self._families.get(node.name, [])
-        if len(several) != 1 or node.name not in family:
-            return [self.values[node.name]]
-        place = family.index(node.name)
-        found = [self.values[name] for name in family[place : place + several[0]]]
-        return found if len(found) == several[0] else found[:1]
+    def _values_of(self, node: Node) -> list[float]:
+        """Return the values of the modules that a box represents."""
+        return [self.values[name] for name in node.members or (node.name,) if name in self.values]
 
     @override
     def style_title(self, graph: Graph) -> dict[str, str]:

@@ -75,6 +75,7 @@ def test_json_is_self_describing() -> None:
         "repeats": 1,
         "parallel": False,
         "shared": False,
+        "members": [],
         "inputs": [],
         "arguments": [],
         "flops": None,

@@ -96,6 +96,35 @@ def test_a_folded_box_has_the_range_of_its_values() -> None:
     assert all(node.arguments == drawing.graph[node.id].arguments for node in drawing.view.nodes if node.name)
 
 
+def test_a_folded_box_in_a_stage_has_the_values_of_this_stage() -> None:
+    """Blocks of other stages do not count, nor do layers of other classes in the same list."""
+    stages = []
+    for width in (2, 3, 4):
+        blocks = (layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU()))
+        stages.append(nn.Sequential(nn.Linear(width - 1, width), *blocks))
+    graph = capture_graph(nn.Sequential(*stages), torch.ones(1, 1))
+    values = {f"{stage}.{place}": 1 + stage / 2 + place / 50 for stage in range(3) for place in range(7)}
+    source = color_graph(graph, values, statistic="rms").visual_graph.source
+    found = {name: text for text, name in re.findall(r'>rms ([^<]*)<.*?tooltip="([\d.]+) ', source)}
+    assert found == {
+        name: text
+        for stage, start in enumerate((1, 1.5, 2))
+        for name, text in (
+            (f"{stage}.0", f"{start:g}"),
+            (f"{stage}.1", f"{start + 0.02:g} to {start + 0.1:g} (×3)"),
+            (f"{stage}.2", f"{start + 0.04:g} to {start + 0.12:g} (×3)"),
+        )
+    }
+
+
+def test_a_closed_box_of_several_blocks_shows_the_unusual_one() -> None:
+    """A closed box that represents several blocks names the most unusual module of all of them."""
+    values = {f"{i}.{j}": 1.0 for i in range(6) for j in (0, 1)} | {"4.1": 1e4}
+    view = draw(blocks(6), depth=1, styler=StatisticStyler(values, statistic="rms"))
+    assert [node.repeats for node in view.view.module_calls()] == [6]
+    assert f"rms {axes.number(1e4)} (4.1)" in view.visual_graph.source
+
+
 @pytest.mark.parametrize(
     ("odd", "expected"),
     [({}, "rms 1 (1)"), ({"2.1": 1e4}, f"rms {axes.number(1e4)} (1)"), ({"2.1": math.nan}, "rms NaN (1)")],

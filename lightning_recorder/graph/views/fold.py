@@ -65,12 +65,23 @@ def contents_of(graph: Graph) -> dict[int, int]:
 
 def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Graph:
     """Fold like :func:`fold_repeats`, with closed calls equal only if their contents have the same form."""
-    members: dict[tuple[int, int], tuple[str, ...]] = {}
-    while True:
-        folded = _Fold(graph, least, held, members).result()
-        if folded is graph:
-            return graph
-        graph = folded
+    members = {(node.id, 0): node.members for node in graph.nodes if node.members}
+    folded = graph
+    while (result := _Fold(folded, least, held, members).result()) is not folded:
+        folded = result
+    return graph if folded is graph else _with_members(folded, graph, members)
+
+
+def _with_members(folded: Graph, graph: Graph, members: Mapping[tuple[int, int], tuple[str, ...]]) -> Graph:
+    """Let the calls of a folded graph list the modules that they stand for, in the order of time."""
+    names = [name for node in graph.module_calls() for name in node.members or (node.name,)]
+    order = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    nodes = list(folded.nodes)
+    for place, node in enumerate(nodes):
+        several = members.get((node.id, 0), ()) if node.kind == "module" and node.name else ()
+        if len(several) > 1:
+            nodes[place] = replace(node, members=tuple(sorted(several, key=order.__getitem__)))
+    return replace(folded, nodes=tuple(nodes))
 
 
 class _Fold:

@@ -178,6 +178,9 @@ def test_nested_repetitions() -> None:
             add <- input first first, add next first, add ×4 next, 0.0.inner.1 ×6
         """
     )
+    members = {node.name: node.members for node in view.module_calls()}
+    assert members["0"] == ("0", "1")
+    assert members["0.0.inner.1"] == tuple(f"{stage}.{block}.inner.1" for stage in (0, 1) for block in (0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_many_side_by_side() -> None:
 @settings(max_examples=60)
 @given(graph=graphs, least=st.integers(2, 4), whole=st.booleans())
 def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
-    """With its repetitions, a folded view has the same number of nodes and parameters."""
+    """With its repetitions, a folded view has the same number of nodes and parameters, and it knows all modules."""
     before = graph if whole else without(collapse(graph), ("parameter", "buffer"))
     view = fold_repeats(before, least)
     recorded = [node for node in view.nodes if node.type_name or node.kind != "module"]  # frames have no class
@@ -260,6 +263,8 @@ def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
     assert sum(weight_of(view, node) * node.parameters for node in view.nodes) == sum(
         node.parameters for node in before.nodes
     )
+    names = {name for node in view.module_calls() for name in node.members or (node.name,)}
+    assert names - {""} == {node.name for node in before.module_calls()} - {""}
 
 
 # Different wirings stay visible.
