@@ -116,10 +116,10 @@ class Plotter(RecordConsumer):
         findings: A function that returns the findings so far, which the plots mark.
 
     Note:
-        The history holds scalars for at most 256 records, evenly spaced; see
-        :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a plot has rows for,
-        1,000 are kept: those that stand out in the first record, and an even selection of the others. Sites that stand
-        out when plots are drawn are kept from then on.
+        The history holds scalars for at most 256 records, evenly spaced, and for heat maps the values furthest from 0
+        of the others; see :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a
+        plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
+        others. Sites that stand out when plots are drawn are kept from then on.
     """
 
     def __init__(
@@ -198,6 +198,7 @@ class Plotter(RecordConsumer):
                 self._heat_maps[part] = self._statistics_of(part, found.columns)
                 self._histories[part] = History(
                     statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
+                    conspicuous=self._heat_maps[part],
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
                 )
             if len(sites) > _MOST_SITES:

@@ -21,6 +21,7 @@ __all__ = [
     "checked_names",
     "checked_steps",
     "columns_of",
+    "furthest",
     "number",
     "scale_of",
     "to_floats",
@@ -368,3 +369,23 @@ def number(value: float) -> str:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
     return f"{value:.6g}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the most conspicuous value of each cell: an infinity, else NaN, else the value furthest from 0.
+
+    This keeps spikes and NaN visible if several records share a column.
+
+    Args:
+        values: The values, ``[rows, columns, k]``.
+        recorded: A mask of the recorded values, ``[rows, columns, k]``; all others are ignored.
+
+    Returns:
+        The values, ``[rows, columns]``, and a mask of the cells that have any recorded value, ``[rows, columns]``.
+    """
+    weight = np.abs(values)
+    # NaN ranks above every finite value, and an infinity above NaN.
+    weight = np.where(np.isnan(weight), np.finfo(np.float64).max, weight)
+    weight = np.where(recorded, weight, -1.0)
+    chosen = weight.argmax(axis=-1, keepdims=True)
+    return np.take_along_axis(values, chosen, axis=-1)[..., 0], np.asarray(recorded.any(axis=-1))

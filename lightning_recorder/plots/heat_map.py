@@ -18,6 +18,7 @@ from lightning_recorder.plots.axes import (
     checked_names,
     checked_steps,
     columns_of,
+    furthest,
     number,
     scale_of,
     to_floats,
@@ -136,32 +137,12 @@ def _joined(values: Floats, recorded: NDArray[np.bool_], columns: Columns) -> tu
     cells = np.empty((len(values), len(columns)))
     there = np.empty(cells.shape, dtype=bool)
     for group, places in columns.by_length():
-        cells[:, group], there[:, group] = _furthest(values[:, places], recorded[:, places])
+        cells[:, group], there[:, group] = furthest(values[:, places], recorded[:, places])
     return cells, there
 
 
-def _furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the most conspicuous value of each cell: an infinity, else NaN, else the value furthest from 0.
-
-    This keeps spikes and NaN visible if several steps share a column.
-
-    Args:
-        values: The values, ``[rows, columns, k]``.
-        recorded: A mask of the recorded values, ``[rows, columns, k]``; all others are ignored.
-
-    Returns:
-        The values, ``[rows, columns]``, and a mask of the cells that have any recorded value, ``[rows, columns]``.
-    """
-    weight = np.abs(values)
-    # NaN ranks above every finite value, and an infinity above NaN.
-    weight = np.where(np.isnan(weight), np.finfo(np.float64).max, weight)
-    weight = np.where(recorded, weight, -1.0)
-    chosen = weight.argmax(axis=-1, keepdims=True)
-    return np.take_along_axis(values, chosen, axis=-1)[..., 0], np.asarray(recorded.any(axis=-1))
-
-
 def _notes(steps: int, scale: Scale, values: Floats) -> list[str]:
-    notes = [f"each cell: the value furthest from 0 of up to {steps:,} steps"] if steps > 1 else []
+    notes = ["each cell: the value furthest from 0 of its records"] if steps > 1 else []
     if scale.kind == "symlog":
         notes.append(f"colors: logarithmic on both sides of 0, linear below {number(scale.threshold)}")
     if scale.kind == "log" and (values[values > 0] < scale.low).any():

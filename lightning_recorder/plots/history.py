@@ -13,7 +13,7 @@ from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.insight.table import AnyFloats, compact
 from lightning_recorder.insight.unusual import choose, compared, compared_steps, unusualness
-from lightning_recorder.plots.axes import Floats, to_floats
+from lightning_recorder.plots.axes import Floats, furthest, to_floats
 from lightning_recorder.reductions import SCALAR_STATISTICS, SparseCounts
 
 __all__ = ["SHOWN", "Found", "History"]
@@ -56,6 +56,7 @@ class History:
     Args:
         max_steps: The maximum number of records, at least 2.
         statistics: The scalars to keep; others are ignored.
+        conspicuous: Those of which :meth:`furthest` also covers the dropped records.
         max_histograms: The number of sites with plots of their counts over time: those that stand out, and an even
             selection of the others.
         max_count_bytes: The memory for counts over time. They are kept for all sites, because any may become unusual.
@@ -66,7 +67,8 @@ class History:
 
     Note:
         :attr:`nbytes` is the memory in use. A site takes ``8 * statistics + 1`` bytes for each kept record, less for
-        statistics that are the same for all of 200 or more sites, and its first and latest counts. Counts take 320
+        statistics that are the same for all of 200 or more sites, and its first and latest counts. Where records were
+        dropped, it takes ``8 * conspicuous + 1`` bytes more. Counts take 320
         bytes, and 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only
         ``max_histograms`` sites take the counts of ``max_steps`` records. A history can be pickled. It is not
         thread-safe.
@@ -84,6 +86,7 @@ class History:
         max_steps: int = 256,
         *,
         statistics: Sequence[str] = SHOWN,
+        conspicuous: Sequence[str] = (),
         max_histograms: int = 12,
         max_count_bytes: int = 2**22,
     ) -> None:
@@ -92,6 +95,7 @@ class History:
         check_integer("max_count_bytes", max_count_bytes, 0)
         self.max_steps, self.max_histograms, self.max_count_bytes = max_steps, max_histograms, max_count_bytes
         self.statistics = tuple(statistics)
+        self._conspicuous = [self.statistics.index(name) for name in conspicuous]
         self._steps: list[int] = []
         self._every = 1
         self._added = 0
@@ -100,6 +104,8 @@ class History:
         # Of each kept record. The sites that came later are missing at the end.
         self._values: list[list[AnyFloats]] = []  # [statistics, sites] each
         self._recorded: list[NDArray[np.bool_]] = []  # [sites] each
+        # Of the kept record and those dropped after it: the values furthest from 0, [conspicuous, sites], and a mask.
+        self._furthest: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}  # by step
         self._latest: dict[Hashable, _Counts] = {}
         self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
@@ -120,7 +126,8 @@ class History:
         over_time = {id(each) for found in self._counts.values() for each in found.values()}
         latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
         values = sum(8 if each.strides == (0,) else each.nbytes for record in self._values for each in record)
-        return values + sum(each.nbytes for each in self._recorded) + self._count_bytes + latest
+        further = sum(each.nbytes + there.nbytes for each, there in self._furthest.values())
+        return values + further + sum(each.nbytes for each in self._recorded) + self._count_bytes + latest
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -149,6 +156,8 @@ class History:
             return
         column = self._next_column()
         replaced = self._steps[column:]
+        if replaced:
+            self._merge(column - 1, column)
         self._steps[column:] = [step]
         rows = [self._rows.setdefault(site, len(self._rows)) for site in sites]
         recorded = np.zeros(len(self._rows), dtype=bool)
@@ -167,9 +176,29 @@ class History:
         if len(self._steps) < self.max_steps:
             return len(self._steps)
         self._every *= 2
+        for column in range(1, len(self._steps), 2):
+            self._merge(column - 1, column)
         self._steps, self._values, self._recorded = self._steps[::2], self._values[::2], self._recorded[::2]
         self._drop_counts([*(self._counts.keys() - set(self._steps))])
         return len(self._steps)
+
+    def _merge(self, kept: int, dropped: int) -> None:
+        """Keep the values of a column that are further from 0 than those of the column before it, which stays."""
+        if not self._conspicuous:
+            return
+        both = [self._take_conspicuous(each) for each in (kept, dropped)]
+        sites = max(len(recorded) for _, recorded in both)
+        values = [np.pad(each, ((0, 0), (0, sites - each.shape[1])), constant_values=np.nan) for each, _ in both]
+        recorded = np.stack([np.pad(each, (0, sites - len(each))) for _, each in both], axis=-1)
+        cells = furthest(np.stack(values, axis=-1), np.broadcast_to(recorded, (len(values[0]), *recorded.shape)))
+        self._furthest[self._steps[kept]] = cells[0], np.asarray(recorded.any(axis=-1))
+
+    def _take_conspicuous(self, column: int) -> tuple[Floats, NDArray[np.bool_]]:
+        """Take the furthest values of a column and of what was merged into it, ``[conspicuous, sites]``, and a mask."""
+        if (known := self._furthest.pop(self._steps[column], None)) is not None:
+            return known
+        values = self._values[column]
+        return np.array([values[place] for place in self._conspicuous], dtype=np.float64), self._recorded[column]
 
     def _take_counts(self, step: int, replaced: Sequence[int], taken: Mapping[Any, _Counts]) -> None:
         self._drop_counts(replaced)
@@ -208,6 +237,28 @@ class History:
             raise ArgumentError(f"the history holds {', '.join(self.statistics)}; got {statistic!r}")
         place = self.statistics.index(statistic)
         return self._together([values[place] for values in self._values], np.nan)
+
+    def furthest(self, statistic: str) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the most conspicuous value of each kept record and the records dropped after it, ``[sites, steps]``.
+
+        That is an infinity, else NaN, else the value furthest from 0. For statistics that are not ``conspicuous``, it
+        is the value of the kept record.
+
+        Returns:
+            The values, and a mask that is True if a site was recorded in any of these records, ``[sites, steps]``.
+
+        Raises:
+            ArgumentError: As for :meth:`table`.
+        """
+        values, recorded = self.table(statistic), self.recorded.copy()
+        place = self.statistics.index(statistic)
+        if place in self._conspicuous:
+            row = self._conspicuous.index(place)
+            for column, step in enumerate(self._steps):
+                if step in self._furthest:
+                    cells, there = self._furthest[step]
+                    values[: len(there), column], recorded[: len(there), column] = cells[row], there
+        return values, recorded
 
     @property
     def recorded(self) -> NDArray[np.bool_]:

@@ -124,7 +124,7 @@ def _heat_map(
     has_values: NDArray[np.bool_],
     max_layers: int = 260,
 ) -> Image:
-    values = history.table(statistic)
+    values, recorded = history.furthest(statistic)
     # A buffer has no ratio of an update. A site without any values has a row that says so.
     rows = np.flatnonzero(~np.isnan(values).all(axis=1) | ~has_values).tolist()
     places = {row: place for place, row in enumerate(rows)}
@@ -134,7 +134,7 @@ def _heat_map(
         values[rows],
         statistic=statistic,
         title=title,
-        recorded=history.recorded[rows],
+        recorded=recorded[rows],
         degrees=degrees[rows],
         max_layers=max_layers,
         findings=[

@@ -10,9 +10,9 @@ import torch
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.plots import heat_map
+from lightning_recorder.plots.axes import furthest
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import PURPLE_ORANGE, VIRIDIS, pattern
-from lightning_recorder.plots.heat_map import _furthest
 from tests.plots.pixels import data_in, names_of, place_of
 
 
@@ -145,7 +145,7 @@ def test_the_most_conspicuous_value_is_shown(
     values: list[float], recorded: list[bool], chosen: float | None, there: bool
 ) -> None:
     """An infinity precedes NaN, which precedes the value furthest from 0; missing values are ignored."""
-    found, is_there = _furthest(np.array([values]), np.array([recorded]))
+    found, is_there = furthest(np.array([values]), np.array([recorded]))
     assert is_there.tolist() == [there]
     if chosen is not None:
         np.testing.assert_equal(found.tolist(), [chosen])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -48,6 +49,27 @@ def test_what_is_held_is_evenly_spread(most: int, added: int) -> None:
     expected = [[float(step) for step in steps], [step + 0.1 for step in steps]]
     assert history.table("rms").tolist() == expected
     assert history.recorded.all()
+
+
+@given(st.integers(2, 9), st.lists(st.sampled_from([0.5, -3.0, 7.0, float("nan"), float("inf"), None]), min_size=1))
+def test_what_is_dropped_is_still_conspicuous(most: int, values: list[float | None]) -> None:
+    """Between two kept records, an infinity, else NaN, else the value furthest from 0 is known; None is no record."""
+    history = History(most, statistics=("mean", "rms"), conspicuous=("rms",), max_histograms=0)
+    for step, value in enumerate(values):
+        first: dict[Hashable, Found] = {"a": ({"rms": 1.0, "mean": float(step)}, None)}
+        history.add(step, first if value is None else {**first, "b": ({"rms": value}, None)})
+    steps = history.steps.tolist()
+    found, recorded = history.furthest("rms")
+    assert found[0].tolist() == [1.0] * len(steps)
+    assert history.furthest("mean")[0][0].tolist() == steps
+    if len(found) == 1:
+        assert values == [None] * len(values)
+        return
+    for column, (start, end) in enumerate(zip(steps, [*steps[1:], len(values)], strict=True)):
+        there = [each for each in values[start:end] if each is not None]
+        assert recorded[1, column] == bool(there)
+        largest = max(there, key=lambda each: (math.isinf(each), math.isnan(each), abs(each)), default=math.nan)
+        np.testing.assert_equal(found[1, column], largest)
 
 
 def test_the_values_of_many_sites_are_kept_exactly_in_less_memory() -> None:
@@ -323,6 +345,23 @@ def test_a_statistic_that_is_not_held_is_refused(history: History) -> None:
     """A statistic that is not kept raises an error that lists those that are."""
     with pytest.raises(ArgumentError, match="the history holds mean, std, rms"):
         overview(history, group="activations", statistics=("median",))
+
+
+def test_a_heat_map_covers_dropped_records() -> None:
+    """A spike is drawn, although its record was dropped."""
+
+    def filled(at: int) -> History:
+        history = History(8, statistics=("rms",), conspicuous=("rms",), max_histograms=0)
+        for step in range(64):
+            history.add(step, {"a": ({"rms": 500.0 if step == at else 1.0}, None)})
+        return history
+
+    assert filled(37).steps.tolist() == filled(32).steps.tolist()
+    assert 37 not in filled(37).steps
+    drawn, expected, flat = (overview(filled(at), group="activations", statistics=("rms",)) for at in (37, 32, -1))
+    tag = "activations_plots/heat_map/rms"
+    assert np.array_equal(drawn[tag], expected[tag])
+    assert not np.array_equal(drawn[tag], flat[tag])
 
 
 def test_what_was_not_recorded_is_marked(history: History) -> None:
