@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,7 @@ _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
 _VECTOR_STEPS = 64
 _VECTOR_BYTES = 1_000_000  # of one recorder
 _ITEM = 4  # bytes of a float32
+_OF_CALLS = ("activations", "gradients")  # the groups of recorders that record calls
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
 
 
@@ -89,6 +90,7 @@ def _run(name: str, run: Run, limit: int, findings: list[Finding]) -> dict[str, 
     total = sum(len(series.steps) * len(series) * len(series.statistics) * _ITEM for _, series in shown)
     graph = run.graph
     histograms = _HISTOGRAMS // max(1, sum(len(series) for _, series in shown))
+    called = {site.name for label in labels if _group(label, run[label]) in _OF_CALLS for site in run[label]}
     return {
         "name": name,
         "folder": str(run.log_dir),
@@ -98,8 +100,14 @@ def _run(name: str, run: Run, limit: int, findings: list[Finding]) -> dict[str, 
             {"name": title, "steps": steps, "values": packed_numbers(values)} for title, steps, values in curves(run)
         ],
         "recorders": [_recorder(label, series, limit / max(limit, total), histograms) for label, series in shown],
-        "graph": None if graph is None else _graph(graph),
+        "graph": None if graph is None else _graph(graph, called),
     }
+
+
+def _group(label: str, series: Series) -> str:
+    """Return the group of a recorder, such as ``activations``."""
+    known = (str(each.about["group"]) for each in series.sessions if each.about.get("group"))
+    return next(known, label.partition("-")[0])
 
 
 def _stages(series: Series) -> Iterator[tuple[str, int | None]]:
@@ -119,9 +127,8 @@ def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
         return
     for label in run:
         series = run[label]
-        group = next((str(each.about.get("group", "")) for each in series.sessions), "")
         gradients = [place for place, site in enumerate(series.sites) if site.path.endswith(".grad")]
-        if group == "parameters" and gradients and {"rms", "count"} <= {*series.statistics}:
+        if _group(label, series) == "parameters" and gradients and {"rms", "count"} <= {*series.statistics}:
             norms = series.values("rms") * series.values("count").sqrt()
             total = norms[:, gradients].square().nansum(1).sqrt().numpy()
             rows = _thinned(np.arange(len(total)), total)
@@ -145,10 +152,9 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
     kept = max(_LEAST_STEPS, int(len(steps) * share))
     parts = np.array_split(np.arange(len(steps)), kept) if kept < len(steps) else None
     last = steps if parts is None else [steps[part[-1]] for part in parts]
-    group = next((str(each.about.get("group", "")) for each in series.sessions), "")
     return {
         "label": label,
-        "group": group or label.partition("-")[0],
+        "group": _group(label, series),
         "stage": series.stage,
         "loader": series.loader,
         "steps": last,
@@ -213,14 +219,17 @@ def _filled(vector: Tensor | None, size: int) -> NDArray[np.float64]:
     return np.full(size, np.nan) if vector is None or vector.numel() != size else vector.double().numpy()
 
 
-def _graph(graph: Graph) -> dict[str, Any]:
+def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
+    """Return a graph; the modules that some record shows as called are not listed as never called."""
     view = view_at_depth(graph, None, fold=False)
     numbers = forms(view, MutableGraph(view))
+    around = {".".join(parts[: end + 1]) for parts in (name.split(".") for name in called) for end in range(len(parts))}
+    unused = [name for name in graph.unused.modules if name not in around]
     return {
         "title": graph.title,
         "parameters": graph.parameters,
-        "unused": list(graph.unused.modules),
-        "neverCalled": joined_names(graph.unused.modules),
+        "unused": unused,
+        "neverCalled": joined_names(unused),
         "nodes": [{**_node(node), "form": numbers.get(node.id, -1)} for node in view.nodes],
         "edges": [
             [edge.source, edge.target, edge.multiplicity, "" if edge.tensor is None else str(edge.tensor)]

@@ -15,8 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_recorder.errors import DumpError
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.page.histograms import unpack_all
 from lightning_recorder.page.html import encoded
@@ -153,6 +155,20 @@ def test_values_of_channels_are_those_of_the_records(changed: Path) -> None:
         for name, text in tables.items():
             rows = np.stack([vectors[name].numpy() for vectors in expected]).astype(np.float32)
             np.testing.assert_array_equal(numbers(text).reshape(rows.shape), rows)
+
+
+def test_a_module_that_is_called_later_is_not_listed_as_never_called(tmp_path: Path) -> None:
+    """The graph is that of the first step. An expert may be called in a later one, as its records show."""
+    used, experts = nn.Linear(2, 2), nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    net = nn.ModuleDict({"used": used, "spare": nn.Linear(2, 2), "experts": experts})
+    net.forward = lambda inputs: experts[0](used(inputs))
+    written(tmp_path, [[1.0, 2.0], [1.0, 3.0]], ["used", "experts.2.0"])
+    graph = capture_graph(net, torch.ones(1, 2))
+    assert {"spare", "experts.1", "experts.2"} <= set(graph.unused.modules)
+    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    (data,) = page_data({"run": open_recording(tmp_path).run})["runs"]
+    assert data["graph"]["unused"] == ["spare", "experts.1"]
+    assert data["graph"]["neverCalled"] == ["spare", "experts.1"]
 
 
 def test_the_page_is_small(runs: Path) -> None:
