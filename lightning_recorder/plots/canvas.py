@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -251,8 +251,9 @@ def _cut(name: str, kept: int, head: float) -> str:
 def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Sequence[str] = ()) -> list[str]:
     """Return names that fit and stay distinct.
 
-    If a name is too long, the parts that its neighbors share are left out, first those that all names begin with, then
-    those before the number of a block, unless these tell it from another block. If that is not enough, parts other than
+    If a name is too long, a block such as ``block_17`` is replaced by its number, and the parts that neighbors share
+    are left out, first those that all names begin with, then those before the number of a block, unless these tell it
+    from another block. If that is not enough, parts other than
     the number are shortened, alike for all tensors of a module. As a last resort, an ellipsis replaces some of what
     follows the number.
 
@@ -271,8 +272,37 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Seq
     names = [literal(name) for name in names]
     if all(text_width(name, px) <= room for name in names):
         return names
-    prefixes = _prefixes(tuple(map(literal, among)) or tuple(names))
+    others = [literal(name) for name in among] or names
+    numbers = _numbers(others)
+    names = [_with_numbers(name, numbers) for name in names]
+    prefixes = _prefixes(tuple(_with_numbers(name, numbers) for name in others))
     return _distinct(_abbreviated(_unless_equal([prefixes.shorter(name) for name in names], names), room, px), room, px)
+
+
+def _numbers(names: Sequence[str]) -> dict[str, str]:
+    """Return the number for each block such as ``encoder.block_17``, if the blocks beside it differ in it only."""
+    blocks: dict[str, dict[str, set[str]]] = {}  # names by their patterns by the module around them
+    for name in names:
+        parts = _module_parts(name)
+        for place, part in enumerate(parts[:-1]):
+            if any(char.isdigit() for char in part):
+                beside = blocks.setdefault(".".join(parts[:place]), {})
+                beside.setdefault(re.sub("[0-9]+", "#", part), set()).add(part)
+    found: dict[str, str] = {}
+    for around, beside in blocks.items():
+        several, *others = beside.values()
+        split = {part: re.findall("[0-9]+", part) for part in several}
+        changing = [place for place, each in enumerate(zip(*split.values(), strict=True)) if len(set(each)) > 1]
+        if not others and len(changing) == 1:
+            start = f"{around}." if around else ""
+            found |= {start + part: numbers[changing[0]] for part, numbers in split.items()}
+    return found
+
+
+def _with_numbers(name: str, numbers: Mapping[str, str]) -> str:
+    parts = _module_parts(name)
+    blocks = (numbers.get(".".join(parts[: place + 1]), part) for place, part in enumerate(parts))
+    return ".".join(blocks) + name[len(".".join(parts)) :]
 
 
 def _unless_equal(shorter: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -154,6 +154,7 @@ _NOTE_PX = 15
 _MOST_ROOM = 134  # width of the names on the left; with margins this is two fifths of the image
 _LABEL_PX = DETAIL_PX + 1
 _BOLDER = 1.17  # bold letters are at most a sixth wider than regular ones
+_TITLE_ROOM = (WIDTH - 2 * MARGIN) / _BOLDER
 _ROW_GAP = 6  # distance between a name and the data
 
 Area = tuple[int, int, int, int]
@@ -163,9 +164,14 @@ Area = tuple[int, int, int, int]
 def new_canvas(height: int, title: str) -> Canvas:
     """Return an empty image with a title."""
     canvas = Canvas(WIDTH, height)
-    room = (WIDTH - 2 * MARGIN) / _BOLDER
-    canvas.text(MARGIN, 14, shortened(title, room, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
+    canvas.text(MARGIN, 14, shortened(title, _TITLE_ROOM, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
     return canvas
+
+
+def title_of(group: str, name: str, names: Sequence[str]) -> str:
+    """Return a title with the name of a layer, which is shortened such that it stands for one of all names only."""
+    room = _TITLE_ROOM - text_width(f"{group}: ", TITLE_PX)
+    return f"{group}: {fitted([name], room, px=TITLE_PX, among=names)[0]}"
 
 
 def blank(title: str, why: str) -> Image:

@@ -14,7 +14,7 @@ from lightning_recorder.insight.unusual import STANDS_OUT, choose, standing_out,
 from lightning_recorder.names import make_tag, site_title
 from lightning_recorder.plots.axes import Floats
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.frame import FoundAt, places_of
+from lightning_recorder.plots.frame import FoundAt, places_of, title_of
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
@@ -105,7 +105,7 @@ def pictures(
             histogram_over_time(
                 history.count_steps(places[place]),
                 _over_time(history, places[place]),
-                title=f"{group}: {name}",
+                title=title_of(group, name, names),
                 findings=of_site,
             ),
         )

@@ -153,6 +153,27 @@ def test_different_names_stay_different(names: list[str]) -> None:
     assert all(text_width(each, 11) <= 120 for each in shown)
 
 
+def test_the_number_in_the_name_of_a_block_is_kept() -> None:
+    """Blocks that are named with words around their number are told by the number, as those of a list are."""
+    parts = ("self_attention_output_first", "self_attention_output_second")
+    blocks = [f"the_image_encoder.transformer_block_{number}_of_24.{part}" for number in range(24) for part in parts]
+    shown = dict(zip([*blocks, "head"], fitted([*blocks, "head"], 134), strict=True))
+    assert len(set(shown.values())) == len(shown)
+    assert all(text_width(each, 11) <= 134 for each in shown.values())
+    for name, each in shown.items():
+        assert name == each or each.startswith(f"{name.split('_block_')[1].split('_')[0]}.self")
+    one = fitted([blocks[35]], 134, among=blocks)
+    assert one == [shown[blocks[35]]]
+
+
+def test_names_with_two_kinds_of_numbers_keep_their_words() -> None:
+    """Modules whose words tell them apart are not reduced to their numbers."""
+    names = [f"a_long_name_of_an_encoder.{kind}_{number}.fc" for kind in ("query", "value") for number in range(3)]
+    shown = fitted(names, 100)
+    assert len(set(shown)) == len(names)
+    assert {name[0] for each in shown for name in each.split(".")[:1]} == {"q", "v"}
+
+
 def test_names_that_differ_in_their_middle_move_the_gap() -> None:
     """If shortening hides the layer number, the ellipsis moves so that it is visible."""
     names = [f"{'encoder.' * 6}{layer}{'.linear' * 6}" for layer in (1, 2)]
