@@ -82,7 +82,7 @@ export function Lines(props: {
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
-      axes: [{ ...axis, size: 26, incrs: STEPS, values: (_, ticks) => { element.dataset.steps = ticks.join(" "); return ticks.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 56, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? { splits: (_: uPlot, __: number, low: number, high: number) => decades(low, high), filter: (_: uPlot, ticks: number[]) => ticks } : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
+      axes: [{ ...axis, size: 26, incrs: STEPS, values: (_, ticks) => { element.dataset.steps = ticks.join(" "); return ticks.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? { splits: (_: uPlot, __: number, low: number, high: number) => decades(low, high), filter: (_: uPlot, ticks: number[]) => ticks } : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
