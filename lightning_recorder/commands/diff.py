@@ -42,7 +42,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     elif len(found) > 1:
         out.write("\n".join(_several(found, arguments)) + "\n")
     else:
-        names = [f"{letter}  {printable(path)}" for letter, path in zip("AB", arguments.runs, strict=True)]
+        names = [f"{letter}  {printable(path, None)}" for letter, path in zip("AB", arguments.runs, strict=True)]
         lines = _lines(found[0], exact=arguments.exact, is_long=arguments.all)
         out.write("\n".join([*names, *lines]) + "\n")
     return 0 if all(each.same for each in found) else 1
@@ -59,9 +59,9 @@ def _compared(arguments: Namespace) -> list[Comparison]:
 
 def _several(found: list[Comparison], arguments: Namespace) -> list[str]:
     """Format the comparisons of several runs with the first. The sentences call each of the others B."""
-    lines = [f"A  {printable(arguments.runs[0])}"]
+    lines = [f"A  {printable(arguments.runs[0], None)}"]
     for path, each in zip(arguments.runs[1:], found, strict=True):
-        lines += [f"B  {printable(path)}", f"   {printable(explain(each, exact=arguments.exact), _LONGEST)}"]
+        lines += [f"B  {printable(path, None)}", f"   {printable(explain(each, exact=arguments.exact), _LONGEST)}"]
         lines += [f"   {_first(each.first)}"] if each.first is not None else []
     same = sum(each.same for each in found)
     return [*lines, f"{same} of {len(found)} runs are the same as A"]

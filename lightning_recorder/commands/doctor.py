@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import number, printable, spark
@@ -21,6 +24,7 @@ _MOST_LINES = 6  # after the first finding, which is printed in full
 _FEW = 5  # modules in a list
 _WIDTH = 110  # characters
 _BARS = 40
+_LONGEST = 10_000  # characters of a line or a name; only those of a damaged file are longer
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
@@ -36,8 +40,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
     else:
         for place, (name, findings) in enumerate(found.items()):
             # The first line of the output of a single run is its first finding.
-            title = [f"{printable(name)}:"] if len(found) > 1 else []
-            lines = [*title, *_lines(findings, examined[name], arguments.all, out)]
+            title = [f"{printable(name, None)}:"] if len(found) > 1 else []
+            lines = [*title, *_lines(findings, examined[name], arguments, out)]
             out.write("\n" * bool(place) + "\n".join(lines) + "\n")
     return int(any(not each.is_note for findings in found.values() for each in findings))
 
@@ -53,14 +57,17 @@ def _about(run: Run, findings: list[Finding]) -> dict[str, Any]:
     return {"name": run.name, **findings_to_json(findings)}
 
 
-def _lines(findings: list[Finding], run: Run, in_full: bool, out: TextIO) -> list[str]:
+def _lines(findings: list[Finding], run: Run, arguments: Namespace, out: TextIO) -> list[str]:
+    in_full = arguments.all
+    # The commands have relative paths if the user works with them.
+    place: Callable[[Path], str] = str if Path(arguments.path).is_absolute() else os.path.relpath
     # Causes come first, so the first finding matters most. The output fits on a screen.
     shown = findings if in_full else findings[: 1 + _MOST_LINES]
     lines: list[str] = []
-    for place, each in enumerate(shown):
-        lines.append(printable(each.line))
-        if in_full or (place == 0 and not each.is_note):
-            lines += [f"  {line}" for line in _details(each, run, out)]
+    for rank, each in enumerate(shown):
+        lines.append(printable(each.line, _LONGEST))
+        if in_full or (rank == 0 and not each.is_note):
+            lines += [f"  {line}" for line in _details(each, run, place, out)]
     if len(findings) > len(shown):
         lines.append(f"and {len(findings) - len(shown)} more; --all prints everything")
     notes = sum(each.is_note for each in findings)
@@ -87,7 +94,7 @@ def _span(first: int | None, last: int | None) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
+def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: TextIO) -> list[str]:
     values = ", ".join(f"{printable(name)} {number(value)}" for name, value in finding.numbers.items())
     steps = f"{_span(finding.first_step, finding.last_step)} ({_counted(finding.records, 'record')})"
     rows = [("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else ""))]
@@ -95,12 +102,12 @@ def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
     rows += [("why", finding.why), ("next", finding.next)]
     if finding.others:
         more = len(finding.others) - _FEW
-        names = ", ".join(map(printable, finding.others[:_FEW])) + (f" and {more} more" if more > 0 else "")
-        rows.append(("also", names))
-    rows.append(("show", _command(finding, run)))
+        names = ", ".join(printable(each, _LONGEST) for each in finding.others[:_FEW])
+        rows.append(("also", names + (f" and {more} more" if more > 0 else "")))
+    rows.append(("show", _command(finding, run, place(run.log_dir))))
     script = run.directory / "incidents" / f"step-{finding.first_step}" / "replay.py"
     if finding.rule == "non-finite" and script.exists():
-        rows.append(("again", printable(shlex.join(["python", str(script)])) + "  (runs the step again)"))
+        rows.append(("again", printable(shlex.join(["python", place(script)]), None) + "  (runs the step again)"))
     return [line for name, text in rows for line in _row(name, text)]
 
 
@@ -121,9 +128,9 @@ def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
     return [("trend", f"{printable(trace.statistic)} {bars} {ends}, {span}")]
 
 
-def _command(finding: Finding, run: Run) -> str:
+def _command(finding: Finding, run: Run, log_dir: str) -> str:
     """Return the command that shows the statistics of the module, or of the modules in it if it is not recorded."""
-    words = ["lightning-recorder", "show", str(run.log_dir)]
+    words = ["lightning-recorder", "show", log_dir]
     trace = finding.trace
     series = [run[label] for label in run if trace is None or label == trace.recorder]
     if finding.module and any(finding.module in each for each in series):
@@ -132,4 +139,4 @@ def _command(finding: Finding, run: Run) -> str:
         words.append(f"{finding.module}.*")
     if trace is not None:
         words += ["--recorder", trace.recorder, "--statistic", trace.statistic]
-    return printable(shlex.join([*words, "--details"]))
+    return printable(shlex.join([*words, "--details"]), None)

@@ -31,7 +31,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if not any(recording.runs.values()):
         raise ArgumentError(f"{arguments.path!r} has no records to export")
     write(recording, path)
-    out.write(f"{printable(str(path))}\n")
+    out.write(f"{printable(str(path), None)}\n")
     return 0
 
 

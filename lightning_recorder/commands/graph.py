@@ -55,7 +55,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
         return _write(_text(drawing, _TEXTS[form]).rstrip("\n") + "\n", arguments.output, out)
     path = Path(arguments.output or f"graph.{form}")
     path = drawing.save(path if path.suffix else path.with_name(f"{path.name}.{form}"))
-    out.write(f"{printable(str(path))}\n")
+    out.write(f"{printable(str(path), None)}\n")
     if arguments.color:
         drawn = {node.name for node in drawing.view.module_calls()}
         out.write(
@@ -94,5 +94,5 @@ def _write(text: str, output: str | None, out: TextIO) -> int:
         out.write(text)
     else:
         Path(output).write_text(text, encoding="utf-8")
-        out.write(f"{printable(output)}\n")
+        out.write(f"{printable(output, None)}\n")
     return 0

@@ -78,7 +78,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
             room = readable_size(recorder["bytes"]) if not place else ""
             rows.append([label, *_cells(stage), room])
     dumps, graph = about["dumps"], about["graph"]
-    lines = [f"{printable(about['name'])}  {readable_size(about['bytes'])}"]
+    lines = [f"{printable(about['name'], None)}  {readable_size(about['bytes'])}"]
     if len(rows) > 1:
         lines += [f"  {line}" for line in table(rows, right=(2, 3, 5))]
     lines += failed

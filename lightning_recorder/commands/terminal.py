@@ -14,17 +14,17 @@ _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block cha
 _LONGEST = 200  # characters
 
 
-def printable(text: str, longest: int = _LONGEST) -> str:
+def printable(text: str, longest: int | None = _LONGEST) -> str:
     r"""Escape every invisible character in a text: control characters, direction overrides, lone surrogates.
 
     A name read from a file can therefore neither move the cursor nor imitate another line. A long text is shortened in
-    the middle.
+    the middle, except with ``longest=None``, as a command or a path must be.
 
     Example:
         >>> printable("conv" + chr(27) + "[31m")
         'conv\\x1b[31m'
     """
-    cut = text if len(text) <= longest else f"{text[: longest // 2]}…{text[-longest // 2 :]}"
+    cut = text if longest is None or len(text) <= longest else f"{text[: longest // 2]}…{text[-longest // 2 :]}"
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in cut
     )

@@ -36,5 +36,5 @@ def _write(arguments: Namespace, out: TextIO) -> int:
     }
     path = Path(arguments.output)
     page_document(runs, path, limit=arguments.limit * 1_000_000)
-    out.write(f"{printable(str(path))}\n")
+    out.write(f"{printable(str(path), None)}\n")
     return 0

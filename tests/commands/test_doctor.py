@@ -61,6 +61,27 @@ def test_the_command_that_shows_more_works(runs: Path) -> None:
     assert said.out.splitlines()[1].split() == ["step", "zero_fraction"]
 
 
+def test_long_names_stay_whole(tmp_path: Path) -> None:
+    """A line has the whole name of its module, and the command works, however long the name and the path are."""
+    folder, name = tmp_path.joinpath(*["experiment-with-a-long-name"] * 9), ".".join(["backbone"] * 40)
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(4):
+        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 0.0, "zero_fraction": 1.0, "count": 9.0})])
+    lines = run("doctor", folder).out.splitlines()
+    assert name in lines[0]
+    said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
+    assert (said.status, said.err) == (0, "")
+
+
+def test_a_relative_path_stays_relative(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has a relative path if the argument is one."""
+    monkeypatch.chdir(runs)
+    for path in ("sick", "sick/recorder", "."):
+        lines = run("doctor", path).out.splitlines()
+        assert [each.split()[3] for each in lines if each.startswith("  show")] == ["sick"]
+
+
 def test_a_healthy_run(runs: Path) -> None:
     """A healthy run has one line and the exit status 0."""
     assert run("doctor", runs / "healthy") == (0, "healthy: no findings in 6 records of 6 sites, steps 0 to 5\n", "")

@@ -37,6 +37,7 @@ def test_printable_text(text: str) -> None:
 def test_what_is_not_seen(text: str, shown: str) -> None:
     """Control characters, direction overrides and lone surrogates are escaped; long text is shortened in the middle."""
     assert printable(text) == shown
+    assert printable(text, None) == (text if len(text) == 300 else shown)
 
 
 def test_the_root() -> None:
