@@ -67,6 +67,9 @@ def run(arguments: Namespace, out: TextIO) -> int:
             raise ArgumentError(f"{arguments.path!r} has no records to show")
         there = ", ".join(map(printable, labels))
         raise ArgumentError(f"there is no such recorder or stage; the recorders are {there}")
+    if not any(len(series) for _, _, series in chosen):
+        empty = ", ".join(dict.fromkeys(printable(label) for _, label, _ in chosen))
+        raise ArgumentError(f"{arguments.path!r} has no records to show: nothing was recorded by {empty}")
     found = _matching(chosen, arguments.site)
     if conditions:
         lines = _where(found, conditions, several=len(runs) > 1)

@@ -7,7 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TextIO
 
+from lightning_recorder.commands.doctor import has_records
 from lightning_recorder.commands.terminal import printable
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.page import page_document
 from lightning_recorder.page.live import PageServer
 from lightning_recorder.recordings import open_recording
@@ -34,6 +36,8 @@ def _write(arguments: Namespace, out: TextIO) -> int:
         for path in arguments.paths
         for name, run in open_recording(path).runs.items()
     }
+    if not any(run.graph is not None or has_records(run) for run in runs.values()):
+        raise ArgumentError(f"{' and '.join(map(repr, arguments.paths))} has no records to show: nothing was recorded")
     path = Path(arguments.output)
     page_document(runs, path, limit=arguments.limit * 1_000_000)
     out.write(f"{printable(str(path), None)}\n")

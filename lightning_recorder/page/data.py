@@ -119,6 +119,8 @@ def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
     """Yield name, steps and values of the series of the whole model: those of the step watch, or the gradient norm."""
     if WATCH in run:
         series = run[WATCH]
+        if not series.sites:  # the file is empty
+            return
         values = series.values("value").numpy()
         for place, site in enumerate(series.sites):
             seen = ~np.isnan(values[:, place]) | series.seen()[:, place].numpy()

@@ -24,6 +24,7 @@ from lightning_recorder.recordings import Recording, Run, open_recording
 __all__ = ["LivePage", "PageServer"]
 
 _ADDRESS = "127.0.0.1"
+_LAST_PORT = 65535
 _WATCHED = ("records/*.jsonl", "graph.json", "receipt.json")
 
 
@@ -132,11 +133,14 @@ class PageServer:
         limit: The number of bytes for all statistics; the rest of a layer is sent when it is opened.
 
     Raises:
+        ArgumentError: If the port is no number from 0 to 65535.
         DumpError: If nothing was recorded there.
         OSError: If the port is taken.
     """
 
     def __init__(self, paths: Sequence[str | Path], port: int = 0, limit: int = 10_000_000) -> None:
+        if not 0 <= port <= _LAST_PORT:
+            raise ArgumentError(f"the port must be a number from 0 (any free one) to {_LAST_PORT}, got {port}")
         self._page = LivePage(paths, limit)
         self._page.data()  # an error is raised here and not in the browser
         self._token = secrets.token_urlsafe(16)

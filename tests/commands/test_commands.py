@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lightning_recorder import capture_graph
 from lightning_recorder.dumps import write_dump
+from lightning_recorder.page import page_data
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.commands.console import run
 from tests.recordings.runs import make_net, record_run, write_simple
@@ -258,6 +259,36 @@ def test_a_run_without_records(options: list[str], tmp_path: Path) -> None:
     assert run("show", path, *options) == (2, "", expected)
     expected = f"lightning-recorder diff: neither run has records to compare: {path!r} and {path!r}\n"
     assert run("diff", path, path, *options) == (2, "", expected)
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["no sites", "empty files"])
+def test_a_run_that_crashed_in_its_first_step(is_cut: bool, tmp_path: Path) -> None:
+    """If no record has a tensor, each command says that nothing was recorded, and none calls the run healthy."""
+    for label in ("activations", "watch"):
+        path = records_path(tmp_path / "recorder", label)
+        writer = RecordWriter(path)
+        writer.begin(label=label, group=label)
+        writer.write({"step": 0, "stage": "train"}, [])
+        if is_cut:
+            path.write_bytes(b"")
+    for arguments in (
+        ["doctor", tmp_path],
+        ["show", tmp_path],
+        ["show", tmp_path, "fc", "--recorder", "activations"],
+        ["view", tmp_path, "--output", tmp_path / "page.html"],
+        ["export", tmp_path, tmp_path / "table.csv"],
+    ):
+        said = run(*arguments)
+        assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+        assert f"{str(tmp_path)!r} has no records" in said.err
+    page_data({"run": open_recording(tmp_path).run})  # the page of a run in progress waits for records
+
+
+def test_a_port_that_does_not_exist(runs: Path) -> None:
+    """A port out of range gives a one-line error."""
+    said = run("view", runs, "--port", 99999, "--no-browser")
+    assert (said.status, said.err.count("\n")) == (2, 1)
+    assert "the port must be a number from 0 (any free one) to 65535, got 99999" in said.err
 
 
 def test_export_csv(runs: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,15 @@ def test_several_runs(runs: Path) -> None:
         1,
         ["healthy:", "sick:"],
     )
+
+
+def test_one_of_several_runs_has_no_records(runs: Path, tmp_path: Path) -> None:
+    """A run without records is named beside the others."""
+    shutil.copytree(runs / "healthy", tmp_path / "healthy")
+    RecordWriter(records_path(tmp_path / "crashed" / "recorder", "activations")).begin(label="activations", group="")
+    said = run("doctor", tmp_path)
+    assert (said.status, said.out.splitlines()[0]) == (0, "healthy:")
+    assert said.out.endswith("\n\ncrashed:\nnothing was recorded\n")
 
 
 def test_doctor_as_json(runs: Path) -> None:
