@@ -18,7 +18,7 @@ from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import Finding
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.internals.norms import norms_of
+from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.names import named_submodules
 from lightning_recorder.reductions.kernels.fused import norm_of, prepare
@@ -71,8 +71,9 @@ class _Step:
 
     batches: list[KeptBatch] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    norms: list[tuple[list[nn.Parameter], list[Tensor]]] = field(default_factory=list)
-    totals: list[Tensor | float] = field(default_factory=list)
+    # By optimizer: one that computes the gradients again, like LBFGS, has those of its last evaluation.
+    norms: dict[int, tuple[list[nn.Parameter], list[Tensor]]] = field(default_factory=dict)
+    totals: dict[int, Tensor | float] = field(default_factory=dict)
     optimizer_steps: int = 0
     """The optimizers that have stepped since the last batch began."""
     reading: Reading | None = None
@@ -193,8 +194,7 @@ class WatchedRun:
                 total, norms = self._norm(gradients)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
-                self._step.norms.append((parameters, norms))
-                self._step.totals.append(total)
+                self._step.norms[id(optimizer)], self._step.totals[id(optimizer)] = (parameters, norms), total
             if self._reads_now:
                 self._step.reading = reading = self._reading(self._step.batches)
                 if reading.read():
@@ -252,17 +252,19 @@ class WatchedRun:
         # A closure that an optimizer calls several times computes the loss again.
         losses = [each for kept in batches for each in (kept.losses[-1:] if is_automatic else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
+        count = self._trainer.accumulate_grad_batches
+        if loss is not None and is_automatic and len(losses) != count:  # Lightning has divided each loss by the count
+            loss = loss * (count / len(losses))
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
-        norm = self._step.totals[0] if len(self._step.totals) == 1 else None
-        if len(self._step.totals) > 1:
-            device = next((each.device for each in self._step.totals if isinstance(each, Tensor)), "cpu")
-            norm = torch.linalg.vector_norm(
-                torch.stack([torch.as_tensor(each, device=device) for each in self._step.totals])
-            )
+        totals = list(self._step.totals.values())
+        norm = totals[0] if len(totals) == 1 else None
+        if len(totals) > 1:
+            device = next((each.device for each in totals if isinstance(each, Tensor)), "cpu")
+            norm = torch.linalg.vector_norm(torch.stack([torch.as_tensor(each, device=device) for each in totals]))
         flags = None if self._flags is None else self._flags.flags()
-        step, epoch = batches[-1].step, batches[-1].epoch
-        return Reading(step, epoch, loss, norm, self._step.norms, self._step.indices, flags, list(batches))
+        step, epoch, norms = batches[-1].step, batches[-1].epoch, list(self._step.norms.values())
+        return Reading(step, epoch, loss, norm, norms, self._step.indices, flags, list(batches))
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return the loss scale as a tensor, without waiting for the device."""
@@ -430,7 +432,8 @@ def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
 
 def _has_bad_gradient(reading: Reading) -> bool:
     parameters = (each for group, _ in reading.norms for each in group)
-    return any(each.grad is not None and not bool(torch.isfinite(each.grad).all()) for each in parameters)
+    gradients = (local_values(each.grad) for each in parameters if each.grad is not None)
+    return any(not bool(torch.isfinite(each).all()) for each in gradients)
 
 
 def _bad_parameters(reading: Reading) -> list[nn.Parameter]:

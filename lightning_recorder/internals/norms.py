@@ -1,4 +1,4 @@
-"""The norms of many tensors with few kernels."""
+"""The norms of many tensors with few kernels, without communication."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["norms_of"]
+__all__ = ["local_values", "norms_of"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _foreach_norm = getattr(torch, "_foreach_norm", None)
@@ -17,10 +17,10 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the Euclidean norm of each tensor, as tensors without dimensions.
 
     The public ``torch.nn.utils.get_total_norm`` uses the same kernels, but returns only the norm of all tensors.
-    Fallback: one kernel for each tensor. A sharded tensor counts with the part of this process, and a sparse one with
-    its stored values, so no process waits for another.
+    Fallback: one kernel for each tensor. A sharded tensor counts with the part of this process, so no process waits for
+    another.
     """
-    parts = [each if type(each) is Tensor and each.layout is torch.strided else _local(each) for each in tensors]
+    parts = [each if type(each) is Tensor and each.layout is torch.strided else local_values(each) for each in tensors]
     if _foreach_norm is None or any(each.dtype in _LOW for each in parts):  # a norm in half precision overflows
         return [
             torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in _LOW else None)
@@ -30,6 +30,21 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(_foreach_norm(parts))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    return tensor._values() if tensor.is_sparse else tensor
+def local_values(tensor: Tensor) -> Tensor:
+    """Return the part of this process of a sharded tensor, and the values of a sparse one, as a dense tensor.
+
+    The values of a sparse tensor at equal indices are added, as in the gradient of an embedding that looks up a word
+    twice. Unlike ``coalesce``, this does not wait for the device.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    if not tensor.is_sparse:
+        return tensor
+    values = tensor._values()
+    if tensor.is_coalesced():
+        return values
+    flat = torch.zeros_like(tensor._indices()[0])
+    for size, index in zip(tensor.shape, tensor._indices(), strict=False):  # the other dimensions are dense
+        flat = flat * size + index
+    flat, order = flat.sort()
+    places = (flat.diff(prepend=flat[:1]) != 0).cumsum(0)
+    return torch.zeros_like(values).index_add_(0, places, values[order])

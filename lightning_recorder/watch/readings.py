@@ -27,7 +27,8 @@ class Reading:
     Args:
         step: The step, counted like ``self.log`` does.
         epoch: The epoch.
-        loss: The sum of the losses passed to the backward pass, a tensor without dimensions, or None.
+        loss: The mean of the losses of the batches, or with manual optimization the sum of all losses passed to the
+            backward pass, a tensor without dimensions, or None.
         norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or a number if
             it is known on the host, or None.
         norms: The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that

@@ -190,6 +190,74 @@ def test_the_batch_of_an_accumulated_step_is_named(tmp_path: Path) -> None:
     assert values[0] == pytest.approx(sum(float(each) for each in model.losses[:3]) / 3)
 
 
+def test_the_loss_of_a_shorter_last_window(tmp_path: Path) -> None:
+    """The loss of a step is the mean of its batches, also if they are fewer than in other steps."""
+    model = Planted(at=-1)
+    fit(model, tmp_path, StepWatch(strict=True), accumulate_grad_batches=3)
+    means = [sum(map(float, model.losses[first : first + 3])) / min(3, BATCHES - first) for first in (0, 3, 6)]
+    assert open_recording(tmp_path).run["watch"]["loss"].statistic("value").tolist() == pytest.approx(means)
+
+
+class Evaluated(Planted):
+    """Trained by LBFGS, which evaluates loss and gradients several times per step."""
+
+    norms: dict[int, float]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [each.grad for each in self.parameters() if each.grad is not None]
+        self.norms[self.trainer.global_step] = float(torch.nn.utils.get_total_norm(gradients))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def test_the_norm_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    """If an optimizer evaluates its closure several times, loss and norm are those of the last evaluation."""
+    model = Evaluated(at=-1)
+    model.norms = {}
+    fit(model, tmp_path, StepWatch(strict=True))
+    assert len(model.losses) > 2 * BATCHES
+    series = open_recording(tmp_path).run["watch"]["grad_norm"]
+    assert series.statistic("value").tolist() == pytest.approx(list(model.norms.values()), rel=1e-6)
+
+
+class Words(LightningModule):
+    """An embedding with sparse gradients that looks up one word several times."""
+
+    def __init__(self, at: int = -1) -> None:
+        super().__init__()
+        self.embedding, self.at, self.norms = nn.Embedding(20, WIDTH, sparse=True), at, list[float]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.embedding(torch.arange(len(batch[0])) // 3).square().mean()
+        return loss.log() - loss.log() + (loss - loss.detach()).sqrt() if batch_idx == self.at else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.embedding.weight.grad
+        assert gradient is not None
+        assert not gradient.is_coalesced()
+        self.norms.append(float(gradient.to_dense().norm()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_norm_of_sparse_gradients(tmp_path: Path) -> None:
+    """Gradients of one word are added before they are squared."""
+    model = Words()
+    fit(model, tmp_path, StepWatch(strict=True))
+    series = open_recording(tmp_path).run["watch"]["grad_norm"]
+    assert series.statistic("value").tolist() == pytest.approx(model.norms, rel=1e-6)
+
+
+def test_a_sparse_gradient_that_is_not_finite(tmp_path: Path) -> None:
+    """The operation whose backward pass makes it is found."""
+    watch = StepWatch(strict=True)
+    fit(Words(at=3), tmp_path, watch)
+    finding = only(watch)
+    assert (finding.first_step, "backward of sqrt" in finding.verdict) == (3, True)
+
+
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
 @pytest.mark.parametrize("backward", [False, True])
 def test_mixed_precision_is_replayed(backward: bool, tmp_path: Path) -> None:
