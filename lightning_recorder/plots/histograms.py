@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ from lightning_recorder.plots.frame import (
     row_names,
     rows_room,
 )
-from lightning_recorder.plots.rebinning import Bins, bins_of, edges_along, limits_of, shares, value_axis
+from lightning_recorder.plots.rebinning import Bins, bins_of, bins_of_counts, edges_along, limits_of, shares, value_axis
 from lightning_recorder.reductions.histogram import Histogram, between_edges
 
 __all__ = ["histogram_of", "histogram_over_time", "ridge", "to_histograms"]
@@ -67,10 +67,14 @@ def to_histograms(histograms: Any) -> list[Histogram]:
         histograms = list(histograms)
         if all(isinstance(each, Histogram) for each in histograms):
             return [_checked(each) for each in histograms]
+    return [histogram_of(row) for row in _checked_counts(histograms)]
+
+
+def _checked_counts(histograms: Any) -> Floats:
     counts = to_floats("histograms", histograms, f"[steps, {BINS}], or a sequence of Histogram", 2)
     if counts.shape[1] != BINS:
         raise ArgumentError(f"histograms must have the shape [steps, {BINS}], got {list(counts.shape)}")
-    return [histogram_of(row) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)]
+    return np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
@@ -218,7 +222,8 @@ def histogram_over_time(
     is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
     are equally high in the image. The axis is linear, or symlog (linear around 0, logarithmic beyond) if the bulk of
     the values would otherwise be too thin to see. If several steps share a column, it shows the mean of their
-    fractions. Empty bins are white.
+    fractions. Empty bins are white. Steps without a finite value have a pattern: that of NaN or infinities if the
+    counts of the fixed bins include them, and else that of steps that were not recorded.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.
@@ -235,6 +240,9 @@ def histogram_over_time(
         ArgumentError: If the numbers of histograms and steps differ, or if the steps do not ascend.
     """
     steps = checked_steps(steps)
+    if hasattr(histograms, "shape"):
+        counts = _checked_counts(histograms)
+        histograms = bins_of_counts(counts, *np.full((2, len(counts)), math.nan))
     found = histograms if isinstance(histograms, Bins) else bins_of(to_histograms(histograms))
     if len(found.counts) != len(steps):
         raise ArgumentError(f"histograms must be one for each of the {len(steps)} steps, got {len(found.counts)}")
@@ -247,7 +255,19 @@ def histogram_over_time(
     cells = np.empty((_BINS, len(columns)))
     for group, places in columns.by_length():
         cells[:, group] = _mean(each[:, places])
-    return _draw_over_time(title, value, cells[::-1], columns, axis, (findings, steps))
+    masks = _masks(np.isnan(cells[0]), found, columns)
+    return _draw_over_time(title, value, cells[::-1], columns, axis, masks, (findings, steps))
+
+
+def _masks(empty: NDArray[np.bool_], found: Bins, columns: Columns) -> dict[Mark, NDArray[np.bool_]]:
+    """Return masks of the columns without a finite value, by the reason; reasons that do not occur are left out."""
+    masks: dict[Mark, NDArray[np.bool_]] = {}
+    for mark, bad in (("nan", found.have_nan), ("inf", found.have_infinite)):
+        if bad is not None:
+            masks[mark] = empty & np.array([bad[column].any() for column in columns])
+            empty = empty & ~masks[mark]
+    masks["missing"] = empty
+    return {mark: mask for mark, mask in masks.items() if mask.any()}
 
 
 def _mean(some: Floats) -> Floats:
@@ -264,27 +284,26 @@ def _draw_over_time(
     cells: Floats,
     columns: Columns,
     axis: Scale,
+    masks: Mapping[Mark, NDArray[np.bool_]],
     findings: tuple[Sequence[FoundAt], Floats],
 ) -> Image:
     largest = float(np.nanmax(cells))
     colors = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
     area = (_LEFT, TOP + BAR_ROOM, WIDTH - RIGHT - _LEFT, _BINS * _BIN_PX)
     across = columns.spread(area[2])
-    cells = np.where(cells == 0, np.nan, np.where(np.isnan(cells), -1.0, cells))
+    cells = np.where(cells == 0, np.nan, cells)
     pixels = np.repeat(paint(cells, colors, VIRIDIS)[:, across], _BIN_PX, axis=0)
-    missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
-    marks: list[Mark] = ["missing"] if missing.any() else []
-    cover(pixels, {"missing": missing})
+    cover(pixels, {mark: np.tile(mask[across], (len(pixels), 1)) for mark, mask in masks.items()})
     notes = notes_on_findings(findings[0])
     notes += [f"each column: the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
-    canvas = new_canvas(area[1] + area[3] + bottom_room(notes, marks), title)
+    canvas = new_canvas(area[1] + area[3] + bottom_room(notes, masks), title)
     canvas.image(area[0], area[1], pixels)
     canvas.frame(*area)
     outline_findings(canvas, area, findings[0], columns, findings[1])
     numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
     numbers_below(canvas, area, columns.axis, "step")
     color_bar(canvas, area, colors, VIRIDIS, "share of the values in a bin (log scale)")
-    notes_below(canvas, area, notes, marks)
+    notes_below(canvas, area, notes, masks)
     return canvas.pixels()

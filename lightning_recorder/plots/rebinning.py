@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.bins import BINS, FINITE_BINS
 from lightning_recorder.plots.axes import Floats, Scale, value_scale
 from lightning_recorder.reductions.histogram import EDGES, Histogram, in_order
 
@@ -40,6 +41,10 @@ class Bins(NamedTuple):
     """The edges of the bins in ascending order, all finite, ``[n, k + 1]``."""
     counts: Floats
     """The counts, ``[n, k]`` float64."""
+    have_nan: NDArray[np.bool_] | None = None
+    """A mask of the histograms of values that include NaN, ``[n]``; ``None`` if it is unknown."""
+    have_infinite: NDArray[np.bool_] | None = None
+    """Likewise of those that include infinities."""
 
     @property
     def totals(self) -> Floats:
@@ -60,7 +65,7 @@ def bins_of(histograms: Sequence[Histogram]) -> Bins:
     return Bins(limits, counts)
 
 
-def bins_of_counts(counts: NDArray[np.int64], low: Floats, high: Floats) -> Bins:
+def bins_of_counts(counts: Floats | NDArray[np.int64], low: Floats, high: Floats) -> Bins:
     """Return counts of the fixed bins as arrays, each histogram clipped to its range.
 
     Args:
@@ -69,10 +74,13 @@ def bins_of_counts(counts: NDArray[np.int64], low: Floats, high: Floats) -> Bins
         high: The largest value of each histogram, ``[n]``; NaN if it is unknown.
     """
     bins = in_order(counts)
+    # The last octave of each sign begins with the bin of infinity; all others are NaN.
+    last = counts.reshape(len(counts), 2, BINS // 2)[..., FINITE_BINS:] != 0
+    bad = last[..., 1:].any(axis=(1, 2)), last[..., 0].any(axis=1)
     occupied = bins != 0
     used = np.flatnonzero(occupied.any(axis=0))
     if not len(used):
-        return Bins(np.zeros((len(counts), 2)), np.zeros((len(counts), 1)))
+        return Bins(np.zeros((len(counts), 2)), np.zeros((len(counts), 1)), *bad)
     span = slice(used[0], used[-1] + 1)
     bins, occupied, edges = bins[:, span], occupied[:, span], EDGES[used[0] : used[-1] + 2]
     # The bins outside a histogram get zero width.
@@ -81,7 +89,7 @@ def bins_of_counts(counts: NDArray[np.int64], low: Floats, high: Floats) -> Bins
     high = np.fmin(np.where(np.isfinite(high), high, math.nan), edges[end])
     limits = np.minimum(np.maximum(edges, low[:, None]), high[:, None])
     limits[np.abs(limits) < _SMALLEST] = 0.0
-    return Bins(limits, bins.astype(np.float64))
+    return Bins(limits, bins.astype(np.float64), *bad)
 
 
 def rebin(found: Bins, edges: Floats) -> Floats:
@@ -100,7 +108,7 @@ def rebin(found: Bins, edges: Floats) -> Floats:
         >>> rebin(two, np.array([0.0, 2.0, 4.0])).tolist()
         [[6.0, 1.0]]
     """
-    limits, counts = found
+    limits, counts = found.limits, found.counts
     flat = limits[:, 1:] <= limits[:, :-1]
     inside = np.zeros((len(counts), len(edges) - 1))
     rows, bins = np.nonzero(flat & (counts > 0))
@@ -139,7 +147,7 @@ def value_axis(found: Bins) -> Scale | None:
 
 def _spreads(found: Bins) -> Floats:
     """Return the width of the range that contains 90 % of the nonzero values of each histogram, ``[n]``."""
-    limits, counts = found
+    limits, counts = found.limits, found.counts
     with np.errstate(over="ignore"):
         # If most values are 0, the others determine the spread.
         around_zero = (limits[:, :-1] <= 0) & (limits[:, 1:] >= 0) & (np.diff(limits) < 1e-30)

@@ -229,7 +229,7 @@ class Words(LightningModule):
         self.embedding, self.at, self.norms = nn.Embedding(20, WIDTH, sparse=True), at, list[float]()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.embedding(torch.arange(len(batch[0])) // 3).square().mean()
+        loss: Tensor = self.embedding(torch.arange(len(batch[0])) // 3).square().mean()
         return loss.log() - loss.log() + (loss - loss.detach()).sqrt() if batch_idx == self.at else loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

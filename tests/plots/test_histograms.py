@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -244,6 +245,21 @@ def test_a_step_without_values_is_grey() -> None:
     width = data.shape[1]
     assert (data[:, width // 3 + 3 : 2 * width // 3 - 3] == 200).all()
     assert (data[:, : width // 3 - 3] != 200).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("is_merged", [False, True], ids=["counts", "bins"])
+def test_a_step_with_only_nan_is_not_missing(is_merged: bool) -> None:
+    """Steps with only NaN or infinities have the patterns of these, and steps without any value are grey."""
+    values = [[1.0, 2.0, math.nan], [math.nan, math.inf], [-math.inf], [], [3.0]]
+    measured = np.stack([measured_counts(torch.tensor(each))[0] for each in values])
+    ends = np.full((2, len(values)), math.nan)
+    found = bins_of_counts(measured, *ends) if is_merged else measured
+    data = data_in(histogram_over_time(range(5), found, title="t"))
+    edges = np.linspace(0, data.shape[1], 6).astype(int)
+    nan, infinite, missing = (data[:, edges[column] + 3 : edges[column + 1] - 3] for column in (1, 2, 3))
+    assert np.unique(nan).tolist() == [0, 255]
+    assert [np.unique(each).tolist() for each in (infinite, missing)] == [[0], [200]]
+    assert len(np.unique(data[:, 10])) > 2
 
 
 def test_steps_that_share_a_column_are_averaged() -> None:
