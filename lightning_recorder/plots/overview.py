@@ -73,7 +73,7 @@ def pictures(
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
-            tag = make_tag(f"{group}_plots", "heat_map", statistic)
+            tag = make_tag(f"{group}_plots", "heat_map", "out", statistic)
             yield tag, _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks, known)
     shown = _most_telling(history, ranked) if len(sites) > _FEW_LAYERS else None
     if shown:
@@ -98,7 +98,7 @@ def pictures(
     for place in choose(ranked[[rows[site] for site in places]], max_images):
         of_site = [each for each in marks if each.row in (None, rows[places[place]])]
         name = _name(places[place])
-        tag = _free(make_tag(f"{group}_plots", "over_time", name), taken)
+        tag = _free(make_tag(f"{group}_plots", "over_time", "out", name), taken)
         taken.add(tag)
         yield (
             tag,

@@ -260,6 +260,16 @@ def test_each_picture_has_a_tag(history: History) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "end"), [("out", "out", "out"), ("a", "out#2", "a#2"), ("out", "in", "out in")]
+)
+def test_the_tag_of_a_picture_has_the_name_of_the_module(name: str, path: str, end: str) -> None:
+    """The name of the module is in the tag whatever it is, and so is the number of its call."""
+    history = History()
+    history.add(0, {Where(name, path): measured(0, 0)})
+    assert list(overview(history, group="g", statistics=()))[-1] == f"g_plots/over_time/{end}"
+
+
 def test_sites_whose_tags_are_equal_have_numbers() -> None:
     """Sites with equal tags are numbered, so that no image replaces another."""
     history = History()
