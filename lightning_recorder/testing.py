@@ -78,6 +78,10 @@ def _message(found: Comparison, *, exact: bool) -> list[str]:
     lines += [
         f"{each.kind} {each.what}: {each.one} in A, {each.other} in B" for each in found.differences[:_MOST_SITES]
     ]
-    lines += [f"{each.steps} steps differ: {place(each.furthest)}" for each in found.sites[:_MOST_SITES]]
+    lines += [f"{_differ(each.steps)}: {place(each.furthest)}" for each in found.sites[:_MOST_SITES]]
     more = len(found.sites) - _MOST_SITES
     return [*lines, *([f"and {more} more sites"] if more > 0 else [])]
+
+
+def _differ(steps: int) -> str:
+    return "1 step differs" if steps == 1 else f"{steps} steps differ"

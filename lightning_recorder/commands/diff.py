@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TextIO
 
-from lightning_recorder.commands.terminal import module, printable, table
+from lightning_recorder.commands.terminal import counted, module, printable, table
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import site_title
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
@@ -95,6 +95,8 @@ def _rounding(found: Comparison) -> list[str]:
     if not found.rounding:
         return []
     names = ", ".join(dict.fromkeys(printable(site_name(site)) for site in found.rounding[:1]))
+    if len(found.rounding) == 1:
+        return [f"1 site is left out, which is only rounding noise: {names}"]
     return [f"{len(found.rounding)} sites are left out, which are only rounding noise, such as {names}"]
 
 
@@ -112,12 +114,13 @@ def _table(found: Comparison, most: int) -> list[str]:
     for each in found.sites[:most]:
         first, worst = each.first, each.furthest
         where = [_site(first), printable(first.recorder), _stage(first), str(first.step), str(each.steps)]
-        values = written_apart(worst.one, worst.other)
+        # The values of histograms are numbers of values, which do not show how they differ.
+        values = ("", "") if worst.statistic == "histogram" else written_apart(worst.one, worst.other)
         rows.append([*where, f"{worst.distance:.2g}", str(worst.step), printable(worst.statistic), *values])
     more = len(found.sites) - most
     return [
         *table(rows, right=(3, 4, 5, 6, 8, 9)),
-        *([f"and {more} more sites; --all prints them"] if more > 0 else []),
+        *([f"and {counted(more, 'more site')}; --all prints them"] if more > 0 else []),
     ]
 
 
@@ -142,7 +145,7 @@ def _differences(differences: list[Difference], *, is_long: bool) -> list[str]:
             lines.append(f"{kind}s: {shown}")
     for kind, count in counts.items():
         if count > _MOST_ALIKE and not is_long:
-            lines.append(f"and {count - _MOST_ALIKE} more lines about a {kind}; --all prints them")
+            lines.append(f"and {counted(count - _MOST_ALIKE, 'more line')} about a {kind}; --all prints them")
     return lines
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_recorder.commands.terminal import number, printable, spark
+from lightning_recorder.commands.terminal import counted, number, printable, spark
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import Finding, check_rules, findings_to_json
 from lightning_recorder.recordings import WATCH, Run, open_recording
@@ -78,23 +78,19 @@ def _lines(findings: list[Finding], run: Run, arguments: Namespace, out: TextIO)
     if len(findings) > len(shown):
         lines.append(f"and {len(findings) - len(shown)} more; --all prints everything")
     notes = sum(each.is_note for each in findings)
-    count = [_counted(len(findings) - notes, "finding") if len(findings) > notes else "healthy: no findings"]
-    count += [_counted(notes, "note")] if notes else []
+    count = [counted(len(findings) - notes, "finding") if len(findings) > notes else "healthy: no findings"]
+    count += [counted(notes, "note")] if notes else []
     return [*lines, f"{', '.join(count)} in {_examined(run)}"]
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def _examined(run: Run) -> str:
     series = [run[label] for label in run if label != WATCH]
     if not series:
-        return f"the loss and the gradient norm of {_counted(len(run[WATCH].steps), 'step')}; nothing else was recorded"
+        return f"the loss and the gradient norm of {counted(len(run[WATCH].steps), 'step')}; nothing else was recorded"
     steps = sorted({step for each in series for step in each.steps})
     sites = sum(len(each) for each in series)
     span = f", {_span(steps[0], steps[-1])}" if steps else ""
-    return f"{_counted(len(steps), 'record')} of {sites} sites{span}"
+    return f"{counted(len(steps), 'record')} of {sites} sites{span}"
 
 
 def _span(first: int | None, last: int | None) -> str:
@@ -103,7 +99,7 @@ def _span(first: int | None, last: int | None) -> str:
 
 def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: TextIO) -> list[str]:
     values = ", ".join(f"{printable(name)} {number(value)}" for name, value in finding.numbers.items())
-    steps = f"{_span(finding.first_step, finding.last_step)} ({_counted(finding.records, 'record')})"
+    steps = f"{_span(finding.first_step, finding.last_step)} ({counted(finding.records, 'record')})"
     rows = [("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else ""))]
     rows += [("healthy", finding.usual), *_bars(finding, out)]
     rows += [("why", finding.why), ("next", finding.next)]

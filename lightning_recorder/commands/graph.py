@@ -57,10 +57,13 @@ def run(arguments: Namespace, out: TextIO) -> int:
     path = drawing.save(path if path.suffix else path.with_name(f"{path.name}.{form}"))
     out.write(f"{printable(str(path), None)}\n")
     if arguments.color:
-        drawn = {node.name for node in drawing.view.module_calls()}
-        out.write(
-            f"{len(drawn & values.keys())} of the {len(drawn)} modules that are drawn have {printable(caption)}\n"
-        )
+        drawn, opened = drawing.view.module_calls(), {node.parent for node in drawing.view.nodes}
+        # A closed box without a value of its own has that of a module inside.
+        inside = {name[:end] for name in values for end in range(len(name)) if name[end] == "."}
+        closed = {node.name for node in drawn if node.id not in opened}
+        names = {node.name for node in drawn}
+        colored = (names & values.keys()) | (closed & inside)
+        out.write(f"{len(colored)} of the {len(names)} modules that are drawn are colored by {printable(caption)}\n")
     return 0
 
 

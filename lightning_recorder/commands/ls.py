@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from typing import Any, TextIO
 
-from lightning_recorder.commands.terminal import printable, table
+from lightning_recorder.commands.terminal import counted, printable, table
 from lightning_recorder.disk import readable_size
 from lightning_recorder.errors import DumpError
 from lightning_recorder.recordings import Run, Series, open_recording
@@ -84,7 +84,9 @@ def _lines(about: dict[str, Any]) -> list[str]:
     lines += failed
     for recorder in about["recorders"]:
         if recorder.get("skipped"):
-            lines.append(f"  {printable(recorder['label'])}: {recorder['skipped']} damaged lines were skipped")
+            verb = "was" if recorder["skipped"] == 1 else "were"
+            skipped = counted(recorder["skipped"], "damaged line")
+            lines.append(f"  {printable(recorder['label'])}: {skipped} {verb} skipped")
     if dumps["count"]:
         lines.append(f"  dumps: {dumps['count']}, {readable_size(dumps['bytes'])}")
     if graph is not None:

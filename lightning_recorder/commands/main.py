@@ -140,6 +140,7 @@ def _add_show(commands: Any) -> None:
         "site",
         metavar="SITE",
         nargs="*",
+        default=[],  # otherwise argparse calls it required
         help="the name of a module, or a glob: * for one part of a name, ** for any number; several are possible",
     )
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")

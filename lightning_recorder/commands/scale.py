@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from lightning_recorder.commands.terminal import module, printable, table
+from lightning_recorder.commands.terminal import counted, module, printable, table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.recordings.scaling import Scaling, SiteScaling, check_scaling
 
@@ -36,7 +36,8 @@ def _lines(found: Scaling, *, is_long: bool) -> list[str]:
     chosen = list(found.sites) if is_long else found.off or sorted(found.sites, key=lambda each: -abs(each.exponent))
     shown = chosen if is_long else chosen[:_MOST_SITES]
     more = len(chosen) - len(shown)
-    return [*lines, "", *_table(found, shown), *([f"and {more} more sites; --all prints them"] if more else [])]
+    hidden = [f"and {counted(more, 'more site')}; --all prints them"] if more else []
+    return [*lines, "", *_table(found, shown), *hidden]
 
 
 def _table(found: Scaling, sites: Sequence[SiteScaling]) -> list[str]:

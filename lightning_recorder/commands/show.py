@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.commands.doctor import bad_findings
-from lightning_recorder.commands.terminal import module, number, printable, spark, table
+from lightning_recorder.commands.terminal import counted, module, number, printable, spark, table
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import Finding
 from lightning_recorder.insight.finding import rows_of
@@ -223,7 +223,8 @@ def _lines_of(
         cells = [cell for part in parts for cell in _cells(site, part, width, out)]
         rows.append([str(rank) if rank <= len(ranked) else "", f"{module(site.name)} {printable(site.path)}", *cells])
     numeric = [place for place in range(2, len(heads) + 2) if place % 4 != 1]
-    lines = [f"{where}: {what}{len(series.steps)} records, {_span(series.steps)}", *table(rows, right=[0, *numeric])]
+    title = f"{where}: {what}{counted(len(series.steps), 'record')}, {_span(series.steps)}"
+    lines = [title, *table(rows, right=[0, *numeric])]
     if ranked:
         has_named = any(degrees.get((site.name, site.path), 0.0) > _NAMED / 2 for site in sites)
         why = "named by a finding, or " if has_named else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TextIO
 
-__all__ = ["module", "number", "printable", "spark", "table"]
+__all__ = ["counted", "module", "number", "printable", "spark", "table"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
@@ -33,6 +33,16 @@ def printable(text: str, longest: int | None = _LONGEST) -> str:
 def module(name: str) -> str:
     """Return the display name of a module."""
     return printable(name) or "(root)"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a number of things.
+
+    Example:
+        >>> counted(1, "record"), counted(12, "more site")
+        ('1 record', '12 more sites')
+    """
+    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def number(value: float | None) -> str:

@@ -68,8 +68,10 @@ def _run(name: str, run: Run) -> str:
     more = f"<div>and {len(bad) - _MOST_FINDINGS} more</div>" if len(bad) > _MOST_FINDINGS else ""
     listed = f'<ol style="margin:4px 0;padding-left:22px">{items}</ol>{more}' if items else ""
     charts = "".join(_chart(title, steps, values) for title, steps, values in curves(run))
+    series = [(escape(label), run[label]) for label in run]
     recorded = ", ".join(
-        f"{escape(label)}: {len(run[label].steps)} records of {len(run[label])} tensors" for label in run
+        f"{label}: {len(each.steps)} record{'s' * (len(each.steps) != 1)} of {len(each)} tensors"
+        for label, each in series
     )
     return f"<div>{_verdict(findings)} <b>{escape(name)}</b> <small>{recorded}</small></div>{listed}<div>{charts}</div>"
 

@@ -117,6 +117,7 @@ class Scale:
         low: The value at 0.
         high: The value at 1; greater than ``low``.
         threshold: The threshold of ``symlog``.
+        whole: True if ticks of a linear scale are whole numbers, such as steps.
 
     Example:
         >>> Scale("log", 0.01, 100.0).place([0.01, 1.0, 1000.0]).round(3).tolist()
@@ -129,6 +130,7 @@ class Scale:
     low: float
     high: float
     threshold: float = 1.0
+    whole: bool = False
 
     def place(self, values: Any) -> Floats:
         """Return the positions of values, float64 in the shape of the values; NaN for NaN."""
@@ -170,7 +172,8 @@ class Scale:
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """Return at most ``most`` (at least 2) ticks as positions with labels, from low to high."""
-        chosen = _round_numbers(self.low, self.high, most) if self.kind == "linear" else self._powers(most)
+        least = 1.0 if self.whole else 0.0
+        chosen = _round_numbers(self.low, self.high, most, least) if self.kind == "linear" else self._powers(most)
         return [(float(self.place(value)), number(value)) for value in chosen]
 
     def _powers(self, most: int) -> list[float]:
@@ -264,19 +267,19 @@ def _widened(low: float, high: float) -> Scale:
     return Scale("linear", low, high)
 
 
-def _round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return at most ``most`` multiples of 1, 2 or 5 times a power of ten between two ends."""
+def _round_numbers(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
+    """Return at most ``most`` multiples of 1, 2 or 5 times a power of ten, of at least ``least``, between two ends."""
     unit = max(abs(low), abs(high)) or 1.0
     power = math.floor(math.log10(unit)) if unit > 1e-290 else 0
     size = 10.0**power
     # Scaled to numbers near 1, because the difference of the bounds may overflow float64.
     start, end = low / size, high / size
-    rough = max((end - start) / max(most - 1, 1), 1e-12)
+    rough = max((end - start) / max(most - 1, 1), least / size, 1e-12)
     exponent = math.floor(math.log10(rough))
     for factor in (1, 2, 5, 10, 20, 50):
         distance = factor * 10.0**exponent
         first, last = math.ceil(start / distance - 1e-9), math.floor(end / distance + 1e-9)
-        if last - first + 1 <= most:
+        if last - first + 1 <= most and distance * size >= least * (1 - 1e-9):
             break
     return [position * distance * size for position in range(first, last + 1)]
 
@@ -353,7 +356,8 @@ def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
     empty = stops <= starts
     nearest = np.searchsorted((steps[1:] + steps[:-1]) / 2, (bounds[:-1] + bounds[1:]) / 2)
     starts, stops = np.where(empty, nearest, starts), np.where(empty, nearest + 1, stops)
-    return Columns(Scale("linear", float(low), float(high)), starts.astype(np.int64), stops.astype(np.int64))
+    axis = Scale("linear", float(low), float(high), whole=bool((steps == np.round(steps)).all()))
+    return Columns(axis, starts.astype(np.int64), stops.astype(np.int64))
 
 
 def number(value: float) -> str:

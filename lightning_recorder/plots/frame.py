@@ -299,7 +299,8 @@ def chosen_rows(
     marked = standing_out(degrees[rows])
     notes = []
     if len(rows) < len(degrees):
-        first = f"the {len(marked)} most unusual with neighbors, others " if marked else ""
+        most_unusual = "most unusual one" if len(marked) == 1 else f"{len(marked)} most unusual"
+        first = f"the {most_unusual} with neighbors, others " if marked else ""
         hidden = len(degrees) - len(rows)
         notes.append(f"{len(rows)} of {len(degrees):,} layers: {first}evenly spread; {hidden:,} not shown")
     if marked:

@@ -262,7 +262,8 @@ def histogram_over_time(
 def _masks(empty: NDArray[np.bool_], found: Bins, columns: Columns) -> dict[Mark, NDArray[np.bool_]]:
     """Return masks of the columns without a finite value, by the reason; reasons that do not occur are left out."""
     masks: dict[Mark, NDArray[np.bool_]] = {}
-    for mark, bad in (("nan", found.have_nan), ("inf", found.have_infinite)):
+    reasons: Mapping[Mark, NDArray[np.bool_] | None] = {"nan": found.have_nan, "inf": found.have_infinite}
+    for mark, bad in reasons.items():
         if bad is not None:
             masks[mark] = empty & np.array([bad[column].any() for column in columns])
             empty = empty & ~masks[mark]

@@ -71,7 +71,8 @@ def _nothing(found: Comparison) -> str:
 def _same(found: Comparison, *, exact: bool) -> str:
     what = "the same" if found.first_bits is not None else "bitwise equal"
     what += ", histograms too," if exact else ""
-    text = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
+    steps = "the only step" if found.steps == 1 else f"all {found.steps} steps"
+    text = f"{what} in {steps}" + (" that both have" if found.differences else "")
     if found.first_bits is not None:
         text += f", but not bitwise from step {found.first_bits.step}, {place(found.first_bits)}"
     if found.rules and any(each.kind == "module name" for each in found.differences):

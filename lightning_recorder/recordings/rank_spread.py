@@ -49,7 +49,8 @@ class RankComparison:
             also = f" and {more} more" if more else ""
             verb = "differ" if more else "differs"
             return f"the {self.ranks} ranks have diverged: {name}{also} {verb} between ranks from step {first.step}"
-        text = f"the {self.ranks} ranks have equal replicated parameters and gradients in all {self.steps} records"
+        records = "the only record" if self.steps == 1 else f"all {self.steps} records"
+        text = f"the {self.ranks} ranks have equal replicated parameters and gradients in {records}"
         if self.spreads:
             first = self.spreads[0]
             name = (first.site.name or "(root)") + ("" if first.site.path == "out" else f" {first.site.path}")

@@ -86,7 +86,7 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
         file.write("text\n")
     logged = run("ls", tmp_path)
     assert logged.status == 0
-    assert "  activations: 1 damaged lines were skipped\n" in logged.out
+    assert "  activations: 1 damaged line was skipped\n" in logged.out
     assert "  other: " in logged.out
     assert "graph.json is not a graph written by lightning_recorder" in logged.out
 
@@ -384,6 +384,15 @@ def test_graph_with_the_colors_of_a_statistic(arguments: list[str], step: int, s
         assert f"{statistic} {series[name].scalars(step)[statistic]:.3g}" in logged.out
 
 
+@pytest.mark.parametrize(("depth", "count"), [(1, 2), (2, 3)])
+def test_the_colored_modules_are_counted(depth: int, count: int, runs: Path, tmp_path: Path) -> None:
+    """A closed box that has the value of a module inside counts as colored; an open one without a value does not."""
+    options = ["--color", "activations/rms", "--depth", depth, "--output", tmp_path / "x.svg"]
+    said = run("graph", runs / "version_0", *options).out.splitlines()[-1]
+    total = {1: 2, 2: 4}[depth]
+    assert said == f"{count} of the {total} modules that are drawn are colored by activations rms at step 3"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -437,6 +446,26 @@ def test_diff_of_one_weight(runs: Path) -> None:
     assert lines[5].split()[:3] == ["site", "recorder", "stage"]
     assert {line.split()[0] for line in lines[6:]} == {"head", "encoder.act", "encoder.fc"}
     assert len(lines) <= 20
+
+
+def test_histograms_in_the_table_of_differences(tmp_path: Path) -> None:
+    """Their numbers of values, which are mostly equal, are left out."""
+    bins = torch.zeros(2, 2048, dtype=torch.int64)
+    bins[0, 500] = bins[1, 501] = 16
+    for name, counts in zip("ab", bins, strict=True):
+        writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
+        writer.begin(label="activations", group="activations")
+        writer.write({"step": 0, "stage": "train"}, [SiteRecord("fc", "out", {"rms": 1.0}, counts)])
+    lines = run("diff", "--exact", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert lines[-1].split()[-3:] == ["1", "0", "histogram"]
+
+
+def test_small_words(tmp_path: Path) -> None:
+    """One record is not called records, and the usage of ``show`` names only PATH as required."""
+    write_simple(tmp_path, {0: 1.0})
+    assert run("show", tmp_path).out.splitlines()[0].endswith("rms, 1 record, step 0")
+    assert "bitwise equal in the only step" in run("diff", tmp_path, tmp_path).out
+    assert "the following arguments are required: PATH (see --help)" in run("show").err
 
 
 def test_diff_of_dtypes(tmp_path: Path) -> None:
@@ -522,7 +551,7 @@ def test_diff_of_the_ranks_of_a_run(tmp_path: Path) -> None:
     assert (logged.status, logged.out.splitlines()[0].split("; ")) == (
         0,
         [
-            "the 2 ranks have equal replicated parameters and gradients in all 1 records",
+            "the 2 ranks have equal replicated parameters and gradients in the only record",
             "the means differ most in head weight, by 0.5 standard deviations",
         ],
     )
@@ -556,7 +585,7 @@ def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
     logged = run("diff", tmp_path / "a", tmp_path / "b")
     assert logged.status == 1
     assert logged.out.splitlines()[2:] == [
-        "bitwise equal in all 1 steps that both have",
+        "bitwise equal in the only step that both have",
         "",
         "recorders only in A: gradients",
         "steps (activations) only in A: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more",

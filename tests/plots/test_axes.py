@@ -140,6 +140,15 @@ def test_a_single_step_has_one_column() -> None:
     assert (columns.axis.low, columns.axis.high) == (6.5, 7.5)
 
 
+@pytest.mark.parametrize(
+    ("steps", "texts"),
+    [([0.0], ["0"]), ([123.0], ["123"]), ([0.0, 1.0], ["0", "1"]), ([0.0, 0.5], ["-0.2", "0", "0.2", "0.4", "0.6"])],
+)
+def test_ticks_of_steps_are_whole(steps: list[float], texts: list[str]) -> None:
+    """Whole steps have whole numbers at their axis, also if there are few; others have not."""
+    assert [text for _, text in columns_of(np.array(steps)).axis.ticks(7)] == texts
+
+
 def test_a_gap_is_filled_with_the_nearest_step() -> None:
     """Columns between distant steps show the nearest step."""
     columns = columns_of(np.array([0.0, 1.0, 9.0]), most=14)

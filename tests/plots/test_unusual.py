@@ -92,7 +92,7 @@ def test_a_picture_says_what_it_leaves_out() -> None:
     with drawn_texts() as (texts, _):
         heat_map([0], NAMES, values, statistic="rms", title="", max_layers=20)
     said = " ".join(texts)
-    assert "20 of 288 layers: the 1 most unusual with neighbors, others evenly spread; 268 not shown" in said
+    assert "20 of 288 layers: the most unusual one with neighbors, others evenly spread; 268 not shown" in said
     assert "bold: 1 layer unlike its neighbors or past" in said
 
 
