@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_recorder.callbacks.replay import Replay, ReplayError, replay
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.insight import Finding
+from lightning_recorder.insight import SPIKE, Finding
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
@@ -36,6 +36,7 @@ from lightning_recorder.watch import (
     finding_of_spike,
     finding_without_origin,
     with_rise,
+    with_spike,
 )
 
 __all__ = ["Discovery", "WatchedRun"]
@@ -298,9 +299,8 @@ class WatchedRun:
         if spikes and self._factor:
             index = reading.indices[0] if reading.indices else 0
             is_clipped = bool(self._trainer.gradient_clip_val)
-            finding = finding_of_spike(
-                spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._rank
-            )
+            options: dict[str, Any] = {"factor": self._factor, "is_clipped": is_clipped, "rank": self._rank}
+            finding = finding_of_spike(spikes, reading, index, **options)
             self._report(finding, reading, next(iter(reading.batches), None), None)
             self._on_spike(reading.step)
 
@@ -396,7 +396,9 @@ class WatchedRun:
     ) -> None:
         key = finding.rule, finding.module, finding.path
         known = self._known.get(key)
-        if known is not None:
+        if known is not None and finding.rule == SPIKE:
+            finding = with_spike(known, finding)
+        elif known is not None:
             finding = replace(known, last_step=finding.last_step, records=known.records + 1)
         self._known[key] = finding
         self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))

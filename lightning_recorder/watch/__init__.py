@@ -12,6 +12,7 @@ from lightning_recorder.watch.verdict import (
     finding_of_spike,
     finding_without_origin,
     with_rise,
+    with_spike,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "finding_of_spike",
     "finding_without_origin",
     "with_rise",
+    "with_spike",
 ]

@@ -15,8 +15,11 @@ __all__ = [
     "finding_of_spike",
     "finding_without_origin",
     "with_rise",
+    "with_spike",
 ]
 
+_AT = " at step "
+_LARGEST = f"; the largest{_AT}"
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
 
@@ -150,7 +153,7 @@ def finding_of_spike(
     where = _batch(batch_idx, reading.epoch) + rank
     series, value, median = spikes[0]
     both = " and ".join(f"the {name} to {high:.3g}, {high / usual:.3g} × its median" for name, high, usual in spikes)
-    verdict = f"a spike at step {reading.step} ({where}): {both}"
+    verdict = f"a spike{_AT}{reading.step} ({where}): {both}"
     why = "A batch with unusual samples or wrong labels, or an update that was too large."
     following = "Look at the samples of this batch; clip gradients, or lower the learning rate if spikes repeat."
     severity = "warning"
@@ -165,6 +168,29 @@ def finding_of_spike(
         "ratio": value / median,
     }
     return replace(finding, path=series, numbers=numbers, usual=f"below {factor:g} × the running median")
+
+
+def with_spike(finding: Finding, spike: Finding) -> Finding:
+    """Return the finding about one or several spikes with a later one: their number, the first and the largest.
+
+    Args:
+        finding: The finding about the earlier spikes.
+        spike: The finding about the later one alone.
+    """
+    first, _, largest = finding.verdict.partition(_LARGEST)
+    numbers = dict(finding.numbers)
+    if spike.numbers["ratio"] > numbers.get("largest_ratio", numbers["ratio"]):
+        largest = spike.verdict.partition(_AT)[2]
+        numbers |= {"largest_step": spike.first_step, "largest_ratio": spike.numbers["ratio"]}
+    which = "the first" if largest else "the first and largest"
+    verdict = f"{finding.records + 1} spikes, {which}{_AT}{first.partition(_AT)[2]}"
+    return replace(
+        finding,
+        verdict=verdict + (f"{_LARGEST}{largest}" if largest else ""),
+        numbers=numbers,
+        last_step=spike.last_step,
+        records=finding.records + 1,
+    )
 
 
 def _finding(

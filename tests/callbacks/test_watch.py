@@ -601,18 +601,21 @@ class Spiky(Planted):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return loss * 1000 if batch_idx in (30, 50) else loss
+        return loss * {30: 1000, 50: 5000}.get(batch_idx, 1)
 
 
 def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
-    """One finding has the first spike with its batch and counts the others; the step after each is recorded."""
+    """One finding has the first and the largest spike and their number; the step after each is recorded."""
     watch, recorder = StepWatch(strict=True), ActivationRecorder(every_n_train_steps=25, outputs=QUIET, strict=True)
     fit(Spiky(at=-1), tmp_path, watch, recorder, loader=batches(60))
     finding = only(watch)
     assert (finding.rule, finding.severity, finding.first_step, finding.last_step) == ("spike", "warning", 30, 50)
     assert (finding.numbers["batch"], finding.records) == (30, 2)
-    assert "a spike at step 30 (batch 30 of epoch 0): the loss to" in finding.verdict
-    assert "and the gradient norm to" in finding.verdict
+    begin, largest = finding.verdict.split("; ")
+    assert begin.startswith("2 spikes, the first at step 30 (batch 30 of epoch 0): the loss to ")
+    assert largest.startswith("the largest at step 50 (batch 50 of epoch 0): the loss to ")
+    assert finding.verdict.count(" × its median and the gradient norm to ") == 2
+    assert finding.numbers["largest_step"] == 50
     assert open_recording(tmp_path).run["activations"].steps == [0, 24, 31, 49, 51]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.watch import SpikeDetector
+from lightning_recorder.watch import Reading, SpikeDetector, finding_of_spike, with_spike
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -78,3 +79,37 @@ def test_a_spike_does_not_depend_on_the_unit(scale: float) -> None:
 def test_ordinary_courses_have_no_spikes(values: list[float]) -> None:
     """Decreasing, increasing, noisy and signed series have no spike."""
     assert spikes(values) == []
+
+
+@pytest.mark.parametrize(
+    ("ratios", "first", "largest"),
+    [
+        ([20], "a spike at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median", ""),
+        (
+            [50, 20, 30],
+            "3 spikes, the first and largest at step 0 (batch 0 of epoch 2): the loss to 100, 50 × its median",
+            "",
+        ),
+        (
+            [20, 50, 30],
+            "3 spikes, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median",
+            "1 (batch 1 of epoch 2): the loss to 100, 50 × its median",
+        ),
+        (
+            [20, 10, 60],
+            "3 spikes, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median",
+            "2 (batch 2 of epoch 2): the loss to 120, 60 × its median",
+        ),
+    ],
+)
+def test_several_spikes_are_one_finding(ratios: list[float], first: str, largest: str) -> None:
+    """The finding has the number of spikes, the first one and the largest one."""
+    found = [
+        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), step, factor=10)
+        for step, ratio in enumerate(ratios)
+    ]
+    joined = functools.reduce(with_spike, found)
+    assert joined.verdict == first + (f"; the largest at step {largest}" if largest else "")
+    assert (joined.first_step, joined.last_step, joined.records) == (0, len(ratios) - 1, len(ratios))
+    assert joined.numbers["ratio"] == ratios[0]
+    assert joined.numbers.get("largest_ratio", ratios[0]) == max(ratios)
