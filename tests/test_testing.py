@@ -32,7 +32,7 @@ def test_a_difference_is_explained(tmp_path: Path) -> None:
     )
     assert lines[1:] == [
         "first difference: step 1, fc (activations, rms 2 vs 2.5)",
-        "1 steps differ: fc (activations, rms 2 vs 2.5)",
+        "1 step differs: fc (activations, rms 2 vs 2.5)",
     ]
     assert_same(tmp_path / "run", tmp_path / "reference", rtol=0.3)
 
