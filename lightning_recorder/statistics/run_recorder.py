@@ -307,16 +307,14 @@ class RunRecorder(RankMergingRecorder):
             self._agree_on_interval()
             pending = self.submit()
             merged = Merged(NOTHING) if pending is not None else self.merged(alone=True)
+            if overflowed:
+                self._roll_back()  # the next step follows the one before, not the one that was skipped
             with self.contained():
                 self.recorder.states.reset()
-        about: dict[str, Any] = {
-            "recording_ms": self._timing.recording_ms,
-            "flush_ms": self._timing.flush_ms,
-            "overflowed": overflowed,
-        }
+        about: dict[str, Any] = {"recording_ms": self._timing.recording_ms, "flush_ms": self._timing.flush_ms}
         if pending is not None:
             about["pending"] = partial(self._completed, pending, self._window.is_merged)
-        record = self._record(step, merged, steps, **about)
+        record = self._record(step, merged, steps, overflowed=overflowed, **about)
         if record is not None and self._is_first:
             with self._timing.delivery(), self.contained():
                 self._deliver(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder import RecorderWarning, StatisticsRecorder
+from lightning_recorder.reductions import Change, Reduction
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.statistics import OverheadLimit, Record, RunPhase, RunRecorder
 from lightning_recorder.taps import Site
@@ -27,11 +29,12 @@ class Loop:
     sampling: Sampling
     reduce: Reduce = "step"
     options: dict[str, Any] = field(default_factory=dict)
+    extra: Sequence[Reduction] = ()
     module: nn.Module = field(default_factory=nn.Identity)
     records: list[Record] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        recorder = StatisticsRecorder({"m": self.module})
+        recorder = StatisticsRecorder({"m": self.module}, extra=self.extra)
         self.run = RunRecorder(recorder, self.sampling, self.records.append, reduce=self.reduce, **self.options)
 
     def step(self, step: int, *batches: float, epoch: int = 0, overflowed: bool = False) -> None:
@@ -108,6 +111,19 @@ def test_steps_that_overflow_are_counted_apart(reduce: Reduce) -> None:
     plain = {record.step: total(record) for record in loop.records if not record.overflowed}
     assert (marked, plain) == (({1: 10.0}, {0: 1.0, 2: 100.0}) if reduce == "step" else ({}, {2: 101.0}))
     assert [record.overflow_steps for record in loop.records] == ([0, 1, 1] if reduce == "step" else [1])
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_step_that_overflows_is_no_predecessor(batches: int) -> None:
+    """The step after one that the optimizer skipped is compared with the one before it."""
+    loop = Loop(Sampling(1), extra=[Change()])
+    values = [1.0, 4.0, math.inf, math.nan, -2.0]
+    for step, value in enumerate(values):
+        loop.step(step, *([value] * batches), overflowed=not math.isfinite(value))
+    changes = {record.step: record.snapshot.statistics()[SITE].scalars for record in loop.records}
+    assert changes[1]["ratio_to_previous"] == (4 + batches - 1) / batches
+    assert changes[4]["ratio_to_previous"] == (0.5 + batches - 1) / batches
+    assert changes[4]["cosine_to_previous"] == (-1 + batches - 1) / batches
 
 
 def test_disabled_in_between() -> None:
