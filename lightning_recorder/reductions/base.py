@@ -122,6 +122,14 @@ class Reduction(ABC):
         """Merge the states ``other``, ``[..., width]``, into ``state`` of the same shape, in place."""
         state += other
 
+    def merge_ranks(self, state: Tensor, other: Tensor) -> None:
+        """Merge states ``other`` of a higher rank, ``[..., width]``, into ``state``, in place.
+
+        The tensors of the ranks have no order among each other. An :attr:`ordered` reduction that compares tensors
+        must override this. All others are merged as by :meth:`merge_states`.
+        """
+        self.merge_states(state, other)
+
     def restart(self, state: Tensor) -> None:
         """Start a new stream in the states, ``[..., width]``, in place. Recorders call this after each result.
 

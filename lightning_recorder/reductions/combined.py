@@ -134,6 +134,11 @@ class Combined(Reduction):
             part.merge_states(row, theirs)
 
     @override
+    def merge_ranks(self, state: Tensor, other: Tensor) -> None:
+        for (part, row), (_, theirs) in zip(self._split(state), self._split(other), strict=True):
+            part.merge_ranks(row, theirs)
+
+    @override
     def restart(self, state: Tensor) -> None:
         if not self.ordered:
             super().restart(state)

@@ -202,7 +202,8 @@ class Change(ShapedReduction):
     State: ``[pairs, sum of cosines, sum of ratios, updates, carried]``, followed by the first and the last tensor, 16
     bytes per element. The reduction is ordered: ``a.merge(b)`` also counts the last tensor of ``a`` and the first
     tensor of ``b`` as a pair. When a recorder starts a new stream after a result, it carries the last tensor over as
-    the predecessor of the next one, so that no pair is lost between results. Values that are not finite count as zero.
+    the predecessor of the next one, so that no pair is lost between results. The pairs of all ranks count, and there is
+    none between ranks. Values that are not finite count as zero.
 
     Statistics, as means over all pairs of consecutive tensors ``p``, ``x``: ``cosine_to_previous`` is
     ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous`` is ``|x| / |p|``. Pairs in which a norm is zero are
@@ -229,6 +230,13 @@ class Change(ShapedReduction):
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
         self._follow(*self._flat(state), *self._flat(other))
+
+    @override
+    def merge_ranks(self, state: Tensor, other: Tensor) -> None:
+        is_empty = state[..., 3:5].sum(-1, keepdim=True) == 0
+        pairs = state[..., :4] + other[..., :4]
+        state.copy_(torch.where(is_empty, other, state))  # the first and the last tensor are those of the lowest rank
+        state[..., :4] = pairs
 
     @override
     def restart(self, state: Tensor) -> None:

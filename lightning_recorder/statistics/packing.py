@@ -199,11 +199,11 @@ def _merged(one: _Kind, other: _Kind) -> _Kind:
         if copied.any():
             diverged = diverged | (copied & ~reduction.are_alike(states, other.states))
     if bool(counts.all() & theirs.all()):
-        reduction.merge_states(states, other.states)
+        reduction.merge_ranks(states, other.states)
     else:
         both = (counts & theirs).nonzero().flatten()
         part = states[both]
-        reduction.merge_states(part, other.states[both])
+        reduction.merge_ranks(part, other.states[both])
         states[both] = part
         new = ((theirs > 0) & (counts == 0) | (one.flags == 0)).nonzero().flatten()
         states[new] = other.states[new]

@@ -109,6 +109,7 @@ def live(make: Make, device: str, *tensors: Tensor) -> Reduction:
         state.update(tensor.to(device))
         other.update(tensor.to(device))
     state.merge(other)
+    state.merge_ranks(state.state, other.state)
     state.compute()
     state.restart(state.state)
     state.compute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,15 @@ def zip_words(state: Combined) -> list[tuple[Reduction, list[bool]]]:
     """Return the parts with the list of their additive words."""
     slots = state.additive_slots().split([part.width for part in state.parts])
     return [(part, each.tolist()) for part, each in zip(state.parts, slots, strict=True)]
+
+
+def test_a_merge_of_ranks_is_that_of_the_parts() -> None:
+    """An ordered part makes no pair of the tensors of two ranks, and the others have the values of both."""
+    one, other = (reduced(combined(Extrema, Change), torch.full((2,), value)) for value in (1.0, 3.0))
+    one.merge_ranks(one.state, other.state)
+    found = {name: float(value) for name, value in one.compute().items()}
+    assert (found["min"], found["max"]) == (1.0, 3.0)
+    assert math.isnan(found["ratio_to_previous"])
 
 
 # Restarts

@@ -136,6 +136,33 @@ def test_the_order_of_merges_matters() -> None:
     assert float(merged(Change, b, a).compute()["ratio_to_previous"]) == 1 / 3
 
 
+# Ranks
+
+
+@settings(max_examples=60)
+@given(ordered_streams(), st.data())
+def test_there_is_no_pair_between_ranks(stream: list[Tensor], data: st.DataObject) -> None:
+    """The pairs of all ranks count, and the next tensor is compared with the last one of the first rank."""
+    cut = data.draw(st.integers(1, len(stream)))
+    first, second = stream[:cut], stream[cut:]
+    state = reduced(Change, *first)
+    other = reduced(Change, *second).state if second else state.initial()
+    for empty in (state.initial(), other):
+        state.merge_ranks(state.state, empty)
+    pairs = [pair_of(*pair) for rank in (first, second) for pair in pairwise(rank)]
+    assert_pairs(state, pairs)
+    state.update(stream[0])
+    assert_pairs(state, [*pairs, pair_of(first[-1], stream[0])])
+
+
+def test_a_rank_without_a_tensor_has_that_of_another() -> None:
+    """Merging a rank into one without a tensor gives its state, with a carried tensor or without."""
+    for state in (reduced(Change, EAST, WEST), *restarted([EAST, WEST], [False, True])):
+        empty = state.initial()
+        state.merge_ranks(empty, state.state)
+        assert bits(empty) == bits(state.state)
+
+
 # Restarts
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_recorder.reductions import (
     BatchSum,
+    Change,
     ChannelMoments,
     Collected,
     Norms,
@@ -219,6 +220,19 @@ def test_further_reductions_have_banks_of_their_own() -> None:
     assert sizes == {A: 3, B: 5}
     norms = merged.groups[2][0]
     assert norms.reduction.summarize(norms.states)["l1_norm"].tolist() == [6 + 18]
+
+
+@pytest.mark.parametrize("copies", [(), (B,)])
+def test_tensors_of_two_ranks_are_not_consecutive(copies: Collection[Site]) -> None:
+    """A reduction that compares consecutive tensors has the pairs of each rank, and none between two of them."""
+    ones = torch.ones(3)
+    ranks: list[Rank] = [
+        {(0, site): state_of(Change(), *(factor**power * ones for power in range(steps))) for site in (A, B)}
+        for factor, steps in ((2.0, 2), (4.0, 3))
+    ]
+    (group,) = merge(ranks, [(), copies]).groups[0]
+    found = dict(zip(group.keys, group.reduction.summarize(group.states)["ratio_to_previous"].tolist(), strict=True))
+    assert found == {A: (2 + 4 + 4) / 3, B: 2.0 if copies else (2 + 4 + 4) / 3}
 
 
 def test_states_of_another_size_on_each_rank_are_refused() -> None:
