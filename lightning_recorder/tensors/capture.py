@@ -207,7 +207,7 @@ class TensorCapture:
         if self._seen[name] > 1:
             name = f"{name}~{self._seen[name]}"
         tensor = _rows(tensor, self._samples)
-        if factor != 1.0 and tensor.is_floating_point():  # unscaled gradients can underflow in half precision
+        if factor != 1.0:  # unscaled gradients can underflow in half precision
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if not can_hold(dtype):

@@ -118,6 +118,8 @@ class ModuleFlags:
         self._add(_Call(site.name, number, True, self._batch), tensor)
 
     def _add(self, call: _Call, tensor: Tensor) -> None:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
             # A sum is the fastest kernel that keeps a NaN or an infinity.
             value = tensor.sum(dtype=torch.float32 if tensor.dtype in _LOW else None)

@@ -250,6 +250,18 @@ def test_a_loss_scale_is_removed_without_an_underflow(dtype: torch.dtype | None)
     assert capture.take().tensors["m/out.grad"].tolist() == [2.0**-26]
 
 
+def test_a_complex_gradient_is_multiplied() -> None:
+    """The factor applies to complex gradients, whose dtype remains also if other tensors are rounded."""
+    layer = nn.Identity()
+    capture = TensorCapture({"m": layer}, ("output_gradients",), dtype=torch.bfloat16, strict=True)
+    capture.factor = 4.0
+    x = torch.ones(1, dtype=torch.complex64, requires_grad=True)
+    with capture:
+        layer(x).backward(torch.tensor([3 - 5j]))
+    found = capture.take().tensors["m/out.grad"]
+    assert (found.dtype, found.tolist()) == (torch.complex64, [12 - 20j])
+
+
 def test_statistics_are_of_all_rows_before_rounding() -> None:
     """A condition receives statistics of the complete, unrounded tensors of all calls."""
     layer = nn.Identity()

@@ -279,3 +279,30 @@ def test_flags_name_the_container_whose_own_code_is_at_fault(factor: float, mask
     flags.remove()
     assert found is not None
     assert (found[0].module, found[0].kind) == (name, kind)
+
+
+@pytest.mark.parametrize("kind", ["NaN", "inf"])
+@pytest.mark.parametrize("is_conjugate", [False, True])
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_flags_see_complex_outputs(part: str, is_conjugate: bool, kind: str) -> None:
+    """A bad real or imaginary part names the module, although the modules after it hide it."""
+
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.complex(x, x)
+            getattr(x, part)[0] = float(kind)
+            return x.conj() if is_conjugate else x
+
+    class Finite(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nan_to_num(torch.view_as_real(x.resolve_conj()), posinf=0.0, neginf=0.0)
+
+    net = nn.Sequential(nn.Identity(), Spectrum(), Finite())
+    flags = ModuleFlags({name: each for name, each in net.named_modules() if name})
+    flags.begin_batch()
+    net(torch.ones(4))
+    flags.end_batch()
+    found = flags.flags().origin()
+    flags.remove()
+    assert found is not None
+    assert (found[0].module, found[0].kind) == ("1", kind)
