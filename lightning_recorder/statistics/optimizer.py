@@ -32,6 +32,7 @@ PARAMETER_PARTS = ("values", "gradients", "updates", "moments", "buffers")
 """The tensors of a parameter, and of the module that has it, that can be recorded."""
 
 _UPDATE = ".update"
+_COUNTERS = ("step", "eta", "mu", "mu_product")  # 0-d states of torch's optimizers for parameters of any shape
 _RUNNING = ("running_mean", "running_var")
 _SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # those that a parameter's own site has
 
@@ -55,9 +56,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     """Record statistics of the parameters of modules at optimizer steps, usable as a context manager.
 
     The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
-    gradient used by the step; ``weight.update``, the change of the values by the step; and ``weight.exp_avg`` and
-    similar, the optimizer states after the step that have the shape of the parameter. ``running_mean`` and
-    ``running_var`` are those of a normalization layer whose parameters the optimizer has, at the time of the step.
+    gradient used by the step; ``weight.update``, the change of the values by the step, at least in float32; and
+    ``weight.exp_avg`` and similar, the optimizer states after the step that have the shape of the parameter, except for
+    counters such as ``step`` of a parameter without dimensions. ``running_mean`` and ``running_var`` are those of a
+    normalization layer whose parameters the optimizer has, at the time of the step.
     :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``,
     over the recorded steps. :meth:`settings` has the learning rate and the weight decay of each parameter, and
     :meth:`about` all numeric settings of the parameter groups.
@@ -247,6 +249,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         with pause_recording(), self._stopwatch or nullcontext():
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
+                    # A difference of numbers in half precision has more digits than they do.
+                    before = before.to(torch.promote_types(before.dtype, torch.float32))
                     self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
                 for name, kept in self._moments(step.optimizer, each.tensor):
                     self._add(each, f".{name}", kept, wanted="moments")
@@ -287,7 +291,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         return [
             (str(name), value)
             for name, value in kept.items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            if isinstance(value, Tensor)
+            and value.shape == parameter.shape
+            and (value.is_floating_point() or value.is_complex())
+            and (value.dim() or name not in _COUNTERS)
         ]
 
     def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:

@@ -78,6 +78,54 @@ def test_each_part_is_that_of_the_step(kind: str) -> None:
     assert with_update_ratios(found)[Site("0", "weight")].scalars["update_ratio"] == pytest.approx(ratio, rel=1e-12)
 
 
+def test_a_complex_parameter_has_moments() -> None:
+    """The optimizer states of a complex parameter are recorded like those of others."""
+    layer = nn.Linear(3, 2, dtype=torch.complex64)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    with OptimizerRecorder({"m": layer}, [optimizer]) as recorder:
+        layer(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+        optimizer.step()
+    found = recorder.collect()
+    for name in ("exp_avg", "exp_avg_sq"):
+        expected = moments([torch.view_as_real(optimizer.state[layer.weight][name])])
+        scalars = found[Site("m", f"weight.{name}")].scalars
+        assert {each: scalars[each] for each in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("Adam", {"exp_avg", "exp_avg_sq"}),
+        ("NAdam", {"exp_avg", "exp_avg_sq"}),
+        ("ASGD", {"ax"}),
+        ("Rprop", {"prev", "step_size"}),
+    ],
+)
+def test_a_counter_is_no_moment_of_a_number(kind: str, names: set[str]) -> None:
+    """A parameter without dimensions has the optimizer states of other parameters, not the number of steps."""
+    module = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "shift": nn.Parameter(torch.ones(3))})
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
+    with OptimizerRecorder({"m": module}, [optimizer], parts=["moments"]) as recorder:
+        (module["scale"] * module["shift"]).sum().backward()
+        optimizer.step()
+    assert {site.path for site in recorder.collect()} == {f"{each}.{name}" for each in module for name in names}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_update_has_more_digits_than_its_parameter(dtype: torch.dtype) -> None:
+    """The update of a parameter in half precision is the exact difference of the values."""
+    weight = nn.Parameter(torch.tensor([1.0, 256.0], dtype=dtype))
+    module = nn.ParameterDict({"weight": weight})
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    after = torch.tensor([1.0 - 2.0**-7, 2.0**-4], dtype=dtype)
+    with OptimizerRecorder({"m": module}, [optimizer], parts=["updates"]) as recorder:
+        recorder.before_step(optimizer)
+        weight.data.copy_(after)
+        recorder.after_step(optimizer)
+    scalars = recorder.collect()[Site("m", "weight.update")].scalars
+    assert (scalars["min"], scalars["max"]) == (2.0**-4 - 256, -(2.0**-7))
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_is_bitwise_the_same(kind: str) -> None:
     """Parameters and optimizer states equal those of a run without the recorder, which leaves no hook."""
