@@ -355,7 +355,7 @@ class StatisticsCallback(ResumingCallback):
             return
         self._show_hooks()
         self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
-        if self._run.phase is RunPhase.RECORDING:
+        if self._run.phase is RunPhase.RECORDING and self._run.is_active:
             with self._run.contained():
                 self._fingerprints.add(trainer, batch, step, batch_idx, apart=self.reduce == "step")
 

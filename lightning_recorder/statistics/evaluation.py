@@ -38,12 +38,14 @@ class EvaluationRecorder(RankMergingRecorder):
         self.stage = stage
         self._on_record = on_record
         self._states: dict[int, SiteStates] = {0: recorder.states}
+        self._is_covered = False  # True if the hooks were registered in a batch of the current evaluation
 
     def start_batch(self, loader: int = 0) -> None:
         """Begin and record a batch of a data loader."""
         with self.contained():
             self.recorder.states = self._states_of(loader)
             if self.is_active:
+                self._is_covered = True
                 self.recorder.attach()
             else:
                 self.recorder.remove()
@@ -54,7 +56,7 @@ class EvaluationRecorder(RankMergingRecorder):
             self.recorder.pause()
 
     def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
-        """Make the records.
+        """Make the records, unless recording was disabled in all batches.
 
         Args:
             step: The position of the records on the step axis.
@@ -62,21 +64,24 @@ class EvaluationRecorder(RankMergingRecorder):
             loaders: The number of data loaders, the same on all ranks.
         """
         self.interrupt()
+        is_covered, self._is_covered = self._is_covered, False
         for loader in range(loaders):
             self.recorder.states = self._states_of(loader)
             pending = self.submit(f"{self.stage} {loader}")
             merged = self.merged(alone=True) if pending is None else Merged(NOTHING)
-            later = None if pending is None else partial(self._completed, pending)
+            later = None if pending is None else partial(self._completed, pending, is_covered)
             place = loader if loaders > 1 else None
             with self.contained():
                 self.recorder.states.reset_all()  # the next evaluation does not continue the stream of this one
-                if merged.snapshot is not None and self._is_first:
+                if merged.snapshot is not None and self._is_first and (is_covered or pending is not None):
                     self._on_record(Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, pending=later))
 
-    def _completed(self, pending: PendingMerge, record: Record) -> Record | None:
-        """Return a record with the merged states. Called in the writer thread."""
+    def _completed(self, pending: PendingMerge, is_covered: bool, record: Record) -> Record | None:
+        """Return a record with the merged states, or None if there are none. Called in the writer thread."""
         merged = self.finished(pending)
-        return None if merged.snapshot is None else replace(record, snapshot=merged.snapshot, ranks=merged.ranks)
+        if merged.snapshot is None or (not is_covered and merged.snapshot.is_empty):
+            return None
+        return replace(record, snapshot=merged.snapshot, ranks=merged.ranks)
 
     def _states_of(self, loader: int) -> SiteStates:
         if loader not in self._states:

@@ -41,6 +41,11 @@ class RunWindow:
     """True if this rank holds the statistics of all ranks, from a checkpoint."""
 
     @property
+    def has_states(self) -> bool:
+        """True if this rank may hold statistics; False if recording was disabled in all steps."""
+        return self.is_covered or self.is_merged
+
+    @property
     def is_empty(self) -> bool:
         """True if there is nothing to write in a record. The same on all ranks."""
         return not self.steps and not self.has_overflow

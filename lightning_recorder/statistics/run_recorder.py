@@ -15,7 +15,7 @@ from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.run_phase import RunPhase, RunWindow
-from lightning_recorder.statistics.snapshot import NOTHING, Record, Snapshot
+from lightning_recorder.statistics.snapshot import NOTHING, Record
 
 __all__ = ["RunPhase", "RunRecorder"]
 
@@ -44,7 +44,8 @@ class RunRecorder(RankMergingRecorder):
         not ENDED      abort                                       write the window of the rank  ENDED
 
     A step ends in ARMED if the next step is due. A skipped batch is WAITING if the window has unwritten statistics. The
-    window is written as a record by the end of a step or of an epoch with which it ends.
+    window is written as a record by the end of a step or of an epoch with which it ends, unless recording was disabled
+    in all of its steps.
 
     Args:
         recorder: The recorder that provides the tensors.
@@ -313,7 +314,7 @@ class RunRecorder(RankMergingRecorder):
                 self.recorder.states.reset()
         about: dict[str, Any] = {"recording_ms": self._timing.recording_ms, "flush_ms": self._timing.flush_ms}
         if pending is not None:
-            about["pending"] = partial(self._completed, pending, self._window.is_merged)
+            about["pending"] = partial(self._completed, pending, self._window)
         record = self._record(step, merged, steps, overflowed=overflowed, **about)
         if record is not None and self._is_first:
             with self._timing.delivery(), self.contained():
@@ -330,10 +331,10 @@ class RunRecorder(RankMergingRecorder):
 
     def _record(self, step: int, merged: Merged, steps: int, **about: Any) -> Record | None:
         snapshot = merged.snapshot
-        if snapshot is None:
+        if snapshot is None or not (self._window.has_states or "pending" in about):
             return None
         if self._window.is_merged:
-            snapshot = _without_ranks(snapshot)
+            snapshot = snapshot.without_ranks()
         of_step: dict[str, Any] = {}
         with self.contained():
             settings, of_step = self.recorder.settings(), self.recorder.about()
@@ -351,12 +352,12 @@ class RunRecorder(RankMergingRecorder):
             **about,
         )
 
-    def _completed(self, pending: PendingMerge, is_merged: bool, record: Record) -> Record | None:
-        """Return a record with the merged states. Called in the writer thread."""
+    def _completed(self, pending: PendingMerge, window: RunWindow, record: Record) -> Record | None:
+        """Return a record with the merged states, or None if there are none. Called in the writer thread."""
         merged = self.finished(pending)
-        if merged.snapshot is None:
+        if merged.snapshot is None or (not window.has_states and merged.snapshot.is_empty):
             return None
-        snapshot = _without_ranks(merged.snapshot) if is_merged else merged.snapshot
+        snapshot = merged.snapshot.without_ranks() if window.is_merged else merged.snapshot
         return replace(record, snapshot=replace(snapshot, settings=record.snapshot.settings), ranks=merged.ranks)
 
     def _agree_on_interval(self) -> None:
@@ -441,8 +442,3 @@ class RunRecorder(RankMergingRecorder):
             warn(f"{self.name} starts without the saved statistics, which cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.reset_all()
-
-
-def _without_ranks(snapshot: Snapshot) -> Snapshot:
-    """Return the states of several ranks that one rank has loaded; differences between ranks are then meaningless."""
-    return replace(snapshot, rank_means={}, diverged=frozenset())

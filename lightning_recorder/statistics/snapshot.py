@@ -71,6 +71,15 @@ class Snapshot:
         """True if the states do not have to wait for a GPU."""
         return all(group.has_arrived for groups in self.groups for group in groups)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no site was seen. Waits for a GPU."""
+        return not statistics_of([replace(self, groups=self.groups[:1], users=())])[0]
+
+    def without_ranks(self) -> Snapshot:
+        """Return the states of several ranks that one rank has loaded; differences between ranks are meaningless."""
+        return replace(self, rank_means={}, diverged=frozenset())
+
     def resembles(self, other: Snapshot) -> bool:
         """Return True if another snapshot has the same modules, dtypes and shapes, in the same order."""
         are_equal = self.names == other.names and self.kinds == other.kinds

@@ -47,3 +47,17 @@ def test_a_single_loader_has_no_number() -> None:
     evaluation.end_batch()
     evaluation.finish(0, 0)
     assert [(each.stage, each.loader, found(each)) for each in records] == [("test", None, (2, 1.0))]
+
+
+def test_disabled_in_an_evaluation() -> None:
+    """An evaluation in which recording is disabled has no record."""
+    module = nn.Identity()
+    records: list[Record] = []
+    evaluation = EvaluationRecorder(StatisticsRecorder({"m": module}), "test", records.append)
+    for step, enabled in enumerate([(True, False), (False, False), (False, True)]):
+        for evaluation.enabled in enabled:
+            evaluation.start_batch()
+            module(torch.ones(2))
+            evaluation.end_batch()
+        evaluation.finish(step, 0)
+    assert [(each.step, found(each)) for each in records] == [(0, (2, 1.0)), (2, (2, 1.0))]

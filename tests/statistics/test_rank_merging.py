@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_recorder import RecorderWarning
+from lightning_recorder import RecorderWarning, StatisticsRecorder
 from lightning_recorder.reductions import BatchSum, Norms, Reduction, Statistics
+from lightning_recorder.schedule import Sampling
+from lightning_recorder.statistics import EvaluationRecorder, Record, RunRecorder
 from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.statistics.rank_merging import Exchange, Merged
 from lightning_recorder.statistics.sites import SiteStates
@@ -121,6 +123,32 @@ def copied(rank: int, calls: Counter[str]) -> Any:
     return result
 
 
+def disabled(rank: int, calls: Counter[str]) -> Any:
+    """Recording is disabled on no rank, on the first, on all, and again on none, in training and in evaluations."""
+    module, records = nn.Identity(), list[Record]()
+    options: dict[str, Any] = {"rank": rank, "exchange": opened()}
+    run = RunRecorder(StatisticsRecorder({"a": module}), Sampling(1), records.append, **options)
+    evaluation = EvaluationRecorder(StatisticsRecorder({"a": module}), "test", records.append, **options)
+    for step, enabled in enumerate([True, rank > 0, False, True]):
+        run.enabled = evaluation.enabled = enabled
+        run.start_batch(step, 0)
+        module(torch.ones(2))
+        run.end_batch(stepped=True)
+        run.interrupt()
+        evaluation.start_batch()
+        module(torch.ones(3))
+        evaluation.end_batch()
+        evaluation.finish(step, 0)
+    completed = [each.complete() for each in records]
+    results = [
+        (each.step, each.stage, each.snapshot.statistics()[A].scalars["count"])
+        for each in completed
+        if each is not None
+    ]
+    options["exchange"].close()
+    return results
+
+
 def in_inference_mode(rank: int, calls: Counter[str]) -> Any:
     with torch.inference_mode():
         exchange = opened()
@@ -201,8 +229,8 @@ def dies(rank: int, calls: Counter[str]) -> Any:
 
 Act = Callable[[int, Counter[str]], Any]
 ACTS: tuple[Act, ...] = (
-    merged_twice, seen_later, one_failed, all_failed, nothing_seen, copied, in_inference_mode, of_other_shapes, agreed,
-    shared, other_order, interrupted, dies,
+    merged_twice, seen_later, one_failed, all_failed, nothing_seen, copied, disabled, in_inference_mode,
+    of_other_shapes, agreed, shared, other_order, interrupted, dies,
 )  # fmt: skip
 
 
@@ -323,6 +351,16 @@ def test_nothing_merges_to_nothing(ranks: list[dict[str, Any]], act: str) -> Non
     assert ranks[0][act]["found"] == ({} if act == "nothing_seen" else None)
     assert [rank[act]["found"] for rank in ranks[1:]] == [None] * (len(ranks) - 1)
     assert ranks[0][act]["absent"] == (tuple(range(len(ranks))) if act == "all_failed" else ())
+
+
+def test_a_step_is_recorded_unless_recording_is_disabled_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """If recording is disabled on rank zero alone, the record has the other ranks; if on all, there is none."""
+    others, every = len(ranks) - 1, len(ranks)
+    expected = [(0, every), (1, others), (3, every)]
+    assert sorted(ranks[0]["disabled"]) == sorted(
+        (step, stage, numel * number) for step, number in expected for stage, numel in (("train", 2), ("test", 3))
+    )
+    assert all(rank["disabled"] == [] for rank in ranks[1:])
 
 
 def test_copies_count_once(ranks: list[dict[str, Any]]) -> None:

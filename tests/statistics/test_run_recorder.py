@@ -127,7 +127,7 @@ def test_a_step_that_overflows_is_no_predecessor(batches: int) -> None:
 
 
 def test_disabled_in_between() -> None:
-    """While recording is disabled, no step is recorded, and the records are empty."""
+    """While recording is disabled, no step is recorded, and there are no records."""
     loop = Loop(Sampling(1))
     loop.step(0, 1.0)
     loop.run.enabled = False
@@ -135,7 +135,31 @@ def test_disabled_in_between() -> None:
     assert not loop.module._forward_hooks
     loop.run.enabled = True
     loop.step(2, 4.0)
-    assert loop.shown == {0: 1.0, 1: 0.0, 2: 4.0}
+    assert loop.shown == {0: 1.0, 2: 4.0}
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [(2, {1: 3.0, 5: 16.0}), ("epoch", {5: 19.0})])
+def test_disabled_in_a_window(reduce: Reduce, expected: dict[int, float]) -> None:
+    """A window in which recording was enabled for some steps is a record, and one without them is none."""
+    loop = Loop(Sampling(1), reduce)
+    for step, is_enabled in enumerate([True, True, False, False, True, False]):
+        loop.run.enabled = is_enabled
+        loop.step(step, 2.0**step)
+    loop.run.end_epoch(5)
+    loop.step(6, 100.0, epoch=1)
+    loop.run.end_epoch(6)
+    assert loop.shown == expected
+
+
+def test_disabled_after_a_resume() -> None:
+    """The statistics of a checkpoint are in a record, also if recording is disabled afterwards."""
+    first, second = Loop(Sampling(1), 3), Loop(Sampling(1), 3)
+    first.step(0, 1.0)
+    second.run.load_state_dict(first.run.state_dict(), 1, 0)
+    second.run.enabled = False
+    for step in range(1, 6):
+        second.step(step, 2.0)
+    assert second.shown == {2: 1.0}
 
 
 @pytest.mark.parametrize("at", range(1, 8))
