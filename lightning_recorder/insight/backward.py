@@ -237,8 +237,8 @@ def _underflow(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             middles = (histogram.edges[1:] + histogram.edges[:-1]) / 2
             below = histogram.counts[np.abs(middles) < _SMALLEST_NORMAL[dtype]].sum()
             shares.append(float(below) / max(histogram.count, 1))
-        zeros, _ = table.column(site, "zero_fraction")
-        high = max(np.abs([table.column(site, name)[0][-1:] for name in ("min", "max")]).max(initial=0.0), 0.0)
+        zeros = table.column(site, "zero_fraction")[0][-1:].sum()
+        high = max(np.abs(table.column(site, name)[0][-1:]).max(initial=0.0) for name in ("min", "max"))
         if (
             len(shares) >= rule.persistence
             and min(shares) > rule.thresholds["share"]
@@ -246,7 +246,7 @@ def _underflow(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         ):
             verdict = (
                 f"{shares[-1]:.0%} of the gradient of {site.name} is below the smallest normal {dtype}, "
-                f"{zeros[-1]:.0%} is zero"
+                f"{zeros:.0%} is zero"
             )
             yield rule.found(evidence, table, site, verdict, statistic="zero_fraction", share=shares[-1], largest=high)
 

@@ -83,7 +83,7 @@ def _large_update(evidence: Evidence, name: str, until: int) -> str:
 def _since(holds: NDArray[np.bool_], steps: NDArray[np.int64]) -> int:
     """Return the first step from which on a condition holds in all records."""
     failing = np.flatnonzero(~holds)
-    return int(steps[failing[-1] + 1] if len(failing) else steps[0])
+    return int(steps[min(failing[-1] + 1, len(steps) - 1)] if len(failing) else steps[0])
 
 
 def _from(since: int, steps: NDArray[np.int64]) -> str:
@@ -226,6 +226,7 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             or site.path not in ("out", "out[0]")
             or not feeds
             or INPUT in feeds
+            or np.isnan(rms)
             or not np.isfinite(before).all()
             or not max(before) > 0
         ):

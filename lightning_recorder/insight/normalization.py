@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import RUNNING, Evidence, Rule
@@ -86,9 +87,9 @@ def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         weight = Site(site.name, "weight")
         if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
             continue
-        low, high = _expected_rms(evidence, site.name)
+        low, high, steps = _expected_rms(evidence, site.name)
         values, at = table.column(site, "rms")
-        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
+        common, here, there = np.intersect1d(at, steps, return_indices=True)
         if len(common) < rule.persistence:
             continue
         values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
@@ -101,22 +102,23 @@ def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
+def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, and the steps.
 
     A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
     features with a small weight may have all of the variance.
     """
-    parameters = evidence.parameters
-    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
-    bias = Site(name, "bias")
-    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
-    if len(offset) != len(rms):
-        offset = np.full(len(rms), offset.max(initial=0.0))
-    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
-        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
-    expected = np.sqrt(rms**2 + offset**2)
-    return expected, expected
+    parameters, bias = evidence.parameters, Site(name, "bias")
+    is_per_sample = "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name)
+    ends = ("min", "max") if is_per_sample else ("rms", "rms")
+    (low, high), steps = parameters.columns(Site(name, "weight"), *ends)
+    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(low))
+    if len(offset) != len(low):
+        offset = np.full(len(low), offset.max(initial=0.0))
+    if is_per_sample:
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset, steps
+    expected = np.sqrt(low**2 + offset**2)
+    return expected, expected, steps
 
 
 RULES = (

@@ -160,7 +160,7 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         others = np.array([compared[key] for key in usual if key is not each and key not in fast])
         if not len(others):
             continue
-        factor = value / float(np.median(others))
+        factor = float(value / np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
         sizes = evidence.column(each.site, "update_ratio")
         usual_rate = float(np.median([rates[key] for key in usual if key is not each and key in rates] or [np.nan]))
@@ -197,7 +197,7 @@ def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Paramete
         update, gradient = (evidence.column(site, "rms") for site in (each.update, each.gradient))
         if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
             size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
-            if slope > 0:
+            if min(size, slope) > 0:
                 found[each] = size if adaptive else size / slope
     return found
 
@@ -224,7 +224,7 @@ def _is_large(rule: Rule, sizes: Floats) -> bool:
 
 def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.weights:
-        values, spreads = evidence.column(each.site, "rms"), evidence.column(each.site, "std")
+        (values, spreads), _ = evidence.parameters.columns(each.site, "rms", "std")
         # A token may not be used, as one for masks.
         is_used = evidence.shape(each)[0] > 1 or evidence.column(each.gradient, "rms").any()
         if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4 or not is_used:

@@ -126,7 +126,7 @@ def _rate_too_large(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 def _shrinks(values: Floats) -> bool:
     """Return True if a weight loses half of its size. The cause is weight decay, not the learning rate."""
-    return bool(values[-1] < 0.5 * values[0])
+    return bool((values[-1:] < 0.5 * values[:1]).any())
 
 
 def _decayed_norm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -134,7 +134,7 @@ def _decayed_norm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     found: dict[Parameter, float] = {}
     for each in evidence.tensors:
         values, steps = evidence.parameters.column(each.site, "mean")
-        decay, rates = (evidence.setting(each, name) for name in ("weight_decay", "learning_rate"))
+        (decay, rates), _ = evidence.parameters.columns(each.site, "weight_decay", "learning_rate")
         is_norm = "Norm" in evidence.type_of(each.site.name) and each.site.path == "weight"
         if not is_norm or min(len(values), len(decay), len(rates)) < rule.persistence or not decay.max() > 0:
             continue

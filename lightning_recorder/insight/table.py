@@ -320,6 +320,12 @@ class Table:
         known = ~np.isnan(values)
         return values[known], self._steps_array[known]
 
+    def columns(self, site: Site, *statistics: str) -> tuple[list[Floats], NDArray[np.int64]]:
+        """Return several statistics of one site in the records that have all of them, ``[n]`` each, and their steps."""
+        values = [self.get(each)[:, self.places[site]] for each in statistics]
+        known = ~np.isnan(values).any(axis=0)
+        return [each[known] for each in values], self._steps_array[known]
+
     @property
     def _steps_array(self) -> NDArray[np.int64]:
         if self._steps is None or len(self._steps) != len(self.steps):

@@ -24,6 +24,7 @@ from lightning_recorder.insight import (
 from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.table import Table
 from lightning_recorder.recordings import open_recording
+from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 from tests.insight.records import Values, chain, record, run, trained
 from tests.recordings.runs import record_run
@@ -147,21 +148,41 @@ _NUMBERS = st.one_of(st.sampled_from([0.0, 1.0, np.nan, np.inf]), st.floats(-1e3
 _LAYERS = ("blocks.0.fc", "blocks.1.fc", "blocks.2.fc", "blocks.3.fc", "norm", "act", "head")
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.data(), st.booleans(), st.integers(1, 8))
-def test_any_numbers_can_be_examined(data: st.DataObject, with_graph: bool, records: int) -> None:
-    """Whatever the numbers are, and whichever statistics are missing, no rule fails or warns."""
-    graph = chain(*_LAYERS, norm="BatchNorm1d", act="Tanh") if with_graph else None
+_PATHS = {
+    "activations": ("out",),
+    "gradients": ("out",),
+    "parameters": ("weight", "weight.grad", "weight.update", "bias", "bias.grad", "running_mean", "running_var"),
+}
+_BAD = [STATISTICS.index(name) for name in ("nan_count", "inf_count")]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), st.sampled_from([None, "Tanh", "ReLU", "Softmax"]), st.integers(1, 8), st.booleans())
+def test_any_numbers_can_be_examined(data: st.DataObject, kind: str | None, records: int, is_finite: bool) -> None:
+    """Whatever the numbers are, and whichever statistics are missing, no rule fails or warns.
+
+    After the first record with NaN or infinities, only the rule about them examines the records.
+    """
+    norm = data.draw(st.sampled_from(["BatchNorm1d", "LayerNorm"]))
+    graph = chain(*_LAYERS, norm=norm, act=kind) if kind else None
     examination = Examination(graph, {"parameters": {"modules": {"norm": {"fired": False, "why": "frozen"}}}})
-    paths = {"activations": ("out",), "gradients": ("out",), "parameters": ("weight", "weight.grad", "weight.update")}
-    for group, stage in (*((group, "train") for group in paths), ("activations", "validate")):
-        sites = tuple(Site(name, path) for name in _LAYERS for path in paths[group])
+    histogram = Histogram(np.array([-1, -0.95, 0, 1e-5, 0.95, 1]), np.array([4, 1, 1, 1, 4]), -1.0, 1.0, 0.0, 8.0)
+    for group, stage in (*((group, "train") for group in _PATHS), ("activations", "validate")):
+        sites = tuple(Site(name, path) for name in _LAYERS for path in _PATHS[group])
         kinds = data.draw(st.lists(_NUMBERS, min_size=6, max_size=6))
+        never = data.draw(st.lists(st.sampled_from(sites), max_size=3))
+        lacked = data.draw(st.lists(st.sampled_from(STATISTICS), max_size=3))
+        about = tuple("float16" for _ in sites), tuple((8, 8) if "weight" in site.path else (8,) for site in sites)
         for step in range(records):
             chosen = np.random.default_rng(step).integers(0, 6, (len(sites), len(STATISTICS)))
             values = np.array(kinds)[chosen]
-            kind = (("float16",) * len(sites), ((8, 8),) * len(sites))
-            examination.add(SiteRecords(group, group, stage, 10 * step, sites, *kind, values))
+            values[[sites.index(site) for site in never]] = np.nan
+            values[:, [STATISTICS.index(name) for name in lacked]] = np.nan
+            if is_finite:
+                values[:, _BAD] = 0.0
+            examination.add(
+                SiteRecords(group, group, stage, 10 * step, sites, *about, values, histogram=lambda _: histogram)
+            )
     assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None
 
 
