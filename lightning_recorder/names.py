@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 __all__ = [
+    "RUNNING_STATISTICS",
     "closest_names",
     "compile_glob",
     "corrected_glob",
@@ -25,6 +26,9 @@ __all__ = [
     "split_call",
     "without_wrappers",
 ]
+
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""The paths of the buffers of a normalization layer among the sites of its parameters."""
 
 # Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

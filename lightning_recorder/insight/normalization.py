@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import RUNNING, Evidence, Rule
+from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
@@ -49,7 +50,7 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
     table, modes = evidence.parameters, evidence.activations
     if len(table) < rule.persistence or table.steps[-1] < rule.thresholds["steps"]:
         return {}
-    mean, variance = RUNNING
+    mean, variance = RUNNING_STATISTICS
     sites = [site for site in table.places if site.path == variance and Site(site.name, mean) in table.places]
     same = {site for site in sites if _is_constant(table, site.name)}
     # In eval mode they stay as they are.
@@ -60,7 +61,7 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
 
 def _is_constant(table: Table, name: str) -> bool:
     """Return True if the running statistics of a module are known and equal in all records."""
-    columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING]
+    columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING_STATISTICS]
     return all(len(each) == len(table) and np.ptp(each) == 0 for each in columns)
 
 
@@ -69,7 +70,7 @@ def _distances(
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
     """Return the distance of the logarithms of the rms that the running statistics and the inputs have."""
     table, inputs = evidence.parameters, evidence.activations
-    mean, variance = (Site(name, path) for path in RUNNING)
+    mean, variance = (Site(name, path) for path in RUNNING_STATISTICS)
     if mean not in table.places or feed not in inputs.places:
         return None
     columns = [table.column(mean, "rms"), table.column(variance, "mean"), inputs.column(feed, "rms")]

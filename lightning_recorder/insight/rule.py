@@ -14,14 +14,12 @@ from lightning_recorder.insight.odd_blocks import OddBlock
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.insight.wiring import Wiring
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.taps import Site
 
-__all__ = ["RUNNING", "Evidence", "Parameter", "Rule", "medians", "spread"]
+__all__ = ["Evidence", "Parameter", "Rule", "medians", "spread"]
 
 _LONGEST_TRACE = 60
-
-RUNNING = ("running_mean", "running_var")
-"""The buffers of a normalization layer among the sites of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Evidence:
         sites = self.parameters.places
         by_module: dict[str, list[str]] = {}
         for name, path in sites:
-            if path not in RUNNING:
+            if path not in RUNNING_STATISTICS:
                 by_module.setdefault(name, []).append(path)
         found = []
         for name, paths in by_module.items():

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.name_map import NameMap
 from lightning_recorder.recordings.packed_counts import unpack_counts
@@ -143,12 +144,16 @@ class SeriesPair:
 
     @cached_property
     def held(self) -> frozenset[Site]:
-        """The sites of parameter values, which exist before the step; empty for other groups."""
+        """The sites of parameter values, which exist before the step; empty for other groups.
+
+        Running statistics are not among them, because the forward pass has updated them before they are recorded.
+        """
         if self.group != "parameters":
             return frozenset()
         known = set(self.sites)
         parts = {site: site.path.rpartition(".") for site in known}
         of_others = {site for site, (of, _, last) in parts.items() if last in _MADE or Site(site.name, of) in known}
+        of_others |= {site for site in known if site.path in RUNNING_STATISTICS}
         return frozenset(known - of_others)
 
     @cached_property
@@ -208,7 +213,8 @@ class SeriesPair:
         step = min(each.first.step for each in found)
         firsts = {each.first.site: each.first for each in found if each.first.step == step}
         if self.group == "parameters":
-            return next(iter(firsts.values()))
+            made_first = (each for site, each in firsts.items() if site.path in RUNNING_STATISTICS)
+            return next(made_first, next(iter(firsts.values())))
         known = self.both[self.steps.index(step)].tolist()
         same = [site for site, is_known in zip(self.sites, known, strict=True) if is_known and site not in firsts]
         return firsts[self.order.first(list(firsts), same, is_backward=self.is_backward)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.recordings.call_order import RANDOM_CLASSES
 from lightning_recorder.recordings.comparison import Comparison
 from lightning_recorder.recordings.divergence import Divergence, SeriesPair
@@ -158,7 +159,7 @@ class _Explanation:
         pair = self.pair(first)
         if pair.group == "gradients":
             return Phase.BACKWARD
-        if pair.group != "parameters":
+        if pair.group != "parameters" or first.site.path in RUNNING_STATISTICS:
             return Phase.FORWARD
         if first.site in pair.held and first.statistic != "update_ratio":
             return Phase.START if first.step == 0 else Phase.UPDATE
@@ -219,6 +220,8 @@ class _Explanation:
         if batch:
             where = f"{first.site.name or 'the model'}'s input" if first.site.path.startswith("in") else name
             return f"{batch}: {where}", batch
+        if first.site.path in RUNNING_STATISTICS:
+            return f"{name} differs: its initial value, the input of its layer, or the momentum", f"{name} differs"
         module = self._class_of(first.site.name)
         if any(name in module for name in RANDOM_CLASSES):
             text = f"{name} draws other random numbers for equal inputs"

@@ -19,7 +19,7 @@ from lightning_recorder.errors import ArgumentError, RecordingError, check_some,
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.names import own_parameters
+from lightning_recorder.names import RUNNING_STATISTICS, own_parameters
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
@@ -33,7 +33,6 @@ PARAMETER_PARTS = ("values", "gradients", "updates", "moments", "buffers")
 
 _UPDATE = ".update"
 _COUNTERS = ("step", "eta", "mu", "mu_product")  # 0-d states of torch's optimizers for parameters of any shape
-_RUNNING = ("running_mean", "running_var")
 _SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # those that a parameter's own site has
 
 
@@ -276,7 +275,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """
         found = []
         for name in dict.fromkeys(each.site.name for each in parameters if "buffers" in self.parts):
-            for path in _RUNNING:
+            for path in RUNNING_STATISTICS:
                 tensor = getattr(self._modules[name], path, None)
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and is_own_part(tensor):
                     found.append(_Parameter(Site(name, path), tensor, counts=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.recordings.twins import Twin, train
 Trained = Callable[..., Path]
 
 REFERENCE = Twin()
+BATCH_NORM = partial(nn.BatchNorm1d, 8)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,14 @@ def initialize_otherwise(net: nn.Module) -> None:
     for module in net.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_normal_(module.weight)
+
+
+def shift_a_norm(net: nn.Module) -> None:
+    nn.init.constant_(net.get_parameter("blocks.0.act.bias"), -20.0)
+
+
+def forget_the_statistics(net: nn.Module) -> None:
+    net.get_buffer("blocks.0.act.running_var").zero_()
 
 
 @pytest.mark.quick_cases(9)
@@ -136,6 +146,30 @@ def test_the_cause_is_named(changes: dict[str, Any], sentence: str, trained: Tra
     """A training that differs from another in one thing is told apart by that thing."""
     found = compared(trained(), trained(**changes))
     assert (explain(found), found.same) == (sentence, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        (
+            {"initialize": shift_a_norm},
+            {},
+            "another initialization of blocks.0.act bias, rms 0 → 20: 1 of 42 parameters start from other values",
+        ),
+        ({"scale": 2.0}, {"recorder": "parameters"}, "the batch differs: blocks.0.act running_mean"),
+        (
+            {"initialize": forget_the_statistics},
+            {},
+            "blocks.0.act running_var differs: its initial value, the input of its layer, or the momentum",
+        ),
+    ],
+)
+def test_running_statistics_are_no_parameters(
+    changes: dict[str, Any], options: dict[str, Any], sentence: str, trained: Trained
+) -> None:
+    """The first forward pass changes the running statistics of all layers behind a difference, and those of its own."""
+    found = compared(trained(activation=BATCH_NORM), trained(activation=BATCH_NORM, **changes), **options)
+    assert explain(found) == sentence
 
 
 def test_a_schedule_changes_the_learning_rate_later(trained: Trained) -> None:
