@@ -12,11 +12,13 @@ from lightning_recorder.insight.finding import USUAL_UNTIL, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.siblings import (
     FORWARD,
+    INITIAL,
     LIMITS,
     WEIGHT_GRADIENT,
     all_outliers,
     blocks_of,
     families_of,
+    initial_steps,
     sibling_values,
 )
 from lightning_recorder.insight.table import Floats
@@ -37,12 +39,18 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for kind, table, statistic, words, site, value, others in all_outliers(evidence):
         factor, span = float(value / np.median(others)), f"{others.min():.3g} to {others.max():.3g}"
         name = f"{site.name}.{site.path}" if words.endswith("vector") else site.name
-        verdict = f"the {words} of {name} is {value:.3g}, "
+        at = ""
+        if words in INITIAL:
+            shown = initial_steps(evidence, table, site)
+            at = f" at step {shown[0]}"
+        verdict = f"the {words} of {name} is {value:.3g}{at}, "
         if 0 < factor < np.inf:
             verdict += f"{factor:.3g} × the median of {len(others)} equal modules ({span})"
         else:
             verdict += f"and {span if factor == 0 else 0} in {len(others)} equal modules"
         found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
+        if words in INITIAL:
+            found = replace(found, first_step=shown[0], last_step=shown[-1], records=len(shown))
         other = of_weights if words == WEIGHT_GRADIENT else backward
         (forward if kind < FORWARD else other).setdefault(site, []).append(found)
     # The gradients of weights follow those of outputs, unless something changes them alone.
@@ -295,7 +303,8 @@ RULES = (
     Rule(
         name=UNLIKE,
         severity="warning",
-        statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
+        statistic="a statistic of one of several modules at the same place of repeated blocks, against the others; the "
+        "parameters of the first record",
         thresholds=LIMITS,
         persistence=0,
         usual="within a factor of 4 of the others",

@@ -34,14 +34,14 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             continue  # such as one of several losses, or the indices of a batch that is passed on
         values, steps = table.column(site, "zero_fraction")
         limit = rule.thresholds["zero_fraction"]
-        nearly = evidence.type_of(site.name) in _RELUS
         if len(values) < rule.persistence or (values[-rule.persistence :] < rule.thresholds["nearly"]).any():
             continue
         dead = bool((values[-rule.persistence :] >= limit).all())
-        if not dead and not nearly:
+        if not dead and evidence.type_of(site.name) not in _RELUS:
             continue
         since = _since(values >= (limit if dead else rule.thresholds["nearly"]), steps)
-        share = "only zeros" if values[-1] == 1 else f"{values[-1]:.1%} zeros"
+        least = values[steps >= since].min()
+        share = "only zeros" if least == 1 else f"at least {np.floor(1000 * least) / 10:.1f}% zeros"
         verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{_feed(evidence, site, since)}"
         found = rule.found(
             evidence, table, site, verdict, statistic="zero_fraction", since=since, zero_fraction=values[-1]
@@ -62,9 +62,11 @@ def _feed(evidence: Evidence, site: Site, since: int) -> str:
         for each, what in sources:
             source = Site(wiring.calls[each], "out") if each >= 0 else Site("", "")
             update = update or _large_update(evidence, source.name, since)
-            if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
+            high, steps = table.column(source, "max") if source in table.places else (np.zeros(0), np.zeros(0))
+            if (high[-1:] <= 0).any():
                 update = _large_update(evidence, source.name, since)
-                return f": {what} from {source.name} is at most {high[-1]:.3g}{update}"
+                largest = high[steps >= since].max(initial=high[-1])
+                return f": {what} from {source.name} is at most {largest:.3g}{update}"
     return update
 
 
@@ -226,17 +228,17 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             or site.path not in ("out", "out[0]")
             or not feeds
             or INPUT in feeds
-            or np.isnan(rms)
-            or not np.isfinite(before).all()
-            or not max(before) > 0
+            or np.isnan([rms, *before]).any()
+            or not 0 < max(before) < np.inf
         ):
             continue
         # A mean that is far from zero may be a bias by design, as before the softplus of a state-space model.
         spread = spreads.get(site, rms)
-        gain = min(spread / max(before), _first_gain(evidence, site, feeds))
-        if gain > rule.thresholds["gain"] and spread > rule.thresholds["rms"]:
-            verdict = f"the output of {site.name} has rms {rms:.3g}, {gain:.3g} × that of its input from {feeds[-1]}"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=rms, gain=gain, input=max(before))
+        largest, least = max(before), min(spread / max(before), _first_gain(evidence, site, feeds))
+        if least > rule.thresholds["gain"] and spread > rule.thresholds["rms"]:
+            gain, feed = rms / largest, feeds[before.index(largest)]
+            verdict = f"the output of {site.name} has rms {rms:.3g}, {gain:.3g} × that of its input from {feed}"
+            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=rms, gain=gain, input=largest)
 
 
 def _first_gain(evidence: Evidence, site: Site, feeds: list[str]) -> float:

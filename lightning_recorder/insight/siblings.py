@@ -13,7 +13,20 @@ from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import families
 from lightning_recorder.taps import Site
 
-__all__ = ["FORWARD", "LIMITS", "WEIGHT_GRADIENT", "all_outliers", "blocks_of", "families_of", "sibling_values"]
+__all__ = [
+    "FORWARD",
+    "INITIAL",
+    "LIMITS",
+    "WEIGHT_GRADIENT",
+    "all_outliers",
+    "blocks_of",
+    "families_of",
+    "initial_steps",
+    "sibling_values",
+]
+
+INITIAL = ("rms of the weight", "rms of the vector")
+"""The words for the statistics that are compared in the first record."""
 
 WEIGHT_GRADIENT = "rms of the weight gradient"
 """The words for the last statistic, which a hook or a factor may change although that of the outputs is as usual."""
@@ -40,10 +53,10 @@ def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[S
     activations, parameters = evidence.activations, evidence.parameters
     yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
     first = {site: parameters.column(site, "rms")[0] for site in weights}
-    yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    yield parameters, "rms", INITIAL[0], {site: float(found[0]) for site, found in first.items() if len(found)}
     others = (each.site for each in evidence.tensors if each.site not in weights)
     first = {site: parameters.column(site, "rms")[0] for site in others}
-    yield parameters, "rms", "rms of the vector", {site: float(found[0]) for site, found in first.items() if len(found)}
+    yield parameters, "rms", INITIAL[1], {site: float(found[0]) for site, found in first.items() if len(found)}
     yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     ratios = evidence.medians(parameters, "update_ratio")
     yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
@@ -97,6 +110,26 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
         for site, value, others in outliers:
             if not site.name.startswith(others_kind):
                 yield kind, table, statistic, words, site, value, others
+
+
+def initial_steps(evidence: Evidence, table: Table, site: Site) -> list[int]:
+    """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it.
+
+    Args:
+        evidence: The evidence.
+        table: The table of the parameters.
+        site: The parameter.
+    """
+    values = table.get("rms")
+    is_known = ~np.isnan(values)
+    alike = {each: 1.0 for each, at in table.places.items() if each.path == site.path and is_known[:, at].any()}
+    groups = families_of(evidence, table, alike, int(LIMITS["fewest"]))
+    others = [table.places[each] for group in groups if site in group for each in group if each != site]
+    own = values[:, table.places[site]]
+    rows = np.flatnonzero(is_known[:, table.places[site]])
+    far = (np.abs(np.log(own / np.median(values[:, others], axis=1))) > np.log(LIMITS["factor"]))[rows]
+    count = max(1, len(far) if far.all() else int(far.argmin()))
+    return [table.steps[row] for row in rows[:count]]
 
 
 def _are_parallel(evidence: Evidence, name: str) -> bool:

@@ -150,10 +150,10 @@ def test_the_forward_pass_comes_before_the_gradients_of_siblings() -> None:
 @pytest.mark.parametrize(
     ("path", "first", "usual", "words"),
     [
-        ("bias", 5.0, 0.1, "the rms of the vector of blocks.3.fc.bias is 5, 50 × the median of 5 equal modules"),
+        ("bias", 5.0, 0.1, "the rms of the vector of blocks.3.fc.bias is 5 at step 0, 50 × the median of 5 equal"),
         ("bias", 3.0, 0.1, ""),  # vectors of pretrained models differ
-        ("bias", 5.0, 0.0, "the rms of the vector of blocks.3.fc.bias is 5, and 0 in 5 equal modules"),
-        ("weight", 0.0, 0.1, "the rms of the weight of blocks.3.fc is 0, and 0.1 to 0.1 in 5 equal modules"),
+        ("bias", 5.0, 0.0, "the rms of the vector of blocks.3.fc.bias is 5 at step 0, and 0 in 5 equal modules"),
+        ("weight", 0.0, 0.1, "the rms of the weight of blocks.3.fc is 0 at step 0, and 0.1 to 0.1 in 5 equal modules"),
         ("weight", 0.0, 0.0, ""),  # all begin at zero
     ],
 )
@@ -168,6 +168,19 @@ def test_parameters_that_begin_in_another_way(path: str, first: float, usual: fl
     found = run(None, None, values | grads, shapes=shapes, graph=chain(*names))
     assert brief(found) == [("warning", "unlike-siblings", "blocks.3.fc")] * bool(words)
     assert all(each.verdict.startswith(words) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("later", "last", "records"), [([0.2] * 7, 0, 1), ([0.005, *[0.3] * 6], 10, 2), ([0.001] * 7, 70, 8)]
+)
+def test_how_long_a_parameter_is_unlike_the_others(later: list[float], last: int, records: int) -> None:
+    """The finding about an initial value ends with the first record in which the parameter is within 8 ×."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    sick = {"blocks.3.fc/weight": {"rms": [0.001, *later]}}
+    values: dict[str, Values] = {f"{name}/weight": {"rms": 0.2} for name in names}
+    (found,) = (each for each in run(None, None, values | sick, graph=chain(*names)) if each.rule == "unlike-siblings")
+    assert found.verdict.startswith("the rms of the weight of blocks.3.fc is 0.001 at step 0, 0.005 × the median")
+    assert (found.first_step, found.last_step, found.records) == (0, last, records)
 
 
 def test_blocks_of_several_classes_are_not_siblings() -> None:

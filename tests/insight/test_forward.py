@@ -57,6 +57,21 @@ def test_the_first_step_of_a_dead_output() -> None:
 
 
 @pytest.mark.parametrize(
+    ("zeros", "high", "verdict"),
+    [
+        ([1.0] * 8, [-9.8, -8.4, -0.7, -2.3, -0.7, -2.7, -2.7, -2.8], "only zeros in every record: {} at most -0.7"),
+        ([0.5] * 5 + [1.0] * 3, [2.0] * 5 + [-3.0, -2.0, -4.0], "only zeros from step 50 on: {} at most -2"),
+        ([0.992] + [1.0] * 7, [0.2] + [-3.0] * 7, "at least 99.2% zeros in every record: {} at most 0.2"),
+    ],
+)
+def test_a_dead_output_is_described_by_all_records(zeros: list[float], high: list[float], verdict: str) -> None:
+    """The numbers are true for each record that shows the finding, not for the last one only."""
+    layers: dict[str, Values] = {"fc": {"max": high}, "act": {"zero_fraction": zeros}}
+    (found,) = run(layers, graph=chain("fc", "act", act="ReLU"))
+    assert found.verdict == f"act returns {verdict.format('its input from fc is')}"
+
+
+@pytest.mark.parametrize(
     ("largest", "high", "step", "named"),
     [(0.3, -3.0, 30, True), (0.3, 1.0, 30, True), (0.09, -3.0, 30, False), (0.3, -3.0, 60, False)],
 )
@@ -108,6 +123,19 @@ def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
     layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": gains}, "c": {"rms": 1.0}}
     found = [each for each in run(layers, graph=chain("a", "b", "c")) if each.rule == "scale-jump"]
     assert [each.module for each in found] == (["b"] if alarm else [])
+
+
+def test_the_ratio_of_a_jump_is_that_of_its_numbers() -> None:
+    """The finding names the largest input, and the ratio of the two sizes that it has."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1)]
+    for number, name in enumerate(("a", "small", "b", "c"), 1):
+        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(*ends) for ends in ((1, 3), (1, 5), (3, 7), (5, 7), (7, 9))))
+    large: Values = {"rms": [18.0, *[20.0] * 7], "std": 19.0}
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "small": {"rms": 0.5}, "b": large, "c": {"rms": 1.0}}
+    (found,) = (each for each in run(layers, graph=graph) if each.rule == "scale-jump")
+    assert found.verdict == "the output of b has rms 20, 20 × that of its input from a"
+    assert found.numbers == {"rms": 20.0, "gain": 20.0, "input": 1.0}
 
 
 def test_a_large_bias_is_no_jump() -> None:
