@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES", "gradient_norms", "last_behind", "without_gradient"]
+__all__ = ["RULES", "gradient_norms", "last_behind", "pairs_of_heads", "without_gradient"]
 
 _SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
 
@@ -187,6 +188,11 @@ def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]
 def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.gradients
     norms = gradient_norms(table)
+    decades = rule.thresholds["decades"]
+    sign = np.sign(decades)
+    if sign > 0:
+        small = _of_small_heads(evidence, norms, rule.thresholds["heads"])
+        norms = {site: norm for site, norm in norms.items() if site.name not in small}
     if len(norms) < 6 or len(table) < rule.persistence:
         return
     order = sorted(norms, key=lambda site: evidence.wiring.order.get(site.name, 0))
@@ -194,8 +200,6 @@ def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     quarter = max(2, len(logs) // 4)
     rise = float(logs[:quarter].mean() - logs[-quarter:].mean())
     correlation = _rank_correlation(logs)
-    decades = rule.thresholds["decades"]
-    sign = np.sign(decades)
     if sign * rise < abs(decades) or -sign * correlation < rule.thresholds["correlation"]:
         return
     steps = logs[:-1] - logs[1:]
@@ -209,6 +213,27 @@ def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     else:
         verdict += f", down to {site.name}" if sign < 0 else f", up to {site.name}"
     yield rule.found(evidence, table, site, verdict, statistic="rms", decades=rise, correlation=correlation)
+
+
+def _of_small_heads(evidence: Evidence, norms: Mapping[Site, float], factor: float) -> set[str]:
+    """Return the modules that only lead to heads whose gradient is far below that of another head: another loss."""
+    wiring = evidence.wiring
+    pairs = pairs_of_heads(evidence, norms)
+    small = {other.name for one, other in pairs if norms[one] > factor * norms[other]}
+    heads = {site.name for pair in pairs for site in pair}
+    behind = {name: wiring.downstream(name) & heads for name in {site.name for site in norms}} if small else {}
+    return {name for name, found in behind.items() if found and found <= small}
+
+
+def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tuple[Site, Site]]:
+    """Return the pairs of modules that nothing follows, behind common layers, that with the larger gradient first."""
+    wiring = evidence.wiring
+    heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
+    return [
+        (max(pair, key=lambda site: norms[site]), min(pair, key=lambda site: norms[site]))
+        for pair in combinations(heads if wiring.has_graph else (), 2)
+        if wiring.upstream(pair[0].name) & wiring.upstream(pair[1].name)
+    ]
 
 
 def gradient_norms(table: Table) -> dict[Site, float]:
@@ -347,12 +372,12 @@ RULES = (
         name="exploding-gradient",
         severity="warning",
         statistic="log10 of the L2 norm of the gradients of outputs, first minus last quarter of the modules",
-        thresholds={"decades": 2.5, "correlation": 0.6},
+        thresholds={"decades": 2.5, "correlation": 0.6, "heads": 10.0},
         persistence=2,
         usual="-1.2 to 0.6",
         why="Weights that are too large in many layers.",
         next="Use an initialization that keeps the variance, normalization, and gradient clipping.",
-        false_alarms="Pretrained models with a new head.",
+        false_alarms="Pretrained models with a new head. A head with a far smaller gradient than another is left out.",
         examine=_depth,
         explains={**_GRADIENT_CONSEQUENCES, "block-trend": ("any",), "scale-jump": ("any",)},
     ),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.backward import gradient_norms, pairs_of_heads
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule
 from lightning_recorder.insight.table import Floats
@@ -154,17 +153,10 @@ def _excess(evidence: Evidence, bias: Parameter) -> Floats:
 
 
 def _imbalance(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    wiring, table = evidence.wiring, evidence.gradients
-    if not wiring.has_graph or len(table) < rule.persistence:
-        return
+    table = evidence.gradients
     norms = gradient_norms(table)
-    heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
-    pairs = [
-        (max(pair, key=lambda site: norms[site]), min(pair, key=lambda site: norms[site]))
-        for pair in combinations(heads, 2)
-        if wiring.upstream(pair[0].name) & wiring.upstream(pair[1].name)
-    ]
-    if not pairs:
+    pairs = pairs_of_heads(evidence, norms)
+    if not pairs or len(table) < rule.persistence:
         return
     large, small = max(pairs, key=lambda pair: norms[pair[0]] / norms[pair[1]])
     factor = norms[large] / norms[small]
@@ -262,6 +254,6 @@ RULES = (
         next="Weight the losses, or scale the targets to a standard deviation of 1.",
         false_alarms="A task that is solved: the gradients must differ in the first record, too.",
         examine=_imbalance,
-        explains=dict.fromkeys(("unlike-siblings", "gradient-spike", "always-clipped"), ("any",)),
+        explains=dict.fromkeys(("unlike-siblings", "exploding-gradient", "gradient-spike", "always-clipped"), ("any",)),
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_recorder.graph import Unused
+from lightning_recorder.graph import Edge, Graph, Node, Unused
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, run, trained
 
@@ -104,6 +104,26 @@ def test_gradients_by_depth(factor: float, rule: str) -> None:
     gradients: dict[str, Values] = {name: {"rms": 1e-2 * factor ** (9 - place)} for place, name in enumerate(names)}
     found = run(None, gradients, graph=chain(*names))
     assert [(each.rule, each.module) for each in found] == ([(rule, "layer_a")] if rule else [])
+
+
+@pytest.mark.parametrize(
+    ("small", "together", "rules"),
+    [(6e-3, False, []), (1e-5, False, ["loss-imbalance"]), (6e-3, True, ["exploding-gradient"])],
+)
+def test_a_head_with_a_small_loss_is_no_growth(small: float, together: bool, rules: list[str]) -> None:
+    """The gradients of layers before several heads come from the head with the largest one, and grow from there."""
+    names = [*(f"layer_{letter}" for letter in "abcdef"), "price", "hidden", "mask"]
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1)]
+    for number, name in enumerate(names, 1):
+        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+    ends = [(2 * number - 1, 2 * number + 1) for number in range(1, 10)]
+    if not together:
+        ends[7] = (13, 17)  # from layer_f to the hidden layer of the other head
+    gradients: dict[str, Values] = {name: {"rms": 3 * 0.9**place} for place, name in enumerate(names)}
+    for name in names[7:]:
+        gradients[name] = {"rms": small}
+    found = run(None, gradients, graph=Graph(tuple(nodes), tuple(Edge(*each) for each in ends)))
+    assert [each.rule for each in found] == rules
 
 
 def test_a_single_module_that_stops_gradients() -> None:
