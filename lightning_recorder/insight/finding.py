@@ -53,12 +53,14 @@ class Trace:
         statistic: The name of the statistic.
         steps: The recorded steps, at most 60 of them.
         values: The value at each step.
+        module: The name of the module that has the tensor.
     """
 
     recorder: str
     statistic: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,12 @@ class Finding:
     def is_note(self) -> bool:
         """True if the finding does not make a run unhealthy."""
         return self.severity == "note"
+
+    @property
+    def layer(self) -> str:
+        """The module that is marked: the one with the values that are shown if it is inside of ``module``, a block."""
+        inner = "" if self.trace is None else self.trace.module
+        return inner if self.module and inner.startswith(f"{self.module}.") else self.module
 
     @property
     def line(self) -> str:
@@ -169,12 +177,12 @@ def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tupl
         if isinstance(site, tuple):
             first.setdefault(site[0], place)
     findings = list(findings)
-    names = recorded({each.module for each in findings}, first)
+    names = recorded({each.layer for each in findings}, first)
     found = []
     for each in findings:
-        row = rows.get((each.module, each.path))
-        if row is None and each.module in names and each.module:
-            row = first[names[each.module]]
+        row = rows.get((each.layer, each.path))
+        if row is None and each.layer in names and each.module:
+            row = first[names[each.layer]]
         found.append((each, row))
     return [(each, row) for each, row in found if row is not None or not each.module]
 
@@ -218,8 +226,8 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     known["others"], known["consequences"] = tuple(data["others"]), tuple(data["consequences"])
     trace = data["trace"]
     if trace is not None:
-        values = tuple(map(_number, trace["values"]))
-        known["trace"] = Trace(trace["recorder"], trace["statistic"], tuple(trace["steps"]), values)
+        steps, values = tuple(trace["steps"]), tuple(map(_number, trace["values"]))
+        known["trace"] = Trace(trace["recorder"], trace["statistic"], steps, values, trace.get("module", ""))
     return Finding(**known)
 
 

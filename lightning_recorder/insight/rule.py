@@ -102,7 +102,7 @@ def trace(table: Table, site: Site, statistic: str) -> Trace:
         kept = np.linspace(0, len(steps) - 1, _LONGEST_TRACE).round().astype(int)
         values, steps = values[kept], steps[kept]
     label = table.recorders[table.places[site]]
-    return Trace(label, statistic, tuple(steps.tolist()), tuple(values.tolist()))
+    return Trace(label, statistic, tuple(steps.tolist()), tuple(values.tolist()), site.name)
 
 
 @dataclass(frozen=True)

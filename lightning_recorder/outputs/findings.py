@@ -150,7 +150,7 @@ class RunFindings:
         """
         for label in self._open & self._waits.keys():
             self._waits[label]()
-        self.named = frozenset(each.module for each in self.current()) - {""}
+        self.named = frozenset(each.layer for each in self.current()) - {""}
 
     def current(self) -> list[Finding]:
         """Return the findings so far, without notes; none after an error."""
@@ -175,7 +175,7 @@ class RunFindings:
             self._watched[known[_key(finding)]] = finding
             return
         self._watched.append(finding)
-        self.named |= {finding.module} - {""}
+        self.named |= {finding.layer} - {""}
         if not finding.is_note:
             self._said.add(_key(finding))
             self._log(f"Found at step {finding.last_step}: {finding.line}")
@@ -241,7 +241,7 @@ class RunFindings:
     def _check(self) -> None:
         findings = self._examined()
         bad = [each for each in findings if not each.is_note]
-        self.named = frozenset(each.module for each in bad) - {""}
+        self.named = frozenset(each.layer for each in bad) - {""}
         for each in bad:
             key = _key(each)
             if key not in self._said and (key in self._before or each.rule in _LASTING):

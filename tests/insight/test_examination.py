@@ -212,3 +212,13 @@ def test_findings_are_not_shown_at_a_parameter_of_the_model_itself() -> None:
     (dead,) = run({"blocks.0.act": {"rms": 0.0, "zero_fraction": 1.0}}, graph=chain("blocks.0.act", act="ReLU"))
     found = [dead, replace(dead, module=""), replace(dead, module="blocks.0.fc")]
     assert [(each.module, row) for each, row in rows_of(found, sites)] == [("", None), ("blocks.0.fc", 1)]
+
+
+def test_a_finding_about_a_block_is_shown_at_the_layer_that_it_names() -> None:
+    """The last layer of a trend is marked, not the first one of its block, also in findings that were written."""
+    names = [f"blocks.{number}.{part}" for number in range(6) for part in ("norm", "fc")]
+    sizes = [1.0 if name.endswith("norm") else 2.0 ** int(name.split(".")[1]) for name in names]
+    found = run({name: {"rms": size} for name, size in zip(names, sizes, strict=True)}, graph=chain(*names))
+    assert [(each.rule, each.module, each.layer) for each in found] == [("block-trend", "blocks.5", "blocks.5.fc")]
+    for findings in (found, findings_from_json(findings_to_json(found))):
+        assert rows_of(findings, [Site(name, "out") for name in names]) == [(findings[0], 11)]
