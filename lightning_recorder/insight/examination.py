@@ -23,7 +23,8 @@ from lightning_recorder.insight import (
     steps,
 )
 from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
-from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, Finding
+from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, USUAL_UNTIL, Finding
+from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
@@ -66,7 +67,7 @@ _ORDER = (
     "running-statistics",
     "norm-ineffective",
     "saturation",
-    "gradient-step",
+    GRADIENT_STEP,
     "vanishing-gradient",
     "exploding-gradient",
     "does-not-move",
@@ -91,6 +92,9 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
         ArgumentError: If there is no such rule; names the argument and the closest rule.
     """
     return check_some(name, rules, (*(each.name for each in RULES), SPIKE)) if rules else ()
+
+
+_SAME_FACTOR = 0.8  # the exponent from which on a factor of the first record is that of the run
 
 
 class Examination:
@@ -196,12 +200,24 @@ def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
     explains = {rule.name: rule.explains for rule in RULES}
     kept: list[Finding] = []
     for each in found:
-        cause = next((place for place, one in enumerate(kept) if _explains(one, each, explains, evidence)), None)
-        if cause is None:
+        causes = [place for place, one in enumerate(kept) if _explains(one, each, explains, evidence)]
+        if not causes:
             kept.append(each)
+        elif _precedes(each, kept[causes[0]], evidence) and _explains(each, kept[causes[0]], explains, evidence):
+            kept[causes[0]] = _with(each, kept[causes[0]])
         else:
-            kept[cause] = _with(kept[cause], each)
+            kept[causes[0]] = _with(kept[causes[0]], each)
     return kept
+
+
+def _precedes(one: Finding, other: Finding, evidence: Evidence) -> bool:
+    """Return True if a step of the gradient was there before another finding began, at least two records later.
+
+    Most findings are dated to the first record, which says nothing. The factor of a step is known in each record.
+    """
+    begun = other.numbers.get(USUAL_UNTIL, other.first_step)
+    is_there = one.numbers.get("first", 0.0) >= one.numbers.get("factor", np.inf) ** _SAME_FACTOR
+    return one.rule == GRADIENT_STEP and is_there and sum(step <= begun for step in evidence.gradients.steps) > 2
 
 
 def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[str, Any]], evidence: Evidence) -> bool:

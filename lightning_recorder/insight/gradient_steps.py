@@ -16,13 +16,16 @@ from lightning_recorder.insight.siblings import FORWARD, all_outliers, blocks_of
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES"]
+__all__ = ["GRADIENT_STEP", "RULES"]
+
+GRADIENT_STEP = "gradient-step"
+"""The rule about a factor between the gradients of two blocks."""
 
 
 def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     norms = gradient_norms(evidence.gradients)
     order = evidence.wiring.order
-    steps: dict[str, list[tuple[Site, float, float]]] = {}
+    steps: dict[str, list[tuple[Site, Site]]] = {}
     ends: dict[str, str] = {}
     groups = [
         group
@@ -39,21 +42,21 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
             ends.setdefault(block, blocks[place])
-            steps.setdefault(block, []).append((group[place], norms[group[place]], norms[group[place + 1]]))
+            steps.setdefault(block, []).append((group[place], group[place + 1]))
     outliers = all_outliers(evidence) if steps else ()
     sick = [site.name for kind, _, _, _, site, _, _ in outliers if kind < FORWARD]
     for block, found in steps.items():
         # What a block computes is nearer to the cause than its gradients.
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
             continue
-        same_sign = len({here > after for _, here, after in found}) == 1
+        same_sign = len({norms[site] > norms[behind] for site, behind in found}) == 1
         if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
             last = max(found, key=lambda each: order.get(each[0].name, -1))
-            yield _grown(rule, evidence, block, *last, end=ends[block])
+            yield _grown(rule, evidence, block, *last, norms, end=ends[block])
     for group in groups:
         found_before = _before_first(rule, evidence, norms, group)
         if found_before is not None:
-            yield _grown(rule, evidence, blocks_of([site.name for site in group])[0], *found_before)
+            yield _grown(rule, evidence, blocks_of([site.name for site in group])[0], *found_before, norms)
             return
 
 
@@ -89,27 +92,31 @@ def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: in
 
 
 def _grown(
-    rule: Rule, evidence: Evidence, block: str, site: Site, here: float, after: float, *, end: str = ""
+    rule: Rule, evidence: Evidence, block: str, site: Site, behind: Site, norms: Mapping[Site, float], *, end: str = ""
 ) -> Finding:
     """Return the finding about a block behind which a gradient has one norm, and another one at a site before it.
 
     If the site is in the block before, the cause may also be at the end of that block, which is ``end``.
     """
+    here, after = norms[site], norms[behind]
     factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
     place = f"{block} or the end of {end}" if end not in ("", block) else block
+    table = evidence.gradients
+    ends = (table.get("rms") * np.sqrt(table.get("count")))[0, [table.places[site], table.places[behind]]]
+    ratio = ends[0] / ends[1] if here > after else ends[1] / ends[0]
+    first = ratio if np.isfinite(ratio) else 0.0
     verdict = (
         f"the gradient {way} {factor:.3g}-fold on its way back through {place}: its norm is {after:.3g} behind it and "
         f"{here:.3g} at {site.name}"
     )
-    return replace(
-        rule.found(evidence, evidence.gradients, site, verdict, statistic="rms", factor=factor), module=block
-    )
+    found = rule.found(evidence, table, site, verdict, statistic="rms", factor=factor, first=first)
+    return replace(found, module=block)
 
 
 def _before_first(
     rule: Rule, evidence: Evidence, norms: Mapping[Site, float], group: list[Site]
-) -> tuple[Site, float, float] | None:
-    """Return the site before the first block, and the norms there and behind the block, if they are too different.
+) -> tuple[Site, Site] | None:
+    """Return the site before the first block and the one behind it, if the norms there are too different.
 
     The group must be what the blocks add to a residual stream, and the site what the first block adds it to: then both
     feed the second block.
@@ -130,7 +137,7 @@ def _before_first(
     # A normalization in the block divides by the size of the stream, and so multiplies the gradient.
     limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
-    return (stem, norms[stem], norms[group[0]]) if is_large else None
+    return (stem, group[0]) if is_large else None
 
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
@@ -140,7 +147,7 @@ def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
 
 RULES = (
     Rule(
-        name="gradient-step",
+        name=GRADIENT_STEP,
         severity="warning",
         statistic="L2 norm of the gradients of equal modules in repeated blocks, from one block to the one before it",
         thresholds={"fewest": 3, "factor": 12.0, "share": 0.5, "many": 8, "lone": 6.0},
@@ -155,7 +162,7 @@ RULES = (
         examine=_step,
         explains=dict.fromkeys(
             (
-                "gradient-step",
+                GRADIENT_STEP,
                 "unlike-siblings",
                 "scale-jump",
                 "vanishing-gradient",

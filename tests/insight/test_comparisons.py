@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import Examination, comparisons
+from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 
@@ -303,6 +304,30 @@ def test_a_lone_step_among_many_blocks(rms: list[Any], named: str) -> None:
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
     found = run(layers, gradients, graph=chain(*gradients))
     assert [each.module for each in found if each.rule == "gradient-step"] == [named] * bool(named)
+
+
+@pytest.mark.parametrize(
+    ("factors", "began", "first"),
+    [
+        ([40.0] * 8, 3, "gradient-step"),
+        ([40.0] * 8, 1, "saturation"),  # at the second record, so perhaps from the beginning on
+        ([1.0] * 3 + [40.0] * 5, 3, "saturation"),
+    ],
+)
+def test_a_saturation_that_begins_later_is_an_effect_of_a_step(factors: list[float], began: int, first: str) -> None:
+    """A step of the gradient that was there before a saturation began is the cause of it, not its consequence."""
+    names = [f"blocks.{place}.fc" for place in range(10)]
+    gradients: dict[str, Values] = {
+        name: {"rms": [factor if place < 5 else 1.0 for factor in factors]} for place, name in enumerate(names)
+    }
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    layers["act"] = {"rms": [0.5] * began + [0.98] * (8 - began)}
+    values = np.full(100, 0.98)
+    edges = np.array([-1.0, -0.95, 0.0, 0.95, 1.0])
+    ends = Histogram(edges, np.array([0, 0, 0, 100]), 0.98, 0.98, values.sum(), (values**2).sum())
+    graph = chain(*names, "act", "head", act="Tanh")
+    (found,) = run({**layers, "head": {"rms": 1.0}}, gradients, graph=graph, histograms={("act", "out"): ends})
+    assert (found.rule, found.consequences) == (first, ("saturation" if first == "gradient-step" else "gradient-step",))
 
 
 def stream(blocks: int) -> Graph:
