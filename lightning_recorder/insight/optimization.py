@@ -181,7 +181,7 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 verdict,
                 statistic="update_ratio",
                 factor=factor,
-                update_ratio=float(np.median(sizes[1:])),
+                update_ratio=float(np.median(sizes[1:])) if len(sizes) > 1 else 0.0,
             )
 
 
