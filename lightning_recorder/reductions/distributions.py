@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension, whole_dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
 __all__ = ["ExpertLoad", "HeadEntropy"]
@@ -50,8 +50,8 @@ class HeadEntropy(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        place = dimension(self.dim, values)
-        if place == values.shaped.dim() - 1:
+        place = whole_dimension(self.dim, values)
+        if place == whole_dimension(-1, values):
             raise ArgumentError("the last dimension is that of the keys; choose another dim for the heads")
         return (values.shaped.shape[place],)
 
@@ -118,7 +118,7 @@ class ExpertLoad(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        experts = values.shaped.shape[dimension(-1, values)]
+        experts = values.shaped.shape[whole_dimension(-1, values)]
         if experts < self.top_k:
             raise ArgumentError(f"a token cannot choose {self.top_k} of {experts} experts")
         return (experts,)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, check_unsharded, dimension
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["BatchMax", "BatchMean", "BatchMin", "BatchSum", "Change", "LastValue"]
@@ -28,6 +28,8 @@ class _BatchReduction(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
+        if values.sharded_dims:
+            check_unsharded(values.sharded_dims - {dimension(self.dim, values)})
         return tuple(self._samples(values).shape[1:])
 
     def _samples(self, values: Values) -> Tensor:
@@ -168,6 +170,7 @@ class LastValue(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
+        check_unsharded(values.sharded_dims)
         shape = list(values.shaped.shape)
         if self.dim is not None:
             del shape[dimension(self.dim, values)]
@@ -203,7 +206,7 @@ class Change(ShapedReduction):
     bytes per element. The reduction is ordered: ``a.merge(b)`` also counts the last tensor of ``a`` and the first
     tensor of ``b`` as a pair. When a recorder starts a new stream after a result, it carries the last tensor over as
     the predecessor of the next one, so that no pair is lost between results. The pairs of all ranks count, and there is
-    none between ranks. Values that are not finite count as zero.
+    none between ranks; each rank compares its part of a sharded tensor. Values that are not finite count as zero.
 
     Statistics, as means over all pairs of consecutive tensors ``p``, ``x``: ``cosine_to_previous`` is
     ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous`` is ``|x| / |p|``. Pairs in which a norm is zero are

@@ -16,14 +16,24 @@ from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.scalars import merged_moments
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
-__all__ = ["ChannelExtrema", "ChannelMoments", "DeadChannels", "ShapedReduction", "check_dim", "dimension"]
+__all__ = [
+    "ChannelExtrema",
+    "ChannelMoments",
+    "DeadChannels",
+    "ShapedReduction",
+    "check_dim",
+    "check_unsharded",
+    "dimension",
+    "whole_dimension",
+]
 
 
 class ShapedReduction(Reduction):
     """Base class of reductions that keep numbers for each channel or element.
 
     The first tensor determines the shape of the state, and later tensors must match it. The state consists of leading
-    numbers, usually one count, and a number of blocks of that shape.
+    numbers, usually one count, and a number of blocks of that shape. A ``DTensor`` is rejected if it is sharded along a
+    dimension of which each index has numbers of its own, because each rank has other indices.
     """
 
     blocks: ClassVar[int] = 1
@@ -133,6 +143,27 @@ def dimension(dim: int, values: Values) -> int:
     return dim % dims
 
 
+def whole_dimension(dim: int, values: Values) -> int:
+    """Return the non-negative index of a dimension whose indices must be the same on all ranks.
+
+    Raises:
+        ArgumentError: If the tensor has no such dimension, or if the dimension is sharded across ranks.
+    """
+    place = dimension(dim, values)
+    check_unsharded(values.sharded_dims & {place})
+    return place
+
+
+def check_unsharded(dims: frozenset[int]) -> None:
+    """Check that there are no sharded dimensions among those whose indices must be the same on all ranks.
+
+    Raises:
+        ArgumentError: If there are such dimensions.
+    """
+    if dims:
+        raise ArgumentError(f"each rank has other indices of dimension {min(dims)}, along which the tensor is sharded")
+
+
 class _ChannelReduction(ShapedReduction):
     """Base class of statistics for each index of one dimension."""
 
@@ -148,7 +179,7 @@ class _ChannelReduction(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        channels = values.shaped.shape[dimension(self.dim, values)]
+        channels = values.shaped.shape[whole_dimension(self.dim, values)]
         if self.groups is None:
             return (channels,)
         if channels % self.groups:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import check_integer
-from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension, whole_dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
 __all__ = ["FeatureRank"]
@@ -53,7 +53,7 @@ class FeatureRank(ShapedReduction):
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        kept = min(values.shaped.shape[dimension(self.dim, values)], self.sketch)
+        kept = min(values.shaped.shape[whole_dimension(self.dim, values)], self.sketch)
         return kept, kept
 
     @override

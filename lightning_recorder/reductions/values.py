@@ -116,6 +116,15 @@ class Values:
         return self.shaped.reshape(-1)
 
     @cached_property
+    def sharded_dims(self) -> frozenset[int]:
+        """The dimensions of a ``DTensor`` of which this process has a part only."""
+        raw: Any = self.raw
+        if type(raw) in PLAIN_TYPES or not hasattr(raw, "placements"):
+            return frozenset()
+        ranks = zip(raw.placements, raw.device_mesh.shape, strict=True)
+        return frozenset(each.dim for each, size in ranks if each.is_shard() and size > 1)
+
+    @cached_property
     def numel(self) -> int:
         """Number of real values."""
         return self.real.numel()

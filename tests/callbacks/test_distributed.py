@@ -48,7 +48,17 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks import attach
 from lightning_recorder.callbacks.attach import AttachRecorders
-from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reduction, Statistics, Values, to_histogram
+from lightning_recorder.reductions import (
+    BatchMean,
+    Change,
+    ChannelExtrema,
+    ChannelMoments,
+    Norms,
+    Reduction,
+    Statistics,
+    Values,
+    to_histogram,
+)
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
 from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.tensors import Recorder
@@ -581,6 +591,16 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 
 @scenario
+def sharded_channels(folder: Path) -> dict[str, Any]:
+    whole = Whole()
+    extra = [ChannelMoments(dim=0), ChannelExtrema(dim=-1), BatchMean()]
+    recorder = ParameterRecorder("hidden", every_n_train_steps=1, parts=["values"], extra=extra)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    train(folder, [whole, recorder], Sharded(), strategy=strategy)
+    return {"found": {site.path: dict(each.tensors) for site, each in recorder.latest.items()}, "whole": whole.by_step}
+
+
+@scenario
 def unused(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     model = Net()
@@ -759,7 +779,7 @@ HEALTHY = (
     "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
     "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction", "local_reduction",
     "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0", "broken_reset_1",
-    "ddp", "user_reductions",
+    "ddp", "user_reductions", "sharded_channels",
 )  # fmt: skip
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
@@ -1035,6 +1055,20 @@ def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
             tensors = [tensor / 2 if name == "gradient" else tensor for tensor in union(results, name, step)]
             Moments.of(values_of(tensors)).assert_near(at(scalars, place, step))
     assert warned == [[], []]
+
+
+def test_channels_of_which_each_rank_has_others_are_left_out(pair: Path) -> None:
+    """Rows sharded over the ranks have no numbers of their own, with a warning; columns and means over rows have."""
+    results, warned = outcome(pair, "sharded_channels")
+    weight = results[0]["whole"][-1]["hidden.weight"]
+    found = results[0]["found"]
+    assert set(found["weight"]) == {"channel_min", "channel_max", "channel_abs_max", "batch_mean"}
+    torch.testing.assert_close(found["weight"]["channel_max"], weight.amax(0).double(), rtol=0, atol=0)
+    torch.testing.assert_close(found["weight"]["batch_mean"], weight.double().mean(0))
+    assert len(warned[0]) == 2
+    assert all(
+        "each rank has other indices of dimension 0, along which the tensor is sharded" in each for each in warned[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["shifted", "negated", "spoilt"])
