@@ -119,7 +119,8 @@ class Tap(ABC):
         self.per_call = False
         """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``. The number
         of a gradient is that of the call in the forward pass."""
-        self._calls: dict[str, int] = {}  # the number of the current call of each module
+        self._calls: dict[str, int] = {}  # the number of the last call of each module
+        self._open: dict[tuple[int, str], list[int]] = {}  # the calls in progress by thread and module, innermost last
         self._ignored: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
@@ -168,12 +169,23 @@ class Tap(ABC):
             raise
 
     def _register_all(self) -> None:
+        # Some modules, such as TorchScript modules, do not support hooks.
         for name, module in self.modules.items():
-            # Some modules, such as TorchScript modules, do not support hooks.
+            if self.per_call:
+                self._guarded(name, None, self._register_begin, module)
             self._guarded(name, None, self._register, module)
+            if self.per_call:
+                self._guarded(name, None, self._register_end, module)
         if not self.eager:
             with _LOCK:
                 self._hooks_on_modules, self._handles = self._handles, []
+
+    def _register_begin(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_pre_hook(_CallHook(self, name, ends=False)))
+
+    def _register_end(self, name: str, module: nn.Module) -> None:
+        # Also called if the module raises.
+        self._keep(module.register_forward_hook(_CallHook(self, name, ends=True), always_call=True))
 
     def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
         """Remove the hooks during a call of compiled code, because with a hook it would be compiled again."""
@@ -274,14 +286,29 @@ class Tap(ABC):
     def restart_calls(self) -> None:
         """Give the next call of each module the number 1."""
         self._calls.clear()
+        self._open.clear()
 
     def _count_call(self, name: str) -> None:
         """Count a call of a module whose tensors will be recorded."""
         self._calls[name] = self._calls.get(name, 0) + 1
 
+    def _begin_call(self, name: str) -> None:
+        """Count a call that is in progress until :meth:`_end_call`."""
+        self._count_call(name)
+        self._open.setdefault((threading.get_ident(), name), []).append(self._calls[name])
+
+    def _end_call(self, name: str) -> None:
+        """End the innermost call of a module."""
+        calls = self._open.get((threading.get_ident(), name))
+        if calls:
+            calls.pop()
+
     def _suffix(self, name: str) -> str:
         """Return the end of the paths in the current call of a module, empty in the first call."""
-        number = self._calls.get(name, 1) if self.per_call else 1
+        if not self.per_call:
+            return ""
+        calls = self._open.get((threading.get_ident(), name))
+        number = calls[-1] if calls else self._calls.get(name, 1)
         return "" if number == 1 else f"#{number}"
 
     def _pass_on(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -334,17 +361,13 @@ class TapHook(ModuleHook):
         name: The name of the module.
         method: The method.
         site: The site of the last argument, if the fast path may take it.
-        begins: True for the first hook of a call, which counts the call.
     """
 
-    def __init__(
-        self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None, *, begins: bool = True
-    ) -> None:
+    def __init__(self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None) -> None:
         self._tap = tap
         self._name = name
         self._method = method
         self._site = site
-        self._begins = begins
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
@@ -355,9 +378,26 @@ class TapHook(ModuleHook):
         if tap._during_backward or not in_backward():
             site = self._site
             if tap.per_call:
-                if self._begins:
-                    tap._count_call(self._name)
                 suffix = tap._suffix(self._name)
                 if site is not None and suffix:
                     site = Site(site.name, site.path + suffix)
             tap._guarded(self._name, site, self._method, module, *passed)
+
+
+class _CallHook(ModuleHook):
+    """A hook that tells its tap that a call of a module begins or ends, so that each call has a number.
+
+    A call is counted when it begins, because it may raise, or call the same module again.
+    """
+
+    def __init__(self, tap: Tap, name: str, *, ends: bool) -> None:
+        self._tap = tap
+        self._name = name
+        self._ends = ends
+
+    def __call__(self, module: nn.Module, *passed: Any) -> None:
+        tap = self._tap
+        if torch.compiler.is_compiling() or is_tracing() or not tap._attached:
+            return
+        if tap._during_backward or not in_backward():
+            (tap._end_call if self._ends else tap._begin_call)(self._name)

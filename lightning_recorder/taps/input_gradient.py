@@ -62,7 +62,7 @@ class InputGradientTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         self._keep(module.register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
         # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
-        leave = TapHook(self, name, self._leave_call, begins=False)
+        leave = TapHook(self, name, self._leave_call)
         self._keep(module.register_forward_hook(leave, always_call=True))
 
     @override

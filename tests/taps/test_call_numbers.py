@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -135,3 +136,45 @@ def test_a_repeated_backward_pass_has_the_same_numbers() -> None:
         total.backward()
     paths = {"out": 1.0, "out#2": 2.0, "out#3": 3.0, "out#4": 4.0, "out#5": 5.0}
     assert sorted(seen) == sorted([*paths.items()] * 2)
+
+
+class Raising(nn.Module):
+    """Calls itself once, and raises in every third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise ValueError("every third call")
+        return self(2 * x, depth - 1) if depth else 3 * x
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_calls_that_raise_or_call_the_module_again_are_counted(after: bool) -> None:
+    """The inputs, the outputs and their gradients of a call have one number, in the order in which the calls begin."""
+    module = Raising()
+    seen: list[dict[str, float]] = []
+
+    def keep(tap: Callable[..., Tap], **options: bool) -> Tap:
+        found: dict[str, float] = {}
+        seen.append(found)
+        made = tap({"m": module}, lambda site, tensor: found.update({site.path: tensor.item()}), **options)
+        made.per_call = True
+        return made
+
+    results = []
+    with keep(InputTap, after=after), keep(OutputTap), keep(OutputGradientTap), keep(InputGradientTap):
+        for number in (1.0, 10.0, 100.0, 1000.0):
+            with suppress(ValueError):
+                results.append(module(torch.tensor(number, requires_grad=True)))
+        torch.stack(results).sum().backward()
+    raised = {} if after else {"in[0]#3": 10.0, "in[0]#6": 1000.0}
+    assert seen == [
+        {"in[0]": 1.0, "in[0]#2": 2.0, "in[0]#4": 100.0, "in[0]#5": 200.0, **raised},
+        {"out": 6.0, "out#2": 6.0, "out#4": 600.0, "out#5": 600.0},
+        {"out": 1.0, "out#2": 1.0, "out#4": 1.0, "out#5": 1.0},
+        {"in[0]": 6.0, "in[0]#2": 3.0, "in[0]#4": 6.0, "in[0]#5": 3.0},
+    ]
