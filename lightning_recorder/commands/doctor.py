@@ -18,7 +18,7 @@ from lightning_recorder.insight import Finding, check_rules, findings_to_json
 from lightning_recorder.recordings import WATCH, Run, open_recording
 from lightning_recorder.recordings.examine import examine
 
-__all__ = ["bad_findings", "has_records", "run"]
+__all__ = ["bad_findings", "run"]
 
 _MOST_LINES = 6  # after the first finding, which is printed in full
 _FEW = 5  # modules in a list
@@ -30,7 +30,7 @@ _LONGEST = 10_000  # characters of a line or a name; only those of a damaged fil
 def run(arguments: Namespace, out: TextIO) -> int:
     """Print the findings of each run; return 1 if there is one that is no note, else 0."""
     runs = open_recording(arguments.path).runs
-    examined = {name: each for name, each in runs.items() if has_records(each)}
+    examined = {name: each for name, each in runs.items() if each.has_records}
     if not examined:
         raise ArgumentError(f"{arguments.path!r} has no records to examine: nothing was recorded")
     ignored = check_rules("--ignore", arguments.ignore)
@@ -46,11 +46,6 @@ def run(arguments: Namespace, out: TextIO) -> int:
         for name in [each for each in runs if each not in examined]:
             out.write(f"\n{printable(name, None)}:\nnothing was recorded\n")
     return int(any(not each.is_note for findings in found.values() for each in findings))
-
-
-def has_records(run: Run) -> bool:
-    """Return True if a run has a record of at least one tensor; a run that crashes in its first step has none."""
-    return any(part.sites for label in run for part in run[label].parts.values())
 
 
 def bad_findings(run: Run) -> list[Finding]:

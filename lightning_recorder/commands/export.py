@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 import torch
 
-from lightning_recorder.commands.doctor import has_records
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings import Recording, Series, open_recording
@@ -29,7 +28,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if write is None:
         raise ArgumentError(f"OUT must end in .csv, .parquet or .pt, got {path.name!r}")
     recording = open_recording(arguments.path)
-    if not any(map(has_records, recording.runs.values())):
+    if not any(each.has_records for each in recording.runs.values()):
         raise ArgumentError(f"{arguments.path!r} has no records to export")
     write(recording, path)
     out.write(f"{printable(str(path), None)}\n")

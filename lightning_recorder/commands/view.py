@@ -7,7 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TextIO
 
-from lightning_recorder.commands.doctor import has_records
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.page import page_document
@@ -36,7 +35,7 @@ def _write(arguments: Namespace, out: TextIO) -> int:
         for path in arguments.paths
         for name, run in open_recording(path).runs.items()
     }
-    if not any(run.graph is not None or has_records(run) for run in runs.values()):
+    if not any(run.graph is not None or run.has_records for run in runs.values()):
         raise ArgumentError(f"{' and '.join(map(repr, arguments.paths))} has no records to show: nothing was recorded")
     path = Path(arguments.output)
     page_document(runs, path, limit=arguments.limit * 1_000_000)

@@ -223,6 +223,11 @@ class Run:
         return list(self._all)
 
     @property
+    def has_records(self) -> bool:
+        """True if there is a record of at least one tensor; a run that crashes in its first step has none."""
+        return any(part.sites for label in self for part in self[label].parts.values())
+
+    @property
     def _all(self) -> dict[str, Series]:
         if self._series is None:
             self._series = {}
