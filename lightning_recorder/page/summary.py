@@ -55,7 +55,7 @@ def summary_html(runs: Mapping[str, Run], hint: str) -> str:
     if len(shown) == 1:
         parts = [_run(*shown[0])]
     else:
-        parts = [f"<div>{_verdict(run.findings)} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
+        parts = [f"<div>{_verdict(run, run.findings)} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
         parts += [f"<div>and {len(shown) - _MOST_RUNS} more runs</div>"] if len(shown) > _MOST_RUNS else []
     hint = f'<div style="opacity:.7">The page with the graph and all layers: <code>{escape(hint)}</code></div>'
     return f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:900px">{"".join(parts)}{hint}</div>'
@@ -73,7 +73,8 @@ def _run(name: str, run: Run) -> str:
         f"{label}: {len(each.steps)} record{'s' * (len(each.steps) != 1)} of {len(each)} tensors"
         for label, each in series
     )
-    return f"<div>{_verdict(findings)} <b>{escape(name)}</b> <small>{recorded}</small></div>{listed}<div>{charts}</div>"
+    title = f"{_verdict(run, findings)} <b>{escape(name)}</b> <small>{recorded}</small>"
+    return f"<div>{title}</div>{listed}<div>{charts}</div>"
 
 
 def _item(finding: Finding) -> str:
@@ -84,8 +85,10 @@ def _item(finding: Finding) -> str:
     )
 
 
-def _verdict(findings: list[Finding]) -> str:
+def _verdict(run: Run, findings: list[Finding]) -> str:
     count = sum(not each.is_note for each in findings)
+    if not count and not run.has_records:
+        return "<b>nothing was recorded</b>"
     if not count:
         return '<b style="color:#1a7f37">✓ healthy</b>'
     return f'<b style="color:#b42318">⚠ {count} finding{"s" if count != 1 else ""}</b>'

@@ -282,6 +282,8 @@ def test_a_run_that_crashed_in_its_first_step(is_cut: bool, tmp_path: Path) -> N
         assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
         assert f"{str(tmp_path)!r} has no records" in said.err
     page_data({"run": open_recording(tmp_path).run})  # the page of a run in progress waits for records
+    assert "<b>nothing was recorded</b>" in (shown := open_recording(tmp_path)._repr_html_())
+    assert "healthy" not in shown
 
 
 def test_a_port_that_does_not_exist(runs: Path) -> None:
