@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
-from lightning_recorder.graph.views.forms import TENSORS, forms
-from lightning_recorder.graph.views.periods import repetitions
+from lightning_recorder.graph.views.forms import TENSORS, forms, operands
+from lightning_recorder.graph.views.periods import period_of, repetitions
 from lightning_recorder.graph.views.runs import (
     Loop,
     Run,
@@ -37,7 +38,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
     may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
     the same number. The names of the modules may differ in their numbers, and the sizes of tensors that are not
-    determined by parameters; see :class:`TensorMeta`.
+    determined by parameters; see :class:`TensorMeta`. An index or a number that a function takes may be another one in
+    each unit. If two to four of them recur in turn, that many units are folded together.
 
     The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
     edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
@@ -156,6 +158,9 @@ class _Fold:
             )
             if known:
                 continue  # a longer unit would be several of the shorter ones
+            length *= self._turn(siblings, start, end, length)
+            if end - start < 2 * length:
+                continue
             unit = start + unit_offset(siblings, start, end, length)
             self._loops.append(Loop(siblings, unit, length, (end - unit) // length))
             while unit + 2 * length <= end:
@@ -165,6 +170,22 @@ class _Fold:
                 unit += run.length * run.times
         return found
 
+    def _turn(self, siblings: Siblings, start: int, end: int, length: int) -> int:
+        """Return the number of units after which the operands of functions recur, such as two halves taken in turn.
+
+        Operands that do not recur may be the number of a step.
+        """
+        values = self._operands(siblings, range(start, end - length + 1, length), length)
+        return 1 if all(each == values[0] for each in values) else lcm(*map(period_of, zip(*values, strict=True)))
+
+    def _operands(
+        self, siblings: Siblings, units: Iterable[int], length: int, *, only_places: bool = False
+    ) -> list[list[Key]]:
+        """Return the operands of all nodes of each unit, or only those that say which part of a tensor is taken."""
+        nodes = self._graph.nodes
+        trees = ([node for tree in siblings.subtrees[unit : unit + length] for node in tree] for unit in units)
+        return [[operands(nodes[node], only_places=only_places) for node in tree] for tree in trees]
+
     def _enough(self, siblings: Siblings, run: Run) -> bool:
         """Return True if a run is worth folding."""
         nodes, children = self._graph.nodes, self._graph.children
@@ -172,6 +193,13 @@ class _Fold:
         nested = any(nodes[part].kind == "module" and part in children for part in unit)
         if run.times < (2 if run.length == 1 and nested else self._least):
             return False
+        if run.times == 2 and nested:
+            # The numbers of two blocks may differ, such as a drop rate, but not those that a frame keeps apart.
+            within = nodes[unit[0]].parent
+            is_framed = within is not None and not nodes[within].type_name
+            one, other = self._operands(siblings, run.units(), run.length, only_places=not is_framed)
+            if one != other:
+                return False
         return nested or not run.parallel or run.times > _FEW
 
     def _merge(self, siblings: Siblings, run: Run) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms"]
+__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms", "operands"]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
@@ -45,6 +45,8 @@ SETTINGS = frozenset(
 )
 
 _SETTINGS_AND_P = SETTINGS | {"p"}
+_PLACES = ("index", "start")
+_SETTINGS_AND_SIZES = _SETTINGS_AND_P | {"size", "sizes", "shape", "length", "split_size_or_sections", "dtype"}
 
 GEOMETRY = frozenset(
     (
@@ -147,6 +149,19 @@ def _settings(node: Node) -> Key:
     # The p of a dropout is a drop rate, and that of others the kind of a norm.
     settings = SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
     return tuple(pair for pair in node.arguments if pair[0] in settings)
+
+
+def operands(node: Node, *, only_places: bool = False) -> Key:
+    """Return the arguments of a function that are neither settings nor sizes, such as an index or a number to add.
+
+    Args:
+        node: A node.
+        only_places: Only return the arguments that say which part of a tensor is taken.
+    """
+    pairs = node.arguments if node.kind == "op" else ()
+    if only_places:
+        return tuple(pair for pair in pairs if pair[0] in _PLACES)
+    return tuple(pair for pair in pairs if pair[0] not in _SETTINGS_AND_SIZES and not pair[0].isdigit())
 
 
 def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
-__all__ = ["repetitions"]
+__all__ = ["period_of", "repetitions"]
 
 _SHORT = 8  # Every period up to this length is tried.
+_LONGEST_TURN = 4  # the longest period of the values of :func:`period_of`
 _MOST = 3  # the number of longer periods that are tried at a position
 
 
@@ -45,6 +46,17 @@ def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
         if end - start >= 2 * period:
             found.append((start, end, period))
     return found
+
+
+def period_of(values: Sequence[Hashable]) -> int:
+    """Return the smallest period of up to four values, in a sequence of almost two periods or more; 1 if none.
+
+    Example:
+        >>> period_of([0, 4, 0]), period_of([3, 3, 3]), period_of([0, 1, 2, 0])
+        (2, 1, 1)
+    """
+    periods = range(1, min(_LONGEST_TURN, (len(values) + 1) // 2) + 1)
+    return next((each for each in periods if values[each:] == values[:-each]), 1)
 
 
 def _end(values: Sequence[int], start: int, period: int) -> int:

@@ -601,11 +601,11 @@ def test_a_scan_of_functions() -> None:
     def forward(_: Any, x: Tensor) -> Tensor:
         state, results = torch.zeros(2), []
         for step in range(64):
-            state = x[:, step % 4].exp() * state + x[:, step % 4]
+            state = x[:, step].exp() * state + x[:, step]
             results.append(state.sin())
         return torch.stack(results)
 
-    assert outline(fold_repeats(bare(Net(forward), X))) == text(
+    assert outline(fold_repeats(bare(Net(forward), torch.ones(2, 64)))) == text(
         """
         input
         zeros
@@ -813,8 +813,8 @@ def test_sizes_that_depend_on_the_data() -> None:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         result = x
-        for index, expert in enumerate(net.children()):
-            result = result.index_add(0, torch.arange(index % 3 + 1), expert(x[: index % 3 + 1]))
+        for rows, expert in zip((1, 3, 2, 2, 1, 3, 3, 2), net.children(), strict=True):
+            result = result.index_add(0, torch.arange(rows), expert(x[:rows]))
         return result
 
     experts = {f"expert{index}": nn.Linear(4, 4) for index in range(8)}
@@ -822,6 +822,38 @@ def test_sizes_that_depend_on_the_data() -> None:
     (expert,) = view.module_calls()[1:]
     assert (expert.name, str(expert.outputs[0])) == ("expert0", "1…3×4")
     assert {str(edge.tensor) for edge in view.edges if edge.source == expert.id} == {"1…3×4"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("layers", "repeats"), [(2, [1, 1]), (3, [1, 1, 1]), (6, [3]), (7, [3, 1])])
+def test_parts_that_are_taken_in_turn(layers: int, repeats: list[int], reverse: bool) -> None:
+    """A coupling layer that keeps the first half of its input is not equal to one that keeps the second half."""
+
+    def keep(first: slice, second: slice) -> Net:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            kept, changed = x[:, first], x[:, second]
+            changed = changed + net.fc(kept)
+            return torch.cat([changed, kept] if reverse and first.start else [kept, changed], 1)
+
+        return Net(forward, fc=linear())
+
+    halves = slice(None, 4), slice(4, None)
+    net = nn.Sequential(*(keep(*halves[:: -1 if layer % 2 else 1]) for layer in range(layers)))
+    view = fold_repeats(collapse(bare(net, torch.ones(2, 8)), 2))
+    assert [node.repeats for node in view.children(view.root) if node.kind == "module"] == repeats
+
+
+@pytest.mark.parametrize(("numbers", "repeats"), [(range(8), [8]), ([0, 1] * 4, [4]), ([0.9, 0.8], [2]), ([3, 3], [2])])
+def test_numbers_that_differ(numbers: Sequence[float], repeats: list[int]) -> None:
+    """Blocks are folded in pairs if they multiply with two numbers in turn, and alone if each has another number."""
+    blocks = (Net(lambda net, x: net.fc(x) * net.number, fc=linear()) for _ in numbers)
+    net = nn.Sequential(*blocks)
+    for block, number in zip(net, numbers, strict=True):
+        block.number = number  # type: ignore[assignment]
+    view = fold_repeats(collapse(bare(net, X), 2))
+    assert [node.repeats for node in view.children(view.root) if node.kind == "module"] == repeats
+    pairs = [node.repeats for node in view.module_calls() if node.name in ("0", "1")]
+    assert pairs == ([1, 1] if repeats == [4] else repeats)
 
 
 def test_sizes_of_weights_keep_layers_apart() -> None:
