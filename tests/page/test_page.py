@@ -16,6 +16,7 @@ from playwright.sync_api import Page, expect
 from torch import nn
 
 from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight import Finding, Trace
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, SiteRecord, open_recording, records_path
 from tests.benchmarks.page import model
@@ -89,6 +90,20 @@ def test_a_finding_leads_to_its_layer(page: Page, files: Path) -> None:
     assert "layer=encoder.relu" in page.url
     page.keyboard.press("Escape")
     expect(panel).to_have_count(0)
+
+
+def test_a_finding_about_a_block_leads_to_the_layer_in_it(page: Page, tmp_path: Path) -> None:
+    """A finding that names a block opens the layer with the values that are shown, and this layer is marked."""
+    strip_of(tmp_path, 30)
+    run = open_recording(tmp_path).runs[tmp_path.name]
+    trace = Trace("activations", "rms", (0,), (9.0,), "layers.20")
+    finding = Finding("odd", "warning", "layers", "", 0, 0, 1, "layers differs", "why", "next", "usual", trace=trace)
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}, findings={"run": [finding]}), "run"))
+    opened(page, tmp_path / "page.html")
+    assert page.locator(".strip .names .sick").all_inner_texts() == ["layers.20"]
+    page.locator(".findings li button").first.click()
+    expect(page.locator("aside.layer h2")).to_have_text("layers.20")
+    expect(page.locator("aside.layer .finding")).to_contain_text("layers differs")
 
 
 def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) -> None:

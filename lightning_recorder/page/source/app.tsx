@@ -7,7 +7,7 @@ import "./style.css";
 import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
-import { decode, floats, format, isShare, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
@@ -148,7 +148,7 @@ function App(props: { data: PageData }) {
   const tree = useMemo(() => run.data.graph ? new Tree(both?.graph ?? run.data.graph) : null, [run, both]);
   const scale = useMemo(() => recorder ? new Scale(recorder.table(statistic), statistic) : null, [recorder, statistic]);
   const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
-  const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map((each) => each.module)), [run]);
+  const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map(layerOf)), [run]);
   // A module without tensors of its own is marked at those inside it.
   const marked = useMemo(() => {
     const names = recorder?.modules ?? [], known = new Set(names);
@@ -312,7 +312,7 @@ function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<
   const trace = finding.trace;
   const open = (): void => {
     const recorder = trace ? run.recorder(trace.recorder) : undefined;
-    change({ layer: finding.module, step: stepOf(finding), ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
+    change({ layer: layerOf(finding), step: stepOf(finding), ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
   };
   return (
     <li class={finding.severity}>

@@ -5,7 +5,7 @@ export interface Finding {
   first_step: number; last_step: number; records: number;
   verdict: string; why: string; next: string; usual: string;
   numbers: Record<string, number | string>; others: string[]; consequences: string[];
-  trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[] } | null;
+  trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[]; module?: string } | null;
 }
 export interface SiteData { module: string; path: string; shape: number[]; dtype: string }
 export interface HistogramData { first: number; rows: number; least: number; counts: string }
@@ -51,6 +51,12 @@ function bytesOf(text: string): Uint8Array<ArrayBuffer> {
 export function floats(text: string): Float32Array { return new Float32Array(bytesOf(text).buffer); }
 
 const COUNTS = ["nan_count", "inf_count"];
+
+/** The module that is marked: the one with the values that are shown if it is inside of the module at fault, a block. */
+export function layerOf(finding: Finding): string {
+  const inner = finding.trace?.module ?? "";
+  return finding.module && inner.startsWith(`${finding.module}.`) ? inner : finding.module;
+}
 
 /** Numbers that JSON cannot express arrive as words. */
 export function toNumber(value: number | string): number {
@@ -163,7 +169,7 @@ export class Run {
     this.curves = data.curves.map((each) => ({ ...each, values: [...floats(each.values)] }));
     this.steps = [...new Set(this.recorders.flatMap((each) => each.steps))].sort((one, other) => one - other);
     for (const finding of data.findings) {
-      for (const module of new Set([finding.module, ...finding.others])) {
+      for (const module of new Set([finding.module, layerOf(finding), ...finding.others])) {
         const known = this.byModule.get(module);
         if (known) known.push(finding); else this.byModule.set(module, [finding]);
       }
