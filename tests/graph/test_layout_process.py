@@ -75,6 +75,14 @@ def test_a_title_moves_into_a_gap() -> None:
     assert place(FRAME, WIDTHS, lines_of({"edges": [{"pos": straight(120, 120, 60)}]}), 0) == WIDTHS
 
 
+def test_a_text_may_be_wider_than_graphviz_estimates() -> None:
+    """A title is moved away from an edge that only touches its end."""
+    # The title ends at 65, and the edge takes the 2 points on both sides of it.
+    touching, beside = (lines_of({"edges": [{"pos": straight(x, 120, 60)}]}) for x in (70, 72))
+    assert place(FRAME, WIDTHS, touching, 0) == {"left": 74, "right": 1}
+    assert place(FRAME, WIDTHS, beside, 0) == WIDTHS
+
+
 def test_a_frame_without_a_gap_gets_wider_with_each_attempt() -> None:
     """If no gap is wide enough, the frame gets room for one; more of it the more often that has failed."""
     frame = Frame(left=0, right=80, middle=35, width=62, bottom=80, top=100)
