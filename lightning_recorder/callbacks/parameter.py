@@ -186,10 +186,13 @@ class ParameterRecorder(StatisticsCallback):
 
     @override
     def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
+        if not isinstance(recorder, OptimizerRecorder):
+            return
+        recorder.root = pl_module
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
-        if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
-        if isinstance(recorder, OptimizerRecorder) and isinstance(trainer.gradient_clip_val, (int, float)):
+        if isinstance(trainer.gradient_clip_val, (int, float)):
             algorithm = trainer.gradient_clip_algorithm or "norm"
             recorder.clipping = {
                 "gradient_clip_val": float(trainer.gradient_clip_val),

@@ -15,6 +15,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["Coverage", "with_gradients"]
 
+_NO_PART = "removed from the model, or replaced"
 _FEW = 3  # compiled functions that a reason names
 
 # The reasons for a missing record, the most important ones first.
@@ -170,6 +171,8 @@ class Coverage:
 
     def stop_reason(self, name: str) -> str:
         """Return the reason why a previously recorded module was missing from the latest records."""
+        if not self._is_part(name):
+            return _NO_PART
         if name not in self.called:
             return "no longer called"
         if self.of == "activations":
@@ -182,10 +185,15 @@ class Coverage:
 
     def gradient_stop_reason(self, name: str, path: str) -> str:
         """Return the reason why a parameter that had a gradient before has none now."""
+        if not self._is_part(name):
+            return _NO_PART
         parameter = dict(own_parameters(self.modules[name])).get(path)
         if parameter is None:
             return "it is no longer a parameter of the module"
         return "backward passes no longer reach it" if parameter.requires_grad else "frozen, requires_grad is False"
+
+    def _is_part(self, name: str) -> bool:
+        return any(each is self.modules[name] for each in self.root.modules())
 
     def without_gradients(self, sites: Collection[Site]) -> list[str]:
         """Return the names of the recorded parameters that had no gradient in any recorded step."""

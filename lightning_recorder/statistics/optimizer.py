@@ -130,6 +130,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._settings: dict[Site, dict[str, float]] = {}
         self.clipping: dict[str, Any] = {}
         """Facts about the clipping of gradients, which :meth:`about` includes."""
+        self.root: nn.Module | None = None
+        """The model; a module that is no longer part of it is not recorded. By default, every module is."""
 
     @property
     @override
@@ -299,8 +301,12 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
         theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        present = None if self.root is None else {id(each) for each in self.root.modules()}
         found = []
         for name, module in self._modules.items():
+            # The optimizer may still have the parameters of a module that was replaced.
+            if present is not None and id(module) not in present:
+                continue
             for path, parameter in own_parameters(module):
                 if id(parameter) in theirs and parameter.requires_grad and not is_uninitialized(parameter):
                     theirs.discard(id(parameter))

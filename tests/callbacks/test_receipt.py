@@ -477,6 +477,27 @@ def test_changes_are_logged_once(label: str, tmp_path: Path, monkeypatch: pytest
     assert all(change not in texts[0] and change in texts[59] for change in expected)
 
 
+class Replacing(Small):
+    """A model that gets a new head after four steps; the optimizer keeps the parameters of the old one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head = nn.Linear(8, 10)
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": [*self.head.parameters()]})
+
+
+@pytest.mark.parametrize("label", CHANGES)
+def test_a_module_that_is_replaced_is_no_longer_recorded(label: str, tmp_path: Path) -> None:
+    """Nothing is recorded under the name of the old module, and the receipt says why."""
+    go(tmp_path, [CHANGES[label][0](every_n_train_steps=1)], model=Replacing(), max_epochs=15)
+    steps = receipt(tmp_path, label)["modules"]
+    assert (steps["head"]["last_step"], steps["encoder.1"]["last_step"]) == (3, 59)
+    (change,) = receipt(tmp_path, label)["changes"]
+    what = "gradient of head.weight and head.bias" if label == "parameters" else "record of head"
+    assert change["text"] == f"no {what} after step 3: removed from the model, or replaced"
+
+
 def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     """The line and the receipt name the parameters without a gradient in any recorded step."""
     go(
