@@ -127,6 +127,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._steps: list[_Step] = []
         self._failed: set[str] = set()
         self._groups: dict[int, list[dict[str, Any]]] = {}  # by the id of the optimizer
+        self._earlier_groups: list[dict[str, Any]] = []  # those before a resume, until an optimizer steps
         self._settings: dict[Site, dict[str, float]] = {}
         self.clipping: dict[str, Any] = {}
         """Facts about the clipping of gradients, which :meth:`about` includes."""
@@ -172,8 +173,18 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
         Each group also has the class of its ``optimizer`` and the number of its ``parameters``, as tensors.
         """
-        groups = [group for each in self._groups.values() for group in each]
+        groups = [group for each in self._groups.values() for group in each] or self._earlier_groups
         return {**self.clipping, **({"groups": groups} if groups else {})}
+
+    @override
+    def settings_state(self) -> dict[str, Any]:
+        sites = [[*site, values] for site, values in self._settings.items()]
+        return {"sites": sites, "groups": self.about().get("groups", [])}
+
+    @override
+    def load_settings(self, state: Mapping[str, Any]) -> None:
+        self._settings = {Site(name, path): dict(values) for name, path, values in state.get("sites", ())}
+        self._earlier_groups = list(state.get("groups", ()))
 
     @property
     @override

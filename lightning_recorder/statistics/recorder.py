@@ -121,6 +121,13 @@ class BaseStatisticsRecorder(ABC):
         """Return facts about the latest step that belong to no site, as JSON-serializable data."""
         return {}
 
+    def settings_state(self) -> dict[str, Any]:
+        """Return what :meth:`settings` and :meth:`about` know of earlier steps, as plain Python objects."""
+        return {}
+
+    def load_settings(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most recorders know nothing of earlier steps
+        """Load the result of :meth:`settings_state`."""
+
     @property
     def nbytes(self) -> int:
         """The size of the states on all devices, in bytes."""

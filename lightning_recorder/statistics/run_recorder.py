@@ -405,7 +405,7 @@ class RunRecorder(RankMergingRecorder):
             "open_steps": self._open_steps,
             "every_n_train_steps": self.every_n_train_steps,
             "overflow_steps": self.overflow_steps,
-            **({} if states is None else {"states": states}),
+            **({} if states is None else {"states": states, "step_settings": self.recorder.settings_state()}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int, epoch: int) -> None:
@@ -427,15 +427,16 @@ class RunRecorder(RankMergingRecorder):
         # The same on all ranks, because it determines when a record is due.
         self._window.steps = open_steps
         if self._is_first and "states" in state_dict:
-            self._load(state_dict["states"])
+            self._load(state_dict["states"], state_dict.get("step_settings", {}))
         # A state saved after the last batch of an epoch was saved before the epoch ended.
         if open_steps and self.reduce == "epoch" and of_epoch != epoch:
             self._step, self._epoch = step, of_epoch
             self._write_record(self.last_step)
 
-    def _load(self, states: Any) -> None:
+    def _load(self, states: Any, settings: Any) -> None:
         self._window.is_merged = True
         try:
+            self.recorder.load_settings(settings)
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - a file may contain anything
             # The other ranks resume the window, so this one does, too, with empty statistics.

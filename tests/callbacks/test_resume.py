@@ -157,6 +157,22 @@ class Saving(Callback):
         self._save(trainer, "on_train_epoch_end")
 
 
+@pytest.mark.parametrize("step", [3, BATCHES])
+def test_the_learning_rate_of_an_unfinished_record_is_kept(step: int, tmp_path: Path) -> None:
+    """The record of an epoch has the settings of the optimizer, even if no step follows after the checkpoint."""
+    make = functools.partial(ParameterRecorder, every_n_train_steps=1, reduce="epoch", outputs=QUIET)
+    go(tmp_path / "whole", [make(), every_step(tmp_path)], enable_checkpointing=True)
+    go(tmp_path / "resumed", [make()], ckpt=tmp_path / f"step={step}.ckpt")
+    whole, resumed = (open_recording(tmp_path / name)["parameters"] for name in ("whole", "resumed"))
+    assert resumed.steps == whole.steps
+    rates = [each["head", "weight"].statistic("learning_rate").tolist() for each in (whole, resumed)]
+    assert rates[0] == rates[1]
+    assert all(rate > 0 for rate in rates[0])
+    assert [resumed.about(each)["groups"] for each in whole.steps] == [
+        whole.about(each)["groups"] for each in whole.steps
+    ]
+
+
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
 @pytest.mark.parametrize(
