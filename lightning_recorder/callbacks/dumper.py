@@ -56,21 +56,22 @@ class TensorDumper(RecorderCallback):
             ``"output_gradients"``. Gradients are those of the loss that ``training_step`` returned.
         at: The times at which dumps are written. ``"checkpoints"`` writes the latest sampled step beside each
             checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` the latest one of each epoch, to
-            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or ``first_n_steps`` or
-            ``step_window`` of the schedule, is given, ``"epochs"`` if only ``every_n_epochs`` is given, and
+            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or ``first_n_steps``,
+            ``step_window`` or ``when`` of the schedule, is given, ``"epochs"`` if only ``every_n_epochs`` is given, and
             ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of them. An explicit value
             takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
             latest sample beside each checkpoint.
         every_n_train_steps: Sample the first optimizer step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window.
-        schedule: Further conditions on the sampled steps. ``when`` and ``max_overhead`` are not used.
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate.
+        schedule: Further conditions on the sampled steps, such as ``Schedule(when=lambda step: step in (3, 70))``.
+            ``max_overhead`` is not used.
         samples: The number of rows of each tensor to copy. By default, the whole batch is copied.
         dtype: The dtype to which floating-point tensors are rounded, such as ``"bfloat16"``.
         per_rank: Write the tensors of each rank, with ``-rank1`` and so on in the file names. By default, only rank 0
             writes its tensors.
-        outputs: The condition ``dump_when``, uploads, and the limits ``max_bytes``, ``max_total_bytes`` and
-            ``max_upload_bytes``. The statistics that ``dump_when`` receives are those of a tensor before ``samples``
-            and ``dtype`` are applied. The other options are not used.
+        outputs: The condition ``dump_when`` on a sampled step, uploads, and the limits ``max_bytes``,
+            ``max_total_bytes`` and ``max_upload_bytes``. The statistics that ``dump_when`` receives are those of a
+            tensor before ``samples`` and ``dtype`` are applied. The other options are not used.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on sampled steps; ``"skip"`` leaves compiled
             code compiled and does not dump the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is part of the file names.
@@ -98,7 +99,6 @@ class TensorDumper(RecorderCallback):
             ("max_overhead", "stages", "histograms", "records", "plots", "findings", "ignored_rules", "report"), ""
         ),
         **dict.fromkeys(("plot_every_n_records", "max_images", "max_tags", "numbered_tags"), ""),
-        "when": "outputs=Outputs(dump_when=…)",
         "dumps": "at=…",
     }
 
@@ -166,7 +166,8 @@ class TensorDumper(RecorderCallback):
         if self.outputs.dump_when is not None:
             return ()
         sampling = self.sampling
-        if sampling.every_n_train_steps is not None or sampling.first_n_steps or sampling.step_window is not None:
+        windows = sampling.every_n_train_steps, sampling.step_window, sampling.when
+        if sampling.first_n_steps or any(each is not None for each in windows):
             return ("steps",)
         return ("epochs",) if sampling.every_n_epochs > 1 else ("checkpoints",)
 

@@ -21,8 +21,8 @@ class HeadEntropy(ShapedReduction):
     entropies, and the largest logit or probability; 24 bytes per head. Statistics, each ``[heads]``:
 
     - ``head_entropy``: the mean of ``-Σ p ln p`` over all queries and samples, in nats: 0 if a query attends to one
-      position, ``ln(keys)`` if it attends to all of them equally. Distributions with a NaN, such as a row that is
-      masked completely, do not count.
+      position, ``ln(keys)`` if it attends to all of them equally. Weights are divided by their sum, which is not 1
+      after dropout. Rows with a NaN or a negative number, and rows of zeros, do not count.
     - ``head_max``: the largest finite logit, or the largest probability. Large logits precede divergence: `Stabilizing
       Transformer Training <https://arxiv.org/abs/2303.06296>`_ describes the collapse of the entropy, and `Scaling
       Vision Transformers to 22 Billion Parameters <https://arxiv.org/abs/2302.05442>`_ the growth of the logits.
@@ -61,7 +61,11 @@ class HeadEntropy(ShapedReduction):
         rows = rows.reshape(len(rows), -1, rows.shape[-1]).double()
         if not rows.shape[1] or not rows.shape[2]:
             return
-        weights = rows.softmax(-1) if self.logits else rows
+        if self.logits:
+            weights = rows.softmax(-1)
+        else:
+            # Dropout zeroes some weights and scales the others.
+            rows = weights = torch.where((rows < 0).any(-1, keepdim=True), torch.nan, rows / rows.sum(-1, keepdim=True))
         entropies = -torch.special.xlogy(weights, weights).sum(-1)
         known = entropies.isfinite()
         blocks[0] += known.sum(1)

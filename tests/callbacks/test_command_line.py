@@ -112,6 +112,7 @@ SELECTED: list[tuple[str, Any, Any, Any]] = [
     ("schedule", {"every_n_epochs": 2}, sampled("every_n_epochs"), 2),
     ("schedule", {"first_n_steps": 3}, sampled("first_n_steps"), 3),
     ("schedule", {"step_window": [2, 9]}, sampled("step_window"), (2, 9)),
+    ("schedule", {"when": f"{MODULE}.even"}, sampled("when"), even),
     ("outputs", {"dump_when": f"{MODULE}.is_large"}, output("dump_when"), is_large),
     ("outputs", {"upload": True}, output("upload"), True),
     ("outputs", {"max_upload_bytes": 2000}, output("max_upload_bytes"), 2000),
@@ -119,7 +120,6 @@ SELECTED: list[tuple[str, Any, Any, Any]] = [
 ]
 STATISTICS: list[tuple[str, Any, Any, Any]] = [
     *SELECTED,
-    ("schedule", {"when": f"{MODULE}.even"}, sampled("when"), even),
     ("schedule", {"max_overhead": 0.02}, sampled("max_overhead"), 0.02),
     ("reduce", "epoch", plain("reduce"), "epoch"),
     ("reduce", 5, plain("reduce"), 5),
@@ -428,8 +428,8 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(kind: type[Any], name: s
     assert str(raised.value).startswith(f"{kind.__name__}: ")
 
 
-@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
-def test_a_predicate_can_be_given_by_its_import_path(kind: type[StatisticsCallback]) -> None:
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder, TensorDumper])
+def test_a_predicate_can_be_given_by_its_import_path(kind: type[StatisticsCallback] | type[TensorDumper]) -> None:
     """``when`` accepts the import path of a function in Python as well as in a file."""
     sampling = kind(schedule=Schedule(when=f"{MODULE}.even"), every_n_train_steps=1).sampling
     assert [step for step in range(5) if sampling(step)] == [0, 2, 4]
@@ -487,7 +487,7 @@ OPTIONS = {
         "histogram_sample": ": write outputs=Outputs(histograms=…)",
     },
     TensorDumper: {
-        "when": ": write outputs=Outputs(dump_when=…)",
+        "when": ": write schedule=Schedule(when=…)",
         "upload": ": write outputs=Outputs(upload=…)",
         "step_window": ": write schedule=Schedule(step_window=…)",
         "dumps": ": write at=…",
@@ -507,11 +507,6 @@ def test_an_option_is_found_in_its_group(kind: type[Any], name: str, fix: str) -
 
 UNUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (TensorDumper, {"schedule": Schedule(max_overhead=0.5)}, "schedule must not set max_overhead, .*: leave it out$"),
-    (
-        TensorDumper,
-        {"schedule": Schedule(when=even)},
-        r"schedule must not set when, .*: write outputs=Outputs\(dump_when=…\)$",
-    ),
     (TensorDumper, {"outputs": Outputs(plots=False)}, "outputs must not set plots, .* got False: leave it out$"),
     (TensorDumper, {"outputs": Outputs(dumps="epochs")}, "outputs must not set dumps, .* got 'epochs': write at=…$"),
     (ParameterRecorder, {"outputs": Outputs(max_bytes=9)}, "outputs must not set max_bytes, .* got 9: leave it out$"),

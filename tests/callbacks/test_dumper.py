@@ -239,6 +239,23 @@ def test_an_event_is_dumped_by_itself(when: Any, tmp_path: Path) -> None:
     assert tuple(tensors_of(trainer, 3)["head/out"].shape) == (1, 10)
 
 
+def test_steps_that_a_function_chooses(tmp_path: Path) -> None:
+    """A predicate alone chooses among all steps, each of which is dumped."""
+    schedule = Schedule(when=lambda step: step in (1, 4))
+    trainer = fit(Classifier(), tmp_path, [TensorDumper("head", schedule=schedule, strict=True)])
+    assert [(line["step"], line["reason"]) for line in lines_of(trainer)] == [(1, "step"), (4, "step")]
+
+
+def test_a_predicate_that_fails_is_one_warning(tmp_path: Path) -> None:
+    """Training goes on without dumps."""
+    model = Classifier()
+    with recorded_warnings() as warned:
+        fit(model, tmp_path, [TensorDumper("head", schedule=Schedule(when=lambda step: 1 // (step - 2)))])
+    assert len(warned) == 1
+    assert "ZeroDivisionError" in warned[0]
+    assert len(model.losses) == 6
+
+
 def test_two_calls_in_a_step(tmp_path: Path) -> None:
     """The file has both results of a module that is called twice."""
 

@@ -79,6 +79,21 @@ def test_entropies_of_heads_by_hand() -> None:
     assert computed(HeadEntropy, weights) == {"head_entropy": [0.0, pytest.approx(math.log(2))], "head_max": [1.0, 0.5]}
 
 
+def test_weights_after_dropout_are_a_distribution() -> None:
+    """The weights that dropout leaves are divided by their sum, and a row without any does not count."""
+    weights = torch.tensor([[[[2.0, 0, 0, 0]], [[0.5, 0.5, 0, 0]], [[0, 0, 0, 0]]]])
+    found = computed(HeadEntropy, weights)
+    assert found["head_entropy"][:2] == [0.0, pytest.approx(math.log(2))]
+    assert found["head_max"][:2] == [1.0, 0.5]
+    assert all(math.isnan(each[2]) for each in found.values())
+
+
+def test_other_tensors_have_no_entropy() -> None:
+    """Rows with negative numbers are no attention weights."""
+    found = computed(HeadEntropy, random(7, 2, 3, 4, 50))
+    assert all(math.isnan(each) for values in found.values() for each in values)
+
+
 def test_entropies_of_logits_are_those_of_the_softmax() -> None:
     """Entropies are those of ``torch.distributions``, and the largest logit is that of each head, without masks."""
     logits = 3 * random(6, 2, 3, 4, 5)
