@@ -313,10 +313,14 @@ class GraphBuilder:
         for place, key in enumerate(self._edges) if self._outputs else ():
             if key in self._outputs:
                 edges[place].outputs = self._outputs[key]
+        used = {each.source for each in edges}
+        # A tensor that only callbacks took has no edge.
+        drafts = [each for each in drafts if each.id in used or each.kind not in _FROM_OUTSIDE]
         return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
 
 
 _TARGET = 0xFFFFFFFF
+_FROM_OUTSIDE = ("parameter", "buffer", "tensor")
 
 
 def _passes_gradient(node: Draft, begins: bool) -> bool:

@@ -217,7 +217,10 @@ def test_gradients_that_were_reset(set_to_none: bool, tmp_path: Path) -> None:
 
 
 class Meddling(Callback):
-    """Computes with the loss and the model in every hook around the step."""
+    """Computes with the loss, the model and a tensor of its own in every hook around the step."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self.seen = loss.detach().sqrt().add(1)
@@ -234,6 +237,7 @@ class Meddling(Callback):
     ) -> None:
         with torch.no_grad():
             self.output = pl_module(batch[0]).softmax(1).argmax(1)
+            self.kept.copy_(self.kept + self.norm)
         pl_module.log("accuracy", (self.output == batch[1]).float().mean())
 
 
