@@ -516,3 +516,29 @@ def test_edges_have_shapes_on_request(page: Page, files: Path) -> None:
     expect(labels.filter(has_text="8×4×8×8").first).to_be_visible()
     button.click()
     expect(labels).to_have_count(0)
+
+
+def test_nothing_is_beneath_the_page(page: Page, files: Path) -> None:
+    """The text that is shown while the page loads is gone, and the page is as high as the window."""
+    opened(page, files / "sick.html")
+    expect(page.locator("body")).not_to_contain_text("Loading the recording")
+    assert page.evaluate("document.documentElement.scrollHeight - innerHeight") == 0
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_tooltip_of_a_cell_is_whole(page: Page, tmp_path: Path, width: int) -> None:
+    """The tooltip stays inside of the overview, also at the edges of the strip and beside a panel."""
+    page.set_viewport_size({"width": width, "height": 844})
+    opened(page, strip_of(tmp_path, 30), "#layer=layers.20" if width > 900 else "")
+    main = page.locator("main").bounding_box()
+    page.locator(".strip .cells").scroll_into_view_if_needed()
+    cells = page.locator(".strip .cells").bounding_box()
+    assert main is not None
+    assert cells is not None
+    for share in (0.01, 0.3, 0.5, 0.7, 0.99):
+        page.locator(".strip .cells").hover(position={"x": cells["width"] * share, "y": 40})
+        tip = page.locator(".tip").bounding_box()
+        assert tip is not None
+        assert main["x"] <= tip["x"]
+        assert tip["x"] + tip["width"] <= main["x"] + main["width"]
+    page.set_viewport_size({"width": 1400, "height": 900})

@@ -493,6 +493,7 @@ async function start(): Promise<void> {
   const holder = document.getElementById("app")!;
   try {
     const data = await decode(document.getElementById("data")!.textContent!);
+    holder.replaceChildren();  // preact keeps text that is already there
     render(<App data={data} />, holder);
     void graphviz();
   } catch (error) {

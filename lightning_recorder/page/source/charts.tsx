@@ -1,6 +1,6 @@
 /** Charts: lines over steps, small trends, histograms over steps, and the strip of all layers. */
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import { format, isShare, median, NOT_FINITE, NOT_RECORDED, oddness, Recorder, Scale, shortened } from "./model";
 
@@ -264,8 +264,15 @@ export function Strip(props: {
   height: number; onPick: (module: string, step: number) => void;
 }) {
   const { recorder, statistic, scale, marked, prefix } = props;
-  const holder = useRef<HTMLCanvasElement>(null);
+  const holder = useRef<HTMLCanvasElement>(null), hint = useRef<HTMLSpanElement>(null);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
+  // The tooltip is at the right of the pointer if it fits there, or else at the left.
+  useLayoutEffect(() => {
+    const element = hint.current;
+    if (!tip || !element) return;
+    const width = element.offsetWidth, fits = tip.x + 12 + width <= holder.current!.clientWidth;
+    element.style.left = `${fits ? tip.x + 12 : tip.x - 8 - width}px`;
+  }, [tip]);
   const columns = stripColumns(recorder);
   const least = columns.length <= MOST_LABELED ? LABELED_ROW : 1;
   const rowHeight = Math.max(least, Math.min(TALLEST_ROW, (props.height - AXIS) / Math.max(1, columns.length)));
@@ -330,7 +337,7 @@ export function Strip(props: {
         <canvas ref={holder} width={steps.length} height={columns.length} role="img"
           aria-label={`${statistic} of ${columns.length} tensors over ${steps.length} records`} />
         <i class="now" style={{ left: `${(chosen + 0.5) / steps.length * 100}%` }} />
-        {tip && <span class="tip" style={tip.x > 500 ? { right: `calc(100% - ${tip.x - 8}px)`, top: `${tip.y}px` } : { left: `${tip.x + 12}px`, top: `${tip.y}px` }}>{tip.text}</span>}
+        {tip && <span ref={hint} class="tip" style={{ top: `${tip.y}px` }}>{tip.text}</span>}
       </div>
     </div>
     <div class="steps" style={{ height: `${AXIS}px` }} aria-hidden="true">
