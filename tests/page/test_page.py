@@ -542,3 +542,37 @@ def test_the_tooltip_of_a_cell_is_whole(page: Page, tmp_path: Path, width: int) 
         assert main["x"] <= tip["x"]
         assert tip["x"] + tip["width"] <= main["x"] + main["width"]
     page.set_viewport_size({"width": 1400, "height": 900})
+
+
+@pytest.mark.parametrize(
+    ("weights", "legend"),
+    [
+        ([0.0, 0.05, 30.0], ["0.05", "30 (log)"]),
+        ([1e-12, 0.05, 30.0], ["0.05", "30 (log)"]),
+        ([0.001, 0.001, 0.001], ["0.001", ""]),
+        ([0.0, 0.0, 0.0], ["0", ""]),
+    ],
+)
+def test_the_legend_has_values_of_tensors(page: Page, tmp_path: Path, weights: list[float], legend: list[str]) -> None:
+    """The legend begins and ends with values that have a color: neither of biases nor of the limit of a scale."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "parameters"))
+    writer.begin(label="parameters", group="parameters")
+    sites = [SiteRecord(f"layers.{at}", "weight", {"rms": each}) for at, each in enumerate(weights)]
+    writer.write(
+        {"step": 0},
+        [*sites, SiteRecord("layers.0", "bias", {"rms": 1e-5}), SiteRecord("layers.0", "weight.grad", {"rms": 1e-17})],
+    )
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    opened(page, path, "#show=parameters/rms")
+    ends = page.evaluate(
+        "[...document.querySelector('.scale span').childNodes]"
+        ".map((each) => each.nodeName === 'I' ? '|' : each.textContent)"
+    )
+    assert "".join(ends).split("|") == legend
+    if legend[1]:
+        colors = page.evaluate(
+            "[0, 1].map((y) => "
+            "[...document.querySelector('.strip canvas').getContext('2d').getImageData(0, y, 1, 1).data])"
+        )
+        assert [each[:3] for each in colors] == [[0x44, 0x01, 0x54]] * 2

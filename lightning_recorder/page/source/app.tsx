@@ -4,7 +4,7 @@ import { render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
+import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, shownValues, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
 import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
@@ -146,7 +146,7 @@ function App(props: { data: PageData }) {
   const statistic = recorder && !recorder.statistics.includes(state.statistic) ? usual(recorder) : state.statistic;
   const both = useMemo(() => run.data.graph && other?.data.graph ? united(run.data.graph, other.data.graph) : null, [run, other]);
   const tree = useMemo(() => run.data.graph ? new Tree(both?.graph ?? run.data.graph) : null, [run, both]);
-  const scale = useMemo(() => recorder ? new Scale(recorder.table(statistic), statistic) : null, [recorder, statistic]);
+  const scale = useMemo(() => recorder ? new Scale(shownValues(recorder, statistic), statistic) : null, [recorder, statistic]);
   const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
   const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map(layerOf)), [run]);
   // A module without tensors of its own is marked at those inside it.

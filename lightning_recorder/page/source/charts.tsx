@@ -215,9 +215,9 @@ export function Channels(props: { statistic: string; steps: number[]; values: Fl
   if (count <= 6 && steps.length > 1) return <Lines title={`${statistic}, each of ${count}`} curves={curves} step={props.step} height={84} onStep={props.onStep} share={isShare(statistic)} />;
   return (
     <figure class="chart">
-      <figcaption><span>{statistic}, each of {count}</span><small>{tip || `${format(scale.low)} to ${format(scale.high)}`}</small></figcaption>
+      <figcaption><span>{statistic}, each of {count}</span><small>{tip || scale.range}</small></figcaption>
       <canvas ref={holder} class="channels" style={{ height: `${Math.min(160, Math.max(40, count * 6))}px` }} width={steps.length} height={count} role="img"
-        aria-label={`${statistic} of ${count} channels between ${format(scale.low)} and ${format(scale.high)}`}
+        aria-label={`${statistic} of ${count} channels: ${scale.range}`}
         onMouseMove={(event) => {
           const area = event.currentTarget, at = Math.min(steps.length - 1, Math.floor(event.offsetX / area.clientWidth * steps.length)), row = Math.min(count - 1, Math.floor(event.offsetY / area.clientHeight * count));
           setTip(`${row}: ${format(values[at * count + row]!)} at step ${steps[at]}`);
@@ -256,6 +256,12 @@ const ROOM = 36;  // letters beside the strip
 /** The tensors that have a row in the strip: all, but only one of the parameters of each module. */
 export function stripColumns(recorder: Recorder): number[] {
   return recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
+}
+
+/** All values of a statistic that have a color, in the strip or in the graph. */
+export function shownValues(recorder: Recorder, statistic: string): Float32Array {
+  const columns = stripColumns(recorder), found = new Float32Array(recorder.steps.length * columns.length);
+  return found.map((_, at) => recorder.shown(statistic, Math.floor(at / columns.length), columns[at % columns.length]!));
 }
 
 /** All sites × steps for one statistic, in the order of execution. A click opens the layer. */
@@ -347,12 +353,12 @@ export function Strip(props: {
 }
 
 export function Legend(props: { scale: Scale; label: string }) {
-  const stops = Array.from({ length: 11 }, (_, at) => props.scale.at(at / 10)).join(", ");
+  const { scale } = props, many = scale.high > scale.low;
+  const stops = Array.from({ length: 11 }, (_, at) => scale.at(many ? at / 10 : 0)).join(", ");
   return (
-    <span class="scale" role="img" aria-label={`colors of ${props.label} from ${format(props.scale.low)} to ${format(props.scale.high)}`}>
-      {format(props.scale.low)}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{format(props.scale.high)}
-      {props.scale.kind === "log" && <small> (log)</small>}
-      <b style={{ background: NOT_FINITE }} /> NaN or ∞ <b style={{ background: NOT_RECORDED }} /> not recorded
+    <span class="scale" role="img" aria-label={`colors of ${props.label}: ${scale.range}`}>
+      <span>{many ? format(scale.low) : scale.range}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{many && format(scale.high)}{scale.kind === "log" && <small> (log)</small>}</span>
+      <span><b style={{ background: NOT_FINITE }} /> NaN or ∞</span> <span><b style={{ background: NOT_RECORDED }} /> not recorded</span>
     </span>
   );
 }

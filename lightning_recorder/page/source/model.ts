@@ -208,33 +208,40 @@ const DIVERGING = ["#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddb
 export const NOT_FINITE = "#d6008b";
 export const NOT_RECORDED = "#e8e8ea";
 
+const LEAST_SHARE = 1e-8;  // of the largest value; smaller ones have the first color of a scale of powers
+
 /** Maps values to colors; every value of the run counts, so that colors of two steps can be compared. */
 export class Scale {
   readonly kind: "linear" | "log" | "diverging";
   readonly low: number; readonly high: number;
 
-  constructor(values: Iterable<number>, statistic = "") {
+  constructor(values: Float32Array | number[], statistic = "") {
     let least = Infinity, most = -Infinity, smallest = Infinity;
     for (const each of values) {
       if (!Number.isFinite(each)) continue;
       if (each < least) least = each;
       if (each > most) most = each;
-      if (each > 0 && each < smallest) smallest = each;
     }
-    if (most < least) { least = 0; most = 1; }
-    if (smallest === Infinity) smallest = 0;
+    // Values that are almost zero beside the largest one must not take the whole range.
+    for (const each of values) if (each >= most * LEAST_SHARE && each > 0 && each < smallest) smallest = each;
+    if (most < least) least = most = NaN;
     if (least < 0) {
       this.kind = "diverging";
       this.high = Math.max(-least, most) || 1; this.low = -this.high;
     } else if (isShare(statistic)) {
       this.kind = "linear"; this.low = 0; this.high = 1;
-    } else if (smallest > 0 && most / smallest > 50) {
+    } else if (most / smallest > 50) {
       this.kind = "log";
-      // A few values that are almost zero must not take the whole range.
-      this.high = most; this.low = Math.max(smallest, most * 1e-8);
+      this.high = most; this.low = smallest;
     } else {
-      this.kind = "linear"; this.low = least; this.high = most > least ? most : least + (Math.abs(least) || 1);
+      this.kind = "linear"; this.low = least; this.high = most;
     }
+  }
+
+  /** The values of the first and the last color, in words. */
+  get range(): string {
+    if (Number.isNaN(this.low)) return "no finite values";
+    return this.low === this.high ? format(this.low) : `${format(this.low)} to ${format(this.high)}`;
   }
 
   /** The place of a value between 0 and 1. */
@@ -248,7 +255,7 @@ export class Scale {
       const size = Math.log1p(Math.abs(value) / soft) / Math.log1p(limit / soft);
       return 0.5 + Math.sign(value) * size / 2;
     }
-    return Math.min(1, Math.max(0, (value - this.low) / (this.high - this.low)));
+    return this.high > this.low ? Math.min(1, Math.max(0, (value - this.low) / (this.high - this.low))) : 0;
   }
 
   value(place: number): number {
