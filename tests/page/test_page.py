@@ -576,3 +576,19 @@ def test_the_legend_has_values_of_tensors(page: Page, tmp_path: Path, weights: l
             "[...document.querySelector('.strip canvas').getContext('2d').getImageData(0, y, 1, 1).data])"
         )
         assert [each[:3] for each in colors] == [[0x44, 0x01, 0x54]] * 2
+
+
+def test_a_module_with_the_chosen_layer_is_closed(page: Page, files: Path) -> None:
+    """The graph opens up to the layer of the panel, but does not stay so against the button or a sign."""
+    opened(page, files / "healthy.html", "#tab=graph&layer=encoder.conv2")
+    convolution = page.locator("g.node", has=page.locator("text.title", has_text="conv2"))
+    expect(convolution).to_have_count(1)
+    page.get_by_label("close all modules").click()
+    page.wait_for_timeout(500)  # it was opened again after its layout
+    expect(convolution).to_have_count(0)
+    page.get_by_label("open the modules that fit").click()
+    expect(convolution).to_have_count(1)
+    page.locator("g.frame", has=page.locator("text.title", has_text="encoder")).locator(".sign").click()
+    page.wait_for_timeout(500)
+    expect(convolution).to_have_count(0)
+    expect(page.locator("aside.layer")).to_be_visible()

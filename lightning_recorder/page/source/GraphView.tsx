@@ -199,15 +199,19 @@ export function GraphView(props: {
     holder.current!.querySelectorAll<SVGElement>(".edges path").forEach((each) => each.classList.toggle("near", near.has(each.dataset.source!) && near.has(each.dataset.target!)));
   }, [focus, drawn]);
 
-  // A layer chosen elsewhere is opened up to itself and brought into sight.
+  // A layer chosen elsewhere is opened up to itself and brought into sight, once: it may be closed again.
+  const sought = useRef("");
+  useEffect(() => { sought.current = props.layer; }, [props.layer]);
   useEffect(() => {
-    const node = tree.data.nodes.find((each) => each.kind === "module" && each.name === props.layer);
-    if (!node || !props.layer) return;
+    const node = tree.data.nodes.find((each) => each.kind === "module" && each.name === sought.current);
+    if (!node || !sought.current) return;
     const hidden = [...tree.above(node)].filter((each) => !open.has(each.id));
     if (hidden.length) { setOpen(new Set([...open, ...hidden.map((each) => each.id)])); return; }
-    const place = drawn?.placed.places.get(`n${node.id}`);
+    const box = [...drawn?.shown.boxes.values() ?? []].find((each) => each.nodes.includes(node));
+    const place = box && drawn!.placed.places.get(box.id);
     const element = holder.current!;
     if (place) {
+      sought.current = "";
       const x = place.x * at.zoom + at.x, y = place.y * at.zoom + at.y;
       if (x < 0 || y < 0 || x > element.clientWidth - 40 || y > element.clientHeight - 30) {
         setAt((now) => ({ ...now, x: element.clientWidth / 2 - (place.x + place.width / 2) * now.zoom, y: element.clientHeight / 2 - place.y * now.zoom }));
