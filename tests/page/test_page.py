@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -592,3 +593,40 @@ def test_a_module_with_the_chosen_layer_is_closed(page: Page, files: Path) -> No
     page.wait_for_timeout(500)
     expect(convolution).to_have_count(0)
     expect(page.locator("aside.layer")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [10.0**power for power in range(-7, 5)],
+        [2.0, 110.0],
+        [3.3, 3.31],
+        [0.34, 0.96],
+        [-0.0081, 0.0001],
+        [520.0, 520.0],
+        [0.0, 0.0],
+        [100.01, 100.012],
+    ],
+)
+def test_axes_have_two_labels(page: Page, tmp_path: Path, values: list[float]) -> None:
+    """The axis of values has at least two different labels, which do not touch, and the one of steps two, too."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step, value in enumerate(values):
+        writer.write({"step": 900_000 + 700_000 * step}, [SiteRecord("a", "out", {"rms": value})])
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    opened(page, path, "#layer=a")
+    chart = page.locator("aside.layer [data-values]").first
+    labels = (chart.get_attribute("data-values") or "").split()
+    low, high = (float(each) for each in (chart.get_attribute("data-axis") or "").split())
+    logarithmic = values[-1] > 50 * values[0] > 0
+    at = [
+        math.log(float(each) / low) / math.log(high / low) if logarithmic else (float(each) - low) / (high - low)
+        for each in labels
+    ]
+    height = chart.evaluate("(each) => each.querySelector('.u-over').clientHeight")
+    assert len(set(labels)) >= 2
+    assert min(after - before for before, after in pairwise(at)) * height > 12
+    assert -1e-6 < at[0] < at[-1] < 1 + 1e-6
+    assert len((chart.get_attribute("data-steps") or "").split()) >= 2

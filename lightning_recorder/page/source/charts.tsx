@@ -55,10 +55,18 @@ function ends(values: number[], share: boolean): [number, number] | null {
 // A step is a whole number.
 const STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 
-/** The powers of ten on an axis, at most about five of them. */
-function decades(low: number, high: number): number[] {
-  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9), by = Math.max(1, Math.ceil((last - first) / 4));
-  return Array.from({ length: Math.max(0, Math.floor((last - first) / by) + 1) }, (_, at) => Number(`1e${first + at * by}`));
+const TICK = 15;  // pixels between two labels of an axis of values
+
+/** The labels of an axis of values: at least two, unless the axis is a few pixels high, as many as do not touch. */
+function ticks(low: number, high: number, height: number, log: boolean): number[] {
+  const [from, to] = log ? [Math.log10(low), Math.log10(high)] : [low, high];
+  // The largest of 1, 2, 5, 10, … of which two fit into the axis.
+  const wide = (to - from) / 2, power = 10 ** Math.floor(Math.log10(wide));
+  const unit = log ? 1 : power * ([5, 2, 1].find((each) => each * power <= wide) ?? 1);
+  const first = Math.ceil(from / unit - 1e-9), last = Math.floor(to / unit + 1e-9);
+  const by = Math.max(1, Math.min(last - first, Math.ceil(TICK / (height * unit / (to - from)))));
+  // Through its text, since a product such as 3 * 0.1 is not exact.
+  return Array.from({ length: Math.floor((last - first) / by) + 1 }, (_, at) => Number(log ? `1e${first + at * by}` : ((first + at * by) * unit).toPrecision(12)));
 }
 
 /** Lines over steps, with a mark at the chosen step. A click chooses a step. */
@@ -82,7 +90,7 @@ export function Lines(props: {
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
-      axes: [{ ...axis, size: 26, incrs: STEPS, values: (_, ticks) => { element.dataset.steps = ticks.join(" "); return ticks.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, ...(fixed ? { splits: () => fixed[0] === 0 ? [0, 0.5, 1] : [(fixed[0] + fixed[1]) / 2] } : log ? { splits: (_: uPlot, __: number, low: number, high: number) => decades(low, high), filter: (_: uPlot, ticks: number[]) => ticks } : { space: 22 }), values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
+      axes: [{ ...axis, size: 26, incrs: STEPS, space: (_, __, ___, high) => Math.max(50, 24 + 6.5 * high.toLocaleString("en").length), values: (_, found) => { element.dataset.steps = found.join(" "); return found.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, splits: (self, _, low, high) => fixed ? [low, (low + high) / 2, high] : ticks(low, high, self.bbox.height / devicePixelRatio, log), filter: (_, found) => found, values: (_, found) => { element.dataset.values = found.join(" "); return new Set(found.map(format)).size < found.length ? found.map(String) : found.map(format); } }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
