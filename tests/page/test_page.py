@@ -630,3 +630,25 @@ def test_axes_have_two_labels(page: Page, tmp_path: Path, values: list[float]) -
     assert min(after - before for before, after in pairwise(at)) * height > 12
     assert -1e-6 < at[0] < at[-1] < 1 + 1e-6
     assert len((chart.get_attribute("data-steps") or "").split()) >= 2
+
+
+def test_a_narrow_window_shows_everything(page: Page, files: Path) -> None:
+    """On a phone, the legend and the table of tensors are not cut, charts take the width, and a longer list fades."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    opened(page, files / "sick.html", "#show=parameters/rms")
+    inside = "(all) => all.every((each) => each.getBoundingClientRect().right <= innerWidth)"
+    assert page.locator(".scale span").evaluate_all(inside)
+    widths = page.locator(".curves .uplot").evaluate_all("(all) => all.map((each) => each.clientWidth)")
+    assert min(widths) > 350
+    steps = page.locator(".stripes .steps span:visible").evaluate_all(
+        "(all) => all.map((each) => each.getBoundingClientRect()).map((each) => [each.left, each.right])"
+    )
+    assert len(steps) > 1
+    assert all(before[1] < after[0] for before, after in pairwise(steps))
+    assert page.evaluate("getComputedStyle(document.querySelector('.findings'), '::after').position") == "sticky"
+    opened(page, files / "sick.html", "#layer=encoder.norm")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert page.locator("aside.layer .tensors .spark:visible").count() > 2
+        assert page.locator("aside.layer .tensors, aside.layer .tensors .spark").evaluate_all(inside)
+    page.set_viewport_size({"width": 1400, "height": 900})

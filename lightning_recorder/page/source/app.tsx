@@ -374,18 +374,19 @@ function Tensors(props: { run: Run; module: string; step: number; more: boolean;
   if (!rows.length) return null;
   return (
     <table class="tensors">
-      <thead><tr><th>tensor</th>{shown.map((each) => <th>{{ zero_fraction: "zeros", update_ratio: "update" }[each] ?? each}</th>)}<th>over steps</th></tr></thead>
+      <thead><tr><th>tensor</th>{shown.map((each) => <th>{{ zero_fraction: "zeros", update_ratio: "update" }[each] ?? each}</th>)}<th class="trend">over steps</th></tr></thead>
       <tbody>{rows.map(({ recorder, column }) => {
         const site = recorder.sites[column]!, row = recorder.rowAt(props.step), main = usual(recorder, column);
         const kind = { activations: "output", gradients: "gradient of", parameters: "" }[recorder.group] ?? recorder.label;
+        const trend = <Spark steps={recorder.steps} values={recorder.history(main, column)} width={70} height={18} />;
         return <tr>
-          <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && site.path.startsWith("in") ? "input" : kind} {site.path}</th>
+          <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && site.path.startsWith("in") ? "input" : kind} {site.path}<span class="beneath-name">{trend}</span></th>
           {shown.map((each) => {
             const value = recorder.statistics.includes(each) ? recorder.value(each, row, column) : NaN;
             return <td class={Number.isFinite(value) || !recorder.statistics.includes(each) || each === "update_ratio" ? "" : "bad"}>
               {recorder.statistics.includes(each) && !(Number.isNaN(value) && each === "update_ratio") ? <button type="button" onClick={() => props.onStatistic(recorder, each)}>{each === "zero_fraction" ? `${format(Math.round(value * 1000) / 10)}%` : format(value)}</button> : ""}</td>;
           })}
-          <td><Spark steps={recorder.steps} values={recorder.history(main, column)} width={70} height={18} /></td>
+          <td class="trend">{trend}</td>
         </tr>;
       })}</tbody>
     </table>
