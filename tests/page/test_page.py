@@ -652,3 +652,17 @@ def test_a_narrow_window_shows_everything(page: Page, files: Path) -> None:
         assert page.locator("aside.layer .tensors .spark:visible").count() > 2
         assert page.locator("aside.layer .tensors, aside.layer .tensors .spark").evaluate_all(inside)
     page.set_viewport_size({"width": 1400, "height": 900})
+
+
+def test_a_search_without_a_match_says_so(page: Page, files: Path) -> None:
+    """Enter in the search for a name that no module has shows a message, which the next letter removes."""
+    opened(page, files / "healthy.html")
+    page.keyboard.press("/")
+    page.keyboard.type("zzz")
+    status = page.get_by_role("status").filter(has_text="no module matches")
+    expect(status).to_have_count(0)
+    page.keyboard.press("Enter")
+    expect(status).to_be_visible()
+    expect(page.locator("aside.layer")).to_have_count(0)
+    page.keyboard.press("Backspace")
+    expect(status).to_have_count(0)

@@ -58,7 +58,7 @@ function App(props: { data: PageData }) {
     const statistic = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
     return { tab: "overview", layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
   });
-  const [query, setQuery] = useState("");
+  const [query, setQuery] = useState(""), [missed, setMissed] = useState(false);
   const [playing, setPlaying] = useState(false);
   const search = useRef<HTMLInputElement>(null);
   const run = runs[Math.min(state.run, runs.length - 1)]!;
@@ -210,15 +210,15 @@ function App(props: { data: PageData }) {
           <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
           <button type="button" role="tab" aria-selected={state.tab === "graph"} disabled={!tree} onClick={() => change({ tab: "graph" })}>Graph</button>
         </nav>
-        <input ref={search} type="search" placeholder="search layers ( / )" aria-label="search layers" list="modules" value={query}
-          onInput={(event) => setQuery(event.currentTarget.value)}
+        <span class="search"><input ref={search} type="search" placeholder="search layers ( / )" aria-label="search layers" list="modules" value={query}
+          onInput={(event) => { setQuery(event.currentTarget.value); setMissed(false); }}
           onKeyDown={(event) => {
             if (event.key !== "Enter") return;
             const names = [...new Set([...run.recorders.flatMap((each) => each.modules), ...(tree?.data.nodes.filter((each) => each.kind === "module").map((each) => each.name) ?? [])])];
             const text = query.toLowerCase();
             const match = names.find((each) => each.toLowerCase() === text) ?? names.find((each) => each.toLowerCase().includes(text));
-            if (match) change({ layer: match });
-          }} />
+            if (match) change({ layer: match }); else setMissed(true);
+          }} /><span role="status">{missed && "no module matches"}</span></span>
         {choices}
         <span class="slider">
           <button type="button" aria-label={playing ? "pause" : "play the steps"} onClick={() => setPlaying(!playing)}>{playing ? "❚❚" : "▶"}</button>
