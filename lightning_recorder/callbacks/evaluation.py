@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
@@ -15,7 +16,7 @@ from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import EvaluationRecorder, EvaluationSampler
 
-__all__ = ["EvaluationCallback"]
+__all__ = ["EvaluationCallback", "never_fused"]
 
 _SETTLING_STEPS = 100
 """The steps before which no validation is sampled: the running statistics of normalizations follow with a delay."""
@@ -59,6 +60,17 @@ def _first(batches: object) -> float:
     """Return the number of batches of the first data loader; Lightning has a list, or a number."""
     number = next(iter(batches), 1) if isinstance(batches, Sequence) else batches
     return number if isinstance(number, (int, float)) else 1
+
+
+def never_fused(modules: Mapping[str, nn.Module], root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model whose hooks change no value in an evaluation.
+
+    An ``nn.TransformerEncoderLayer`` in eval mode takes no fused path if it, or a module inside of it, has a hook. Then
+    its values differ in the last bits, and in rows that are masked completely.
+    """
+    layers = (each for each in root.modules() if isinstance(each, nn.TransformerEncoderLayer))
+    fused = {id(inner) for layer in layers for inner in layer.modules()}
+    return {name: each for name, each in modules.items() if id(each) not in fused}
 
 
 class EvaluationCallback(RecorderCallback):

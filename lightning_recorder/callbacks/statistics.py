@@ -20,6 +20,7 @@ from lightning_recorder.callbacks.arguments import (
     checked_reductions,
     checked_statistics,
 )
+from lightning_recorder.callbacks.evaluation import never_fused
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.messages import (
@@ -239,7 +240,7 @@ class StatisticsCallback(ResumingCallback):
                     **options,
                 )
         if trainer.is_global_zero and self._samples_validation(trainer, pl_module):
-            recorder = self._make_recorder(modules, "validate")
+            recorder = self._make_recorder(never_fused(modules, pl_module), "validate")
             self.sampler = EvaluationSampler(recorder, "validate", self._on_record, **options)
         for worker in self._workers:
             worker.recorder.install()

@@ -117,6 +117,38 @@ def test_the_sample_changes_nothing(tmp_path: Path) -> None:
         assert torch.equal(tensor, models[1].state_dict()[name]), name
 
 
+class Masked(Net):
+    """A transformer encoder that torch fuses in eval mode; its output is then NaN for a completely masked row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder, self.outputs = nn.TransformerEncoder(layer, 2), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.first(x)[:, None].expand(-1, 3, -1)
+        mask = (x[:, :3] > 4) | (x[:, :1] > 6)
+        encoded: Tensor = self.encoder(steps, src_key_padding_mask=mask)
+        return self.head(encoded.mean(1))  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.outputs.append(self(batch[0]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_fused_layers_stay_fused(tmp_path: Path) -> None:
+    """Outputs of validations are bitwise those without recorders, and modules outside of the layers are recorded."""
+    models = Masked(), Masked()
+    fit(tmp_path / "a", [], models[0])
+    fit(tmp_path / "b", [ActivationRecorder(outputs=Outputs(plots=False), strict=True)], models[1])
+    assert any(each.isnan().any() for each in models[0].outputs)
+    for plain, recorded in zip(models[0].outputs, models[1].outputs, strict=True):
+        assert torch.equal(plain.nan_to_num(7), recorded.nan_to_num(7))
+    sampled = {site.name for site in open_recording(tmp_path / "b").run["activations"].of("validate")}
+    assert "head" in sampled
+    assert not any(name.startswith("encoder") for name in sampled)
+
+
 @pytest.mark.parametrize(("momentum", "found"), [(0.1, []), (0.0, [("train-differs", "norm")])])
 def test_a_normalization_that_does_not_follow_is_found_by_default(
     momentum: float, found: list[tuple[str, str]], tmp_path: Path
