@@ -4,6 +4,7 @@ from lightning_recorder.insight.examination import RULES, Examination, check_rul
 from lightning_recorder.insight.finding import (
     FINDINGS_FORMAT,
     NON_FINITE,
+    ORIGIN_VALUES,
     SPIKE,
     Finding,
     Trace,
@@ -17,6 +18,7 @@ from lightning_recorder.insight.table import STATISTICS, SiteRecords
 __all__ = [
     "FINDINGS_FORMAT",
     "NON_FINITE",
+    "ORIGIN_VALUES",
     "RULES",
     "SPIKE",
     "STATISTICS",

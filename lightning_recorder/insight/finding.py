@@ -12,6 +12,7 @@ from lightning_recorder.errors import ArgumentError
 __all__ = [
     "FINDINGS_FORMAT",
     "NON_FINITE",
+    "ORIGIN_VALUES",
     "SEVERITIES",
     "SPIKE",
     "USUAL_UNTIL",
@@ -33,6 +34,9 @@ NON_FINITE = "non-finite"
 
 SPIKE = "spike"
 """The rule of the watch about spikes of the loss and the gradient norm."""
+
+ORIGIN_VALUES = "values"
+"""The number of a finding about the first bad value: the count of bad values at its origin, if that is known."""
 
 USUAL_UNTIL = "usual_until"
 """The number of a finding that gives the last step that was recorded before a change."""
@@ -192,7 +196,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
     The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
-    that names no module is left out if the records of the same step name one. A spike of the loss or the gradients
+    that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
     that is probably the cause.
 
@@ -204,7 +208,10 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     watched = [
         each
         for each in watched
-        if each.rule != NON_FINITE or each.module or min(named, default=math.inf) > each.first_step
+        if each.rule != NON_FINITE
+        or each.module
+        or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
+        or min(named, default=math.inf) > each.first_step
     ]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}

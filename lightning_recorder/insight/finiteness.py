@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.finding import NON_FINITE, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import split_call
 from lightning_recorder.taps import Site
 
@@ -88,8 +89,13 @@ def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
         first = next((each for each in evidence.inputs_of(site.name) if each in spoiled_inputs), None)
         if first is not None:
             return _from_input(rule, evidence, step, first, spoiled_inputs[first])
-        fed = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps] or fed
-        clean = f"; its inputs ({', '.join(fed)}) are finite" if fed else ""
+        paths = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
+        if paths:
+            clean = f"; its inputs ({', '.join(paths)}) are finite"
+        else:  # the code between the modules may do something else at this step than in the graph
+            modules = ", ".join(each for each in fed if each != INPUT)
+            so = "" if INPUT in fed else ", so it arose in this module or in an operation before it"
+            clean = f"; the modules before it ({modules}) are finite{so}" if modules else ""
         table = evidence.activations
         return rule.found(
             evidence, table, site, f"{where}{clean}", statistic="nan_count", since=step, values=total, forward=1
@@ -133,7 +139,7 @@ def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Si
 
 
 def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
-    """Return the site whose badness explains that of all others, and the modules that feed it.
+    """Return the site whose badness explains that of all others, and the modules that feed it if all are finite.
 
     Args:
         evidence: The evidence.
@@ -160,8 +166,8 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     # A module that calls others, whose calls are all fine, is at fault itself; its record comes before the next call.
     if not chosen or _is_outer(evidence, first, chosen, names):
         return first, []
-    fed = [each for each in wiring.inputs.get(chosen, []) if each not in names and wiring.has_graph]
-    return next(site for site in bad if site.name == chosen), fed
+    fed = wiring.inputs.get(chosen, []) if wiring.has_graph else []
+    return next(site for site in bad if site.name == chosen), [] if names.intersection(fed) else fed
 
 
 def _is_outer(evidence: Evidence, first: Site, chosen: str, names: set[str]) -> bool:

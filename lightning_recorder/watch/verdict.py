@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_recorder.insight import NON_FINITE, SPIKE, Finding
+from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 from lightning_recorder.watch.spikes import Rise
@@ -63,7 +63,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
             f"({where})" + (f": {what}; {inputs}" if what else "")
         )
     finding = _finding(NON_FINITE, "critical", origin.module, reading, verdict, why, following)
-    return replace(finding, numbers={**numbers, "values": float(origin.count)})
+    return replace(finding, numbers={**numbers, ORIGIN_VALUES: float(origin.count)})
 
 
 def finding_without_origin(

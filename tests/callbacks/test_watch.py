@@ -147,6 +147,28 @@ def test_the_last_lines_name_the_module(tmp_path: Path, logged: pytest.LogCaptur
     assert [each["verdict"] for each in written] == [each.verdict for each in run.findings]
 
 
+class LogBetweenModules(Planted):
+    """The code of the model itself makes NaN between two modules at a step."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp", 5)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        hidden = self.net(batch[0])
+        if batch_idx == self.at:
+            hidden = hidden.abs().neg().log()
+        return F.mse_loss(self.head(hidden), batch[1])
+
+
+@pytest.mark.parametrize("interval", [3, 4])
+def test_the_operation_is_named_whether_its_step_is_recorded_or_not(interval: int, tmp_path: Path) -> None:
+    """A record of the same step, which only shows modules, does not replace the operation that the watch names."""
+    fit(LogBetweenModules(), tmp_path, ActivationRecorder(every_n_train_steps=interval, outputs=QUIET))
+    (found,) = open_recording(tmp_path).run.findings
+    assert "in the forward pass of training_step at step 5 (batch 5 of epoch 0): log at" in found.verdict
+
+
 def test_the_series_has_every_step(tmp_path: Path) -> None:
     """Loss and gradient norm of each step are records, bitwise as float32; the logged steps are scalars."""
 

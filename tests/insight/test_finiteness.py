@@ -37,7 +37,10 @@ def weights(*names: str, at: int = 5) -> dict[str, Values]:
 def test_a_forward_call() -> None:
     """The first module with a NaN whose inputs are finite is named, with its step."""
     found = first(run(bad("b", "c", "head"), bad(*NAMES), weights(*NAMES), graph=chain(*NAMES)))
-    assert found.verdict == "the output of b has 7 values that are not finite at step 40; its inputs (a) are finite"
+    assert found.verdict == (
+        "the output of b has 7 values that are not finite at step 40; the modules before it (a) are finite, "
+        "so it arose in this module or in an operation before it"
+    )
     assert (found.module, found.first_step) == ("b", 40)
 
 
