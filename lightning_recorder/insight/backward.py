@@ -53,7 +53,7 @@ def _uncalled(evidence: Evidence) -> Iterator[tuple[str, str]]:
             places.setdefault((before, after), set()).add(evidence.type_of(name))
     reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
     for name, zero in without_gradient(evidence).items():
-        if name not in called and not zero:
+        if name and name not in reached and not zero:
             # A layer with an uncalled expert is called itself. The class of an uncalled module may be unknown.
             kind = evidence.type_of(name)
             members = (
@@ -84,6 +84,34 @@ def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, others=tuple(group[1:]))
 
 
+def _forgotten(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding about parameters without a gradient in modules of which another part is trained."""
+    trained = [each.name for each in evidence.tensors if each.gradient is not None]
+    stopped = _stopped(evidence)
+    found = [
+        each
+        for each in evidence.tensors
+        if each.gradient is None
+        and each.site.name not in stopped
+        and len(evidence.column(each.site, "rms")) >= rule.thresholds["records"]
+        and any(name.startswith(f"{each.site.name}." if each.site.name else "") for name in trained)
+    ]
+    if found:
+        verdict = f"the parameter {found[0].name} of the model is not used by the loss, so it is not trained"
+        if len(found) > 1:
+            names = ", ".join(each.name for each in found[:3]) + (", …" if len(found) > 3 else "")
+            verdict = f"{len(found)} parameters are not used by the loss, so they are not trained: {names}"
+        others = dict.fromkeys(each.site.name for each in found if each.site.name not in ("", found[0].site.name))
+        yield replace(rule.found(evidence, evidence.parameters, found[0].site, verdict), others=tuple(others))
+
+
+def _stopped(evidence: Evidence) -> dict[str, bool]:
+    """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded."""
+    called = {site.name for site in evidence.activations.places}
+    found = without_gradient(evidence)
+    return {name: zero for name, zero in found.items() if name and (not called or name in called)}
+
+
 def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     groups: dict[str, list[str]] = {}
     for member in dict.fromkeys(member for _, member in _uncalled(evidence) if member):
@@ -98,7 +126,7 @@ def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for each place at which the gradient stops."""
     called = {site.name for site in evidence.activations.places}
-    lost = {name: zero for name, zero in without_gradient(evidence).items() if not called or name in called}
+    lost = _stopped(evidence)
     if not lost or not _trains(evidence):
         return
     wiring = evidence.wiring
@@ -321,6 +349,18 @@ RULES = (
         false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
         examine=_unused,
         explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
+    ),
+    Rule(
+        name="forgotten-parameter",
+        severity="warning",
+        statistic="gradients of the parameters of a module of which another part is trained",
+        thresholds={"records": 2},
+        persistence=2,
+        usual="every parameter of the optimizer has a gradient",
+        why="The code does not use the parameter, or its effect on the loss is cut off by a detach().",
+        next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
+        false_alarms="Parameters that are used in a part of training only, such as a mask token.",
+        examine=_forgotten,
     ),
     Rule(
         name="never-chosen",

@@ -56,6 +56,7 @@ _ORDER = (
     "strong-dropout",
     "dead-output",
     "unused-parameter",
+    "forgotten-parameter",
     "gradient-stops",
     "low-precision",
     "updates-lost",

@@ -44,6 +44,36 @@ def test_an_unused_module() -> None:
     assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
 
 
+@pytest.mark.parametrize("with_outputs", [True, False])
+def test_a_forgotten_parameter_of_the_model_is_named(with_outputs: bool) -> None:
+    """A parameter without a gradient in a module that is trained is named, and hides no module that is never called."""
+    still: Values = {"rms": 1.0, "update_ratio": 0.0}
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 1.0}}
+    parameters: dict[str, Values] = {"/temperature": still, **network("a", "head")}
+    graph = chain("a", "head")
+    (found,) = run(layers if with_outputs else None, None, parameters, graph=graph)
+    assert (found.rule, found.module, found.path) == ("forgotten-parameter", "", "temperature")
+    assert found.verdict == "the parameter temperature of the model is not used by the loss, so it is not trained"
+    both = run(layers, None, {**parameters, "extra/weight": still}, graph=graph)
+    assert brief(both) == [("warning", "unused-parameter", "extra"), ("warning", "forgotten-parameter", "")]
+
+
+def test_forgotten_parameters_of_called_modules_are_named() -> None:
+    """They may belong to a layer, or to a block around layers. A block without any gradient has one finding."""
+    names = ("blocks.0.fc", "blocks.1.fc", "head")
+    still: Values = {"rms": 1.0, "update_ratio": 0.0}
+    unused = {f"blocks.{number}/scale": still for number in range(2)} | {"head/bias": still}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    (found,) = run(layers, None, {**network(*names), **unused}, graph=chain(*names))
+    assert found.verdict == (
+        "3 parameters are not used by the loss, so they are not trained: head.bias, blocks.0.scale, blocks.1.scale"
+    )
+    assert (found.module, found.path, found.others) == ("head", "bias", ("blocks.0", "blocks.1"))
+    stopped = {"blocks.0.fc/weight": still, "blocks.0/scale": still}
+    found_rules = [each.rule for each in run(layers, None, {**stopped, **network(*names[1:])}, graph=chain(*names))]
+    assert found_rules == ["gradient-stops"]
+
+
 def test_parameters_alone_do_not_tell_where_a_gradient_stops() -> None:
     """If only parameters are recorded, it is unknown whether a module without a gradient was called."""
     (found,) = run(None, None, {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}})
