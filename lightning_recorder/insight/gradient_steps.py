@@ -21,6 +21,9 @@ __all__ = ["GRADIENT_STEP", "RULES"]
 GRADIENT_STEP = "gradient-step"
 """The rule about a factor between the gradients of two blocks."""
 
+_WHY_WITHOUT_SUM = "A factor in this block, a division by the spread of channels that are constant, or a detach()."
+_NEXT_WITHOUT_SUM = "Look at what is computed there, with which factors, and for channels that are all zero."
+
 
 def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     norms = gradient_norms(evidence.gradients)
@@ -29,8 +32,9 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     ends: dict[str, str] = {}
     groups = [
         group
-        for group in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
-        if _is_chain(evidence, group)
+        for family in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
+        for group in _of_one_class(evidence, family)
+        if len(group) >= rule.thresholds["fewest"] and _is_chain(evidence, group)
     ]
     for group in groups:
         growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
@@ -101,6 +105,8 @@ def _grown(
     here, after = norms[site], norms[behind]
     factor, way = (here / after, "grows") if here > after else (after / here, "shrinks")
     place = f"{block} or the end of {end}" if end not in ("", block) else block
+    if end == site.name:  # the blocks are layers, perhaps with others between them
+        place = f"{behind.name} or what is between {site.name} and it"
     table = evidence.gradients
     ends = (table.get("rms") * np.sqrt(table.get("count")))[0, [table.places[site], table.places[behind]]]
     ratio = ends[0] / ends[1] if here > after else ends[1] / ends[0]
@@ -110,7 +116,16 @@ def _grown(
         f"{here:.3g} at {site.name}"
     )
     found = rule.found(evidence, table, site, verdict, statistic="rms", factor=factor, first=first)
+    if evidence.wiring.has_graph and not _adds_branches(evidence):
+        found = replace(found, why=_WHY_WITHOUT_SUM, next=_NEXT_WITHOUT_SUM)
     return replace(found, module=block)
+
+
+def _adds_branches(evidence: Evidence) -> bool:
+    """Return True if the model adds two tensors somewhere, as a residual connection does."""
+    graph = evidence.wiring.graph
+    sums = (node for node in (() if graph is None else graph.nodes) if node.name.strip("_") in ("add", "iadd"))
+    return graph is not None and any(node.kind == "op" and len(graph.into(node)) > 1 for node in sums)
 
 
 def _before_first(
@@ -138,6 +153,17 @@ def _before_first(
     limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
     return (stem, group[0]) if is_large else None
+
+
+def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
+    """Return a family, or the layers of each class if the family is a sequence of layers rather than of blocks."""
+    names = [site.name for site in family]
+    if blocks_of(names) != names:
+        return [family]
+    found: dict[str, list[Site]] = {}
+    for site in family:
+        found.setdefault(evidence.type_of(site.name), []).append(site)
+    return list(found.values())
 
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:

@@ -367,6 +367,7 @@ def test_a_gradient_that_changes_in_the_first_block(stem: float, size: float, wo
     found = run(layers, gradients, graph=stream(4))
     assert brief(found) == [("warning", "gradient-step", "blocks.0")] * bool(words)
     assert all(words in each.verdict and each.verdict.endswith("at stem") for each in found)
+    assert all("residual connection" in each.why for each in found)
 
 
 @pytest.mark.parametrize(("block", "named"), [(None, "blocks.2"), (1, "blocks.1"), (2, "blocks.2")])
@@ -380,6 +381,20 @@ def test_the_code_of_blocks_tells_which_one_is_wrong(block: int | None, named: s
     gradients: dict[str, Values] = {f"blocks.{place}.fc": {"rms": 30.0 if place < 2 else 1.0} for place in range(5)}
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
     assert brief(run(layers, gradients, graph=graph)) == [("warning", "gradient-step", named)]
+
+
+@pytest.mark.parametrize("is_net_of_one_class", [True, False])
+def test_layers_of_several_classes_are_no_equal_blocks(is_net_of_one_class: bool) -> None:
+    """Gradients may differ between a layer, ReLU and dropout. Without a sum, no residual connection is named."""
+    kinds = ("Linear", "Linear", "Linear") if is_net_of_one_class else ("Linear", "ReLU", "Dropout")
+    names = [f"encoder.{place}" for place in range(3)]
+    graph = chain(*names, "norm", **dict(zip("012", kinds, strict=True)), norm="BatchNorm1d")
+    gradients: dict[str, Values] = {name: {"rms": 1.0 if name == "encoder.0" else 40.0} for name in (*names, "norm")}
+    found = [each for each in run(None, gradients, graph=graph) if each.rule == "gradient-step"]
+    assert [each.module for each in found] == ["encoder.1"] * is_net_of_one_class
+    for each in found:
+        assert " back through encoder.1 or what is between encoder.0 and it: " in each.verdict
+        assert "residual" not in each.why + each.next
 
 
 def test_parallel_heads_may_have_other_gradients() -> None:
