@@ -319,8 +319,8 @@ def _spike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if norms[row] > factor * np.median(past) > 0 and norms[row] > 0.5 * factor * past.max():
             largest = sites[int(np.nanargmax(squares[row]))]
             verdict = (
-                f"the norm of all gradients is {norms[row] / np.median(past):.3g} × its median at step "
-                f"{table.steps[row]}, most of it in {largest.name}"
+                f"the norm of all gradients at step {table.steps[row]} is {norms[row] / np.median(past):.3g} × its "
+                f"median in the {earlier} records before, most of it in {largest.name}"
             )
             found = rule.found(
                 evidence, table, largest, verdict, statistic="rms", since=table.steps[row], norm=norms[row]

@@ -8,12 +8,18 @@ from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
-__all__ = ["Rise", "SpikeDetector"]
+__all__ = ["JUMP", "LEAST", "RECENT", "Rise", "SpikeDetector"]
 
-_LEAST = 20  # values before the first spike
+LEAST = 20
+"""The number of values before the first spike."""
+
+RECENT = 10
+"""The number of values that a spike must exceed by far."""
+
+JUMP = 3.0
+"""A spike is at least this many times the largest of the recent values."""
+
 _WINDOW = 101  # values of the running median
-_RECENT = 10  # values that a spike must exceed by far
-_JUMP = 3.0
 _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
@@ -64,7 +70,7 @@ class SpikeDetector:
         values = list(self._values)
         if len(values) < 2:
             return None
-        before, last = median(values[: max(1, len(values) - _RECENT)]), values[-1]
+        before, last = median(values[: max(1, len(values) - RECENT)]), values[-1]
         if before <= 0 or last < _RISEN * before:
             return None
         steps = next((count for count, each in enumerate(reversed(values)) if each <= _USUAL * before), len(values))
@@ -75,7 +81,7 @@ class SpikeDetector:
         if not math.isfinite(value):
             return None
         # The median is computed only for candidates, which are rare.
-        is_candidate = len(self._values) >= _LEAST and value > _JUMP * self._values[-1]
+        is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
         median = self.median if is_candidate and self._is_spike(value) else None
         self._values.append(value)
         return median
@@ -84,7 +90,7 @@ class SpikeDetector:
         middle = self.median
         if value < self.factor * middle or middle <= 0:
             return False
-        recent = max(islice(reversed(self._values), _RECENT))
+        recent = max(islice(reversed(self._values), RECENT))
         logs = [math.log(max(each / middle, _SMALLEST)) for each in self._values]
         deviation = sorted(map(abs, logs))[len(logs) // 2] / _NORMAL
-        return value > _JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation
+        return value > JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation

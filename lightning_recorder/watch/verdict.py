@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
-from lightning_recorder.watch.spikes import Rise
+from lightning_recorder.watch.spikes import JUMP, LEAST, RECENT, Rise
 
 __all__ = [
     "finding_of_origin",
@@ -19,6 +19,8 @@ __all__ = [
 ]
 
 _AT = " at step "
+_RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
+_COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
 _LARGEST = f"; the largest{_AT}"
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
@@ -152,7 +154,9 @@ def finding_of_spike(
     """
     where = _batch(batch_idx, reading.epoch) + rank
     series, value, median = spikes[0]
-    both = " and ".join(f"the {name} to {high:.3g}, {high / usual:.3g} × its median" for name, high, usual in spikes)
+    both = " and ".join(
+        f"the {name} to {high:.3g}, {high / usual:.3g} × its running median" for name, high, usual in spikes
+    )
     verdict = f"a spike{_AT}{reading.step} ({where}): {both}"
     why = "A batch with unusual samples or wrong labels, or an update that was too large."
     following = "Look at the samples of this batch; clip gradients, or lower the learning rate if spikes repeat."
@@ -167,7 +171,8 @@ def finding_of_spike(
         "median": median,
         "ratio": value / median,
     }
-    return replace(finding, path=series, numbers=numbers, usual=f"below {factor:g} × the running median")
+    usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"
+    return replace(finding, path=series, numbers=numbers, usual=usual)
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:
@@ -183,7 +188,7 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
         largest = spike.verdict.partition(_AT)[2]
         numbers |= {"largest_step": spike.first_step, "largest_ratio": spike.numbers["ratio"]}
     which = "the first" if largest else "the first and largest"
-    verdict = f"{finding.records + 1} spikes, {which}{_AT}{first.partition(_AT)[2]}"
+    verdict = f"{finding.records + 1} spikes ({_COUNTED}), {which}{_AT}{first.partition(_AT)[2]}"
     return replace(
         finding,
         verdict=verdict + (f"{_LARGEST}{largest}" if largest else ""),

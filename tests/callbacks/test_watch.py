@@ -634,9 +634,11 @@ def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
     assert (finding.rule, finding.severity, finding.first_step, finding.last_step) == ("spike", "warning", 30, 50)
     assert (finding.numbers["batch"], finding.records) == (30, 2)
     begin, largest = finding.verdict.split("; ")
-    assert begin.startswith("2 spikes, the first at step 30 (batch 30 of epoch 0): the loss to ")
+    assert begin.startswith(
+        "2 spikes (each above 3 × the largest of the 10 steps before it), the first at step 30 (batch 30 of epoch 0): "
+    )
     assert largest.startswith("the largest at step 50 (batch 50 of epoch 0): the loss to ")
-    assert finding.verdict.count(" × its median and the gradient norm to ") == 2
+    assert finding.verdict.count(" × its running median and the gradient norm to ") == 2
     assert finding.numbers["largest_step"] == 50
     assert open_recording(tmp_path).run["activations"].steps == [0, 24, 31, 49, 51]
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_recorder.watch import Reading, SpikeDetector, finding_of_spike, with_spike
 
+THREE = "3 spikes (each above 3 × the largest of the 10 steps before it)"
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_median_is_that_of_the_last_values(seed: int) -> None:
@@ -84,21 +86,21 @@ def test_ordinary_courses_have_no_spikes(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("ratios", "first", "largest"),
     [
-        ([20], "a spike at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median", ""),
+        ([20], "a spike at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its running median", ""),
         (
             [50, 20, 30],
-            "3 spikes, the first and largest at step 0 (batch 0 of epoch 2): the loss to 100, 50 × its median",
+            f"{THREE}, the first and largest at step 0 (batch 0 of epoch 2): the loss to 100, 50 × its running median",
             "",
         ),
         (
             [20, 50, 30],
-            "3 spikes, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median",
-            "1 (batch 1 of epoch 2): the loss to 100, 50 × its median",
+            f"{THREE}, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its running median",
+            "1 (batch 1 of epoch 2): the loss to 100, 50 × its running median",
         ),
         (
             [20, 10, 60],
-            "3 spikes, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its median",
-            "2 (batch 2 of epoch 2): the loss to 120, 60 × its median",
+            f"{THREE}, the first at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its running median",
+            "2 (batch 2 of epoch 2): the loss to 120, 60 × its running median",
         ),
     ],
 )
