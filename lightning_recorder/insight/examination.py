@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
 # From causes to symptoms: the first of several findings of equal severity is the one that is named first.
 _ORDER = (
     NON_FINITE,
+    "nothing-moves",
     "not-in-optimizer",
     "gradients-accumulate",
     "double-activation",

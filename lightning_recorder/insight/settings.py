@@ -98,6 +98,21 @@ def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, module="", path="")
 
 
+def _nothing_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if no parameter ever had a gradient or moved, although its learning rate is not zero."""
+    table = evidence.parameters
+    updates = [each.update for each in evidence.tensors if each.update is not None]
+    if not updates or any(each.gradient is not None for each in evidence.tensors):
+        return
+    changes = [evidence.column(update, "rms") for update in updates]
+    records = max(map(len, changes))
+    rates = table.get("learning_rate")
+    if records >= rule.persistence and not any(each.any() for each in changes) and not (rates == 0).any():
+        verdict = f"no parameter has a gradient, and none of {len(updates)} moves in {records} records"
+        found = rule.found(evidence, table, updates[0], verdict, statistic="rms")
+        yield replace(found, module="", path="")
+
+
 def _rate_too_large(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
     sizes = {
@@ -360,6 +375,20 @@ RULES = (
             "odd-block": ("same",),
             "unlike-siblings": ("same", "upstream"),
         },
+    ),
+    Rule(
+        name="nothing-moves",
+        severity="critical",
+        statistic="updates of all parameters, if none of them has a gradient",
+        thresholds={"rms": 0.0},
+        persistence=2,
+        usual="every step moves the parameters",
+        why="The loss does not depend on the parameters. It was made from a number or an index, detached, or computed "
+        "under no_grad(), and requires_grad was set afterwards.",
+        next="Return the loss as it was computed: without item(), detach(), no_grad() and argmax() on the way to it, "
+        "and without requires_grad_().",
+        false_alarms="None known.",
+        examine=_nothing_moves,
     ),
     Rule(
         name="learning-rate-vanishes",

@@ -35,6 +35,28 @@ def test_learning_rate_too_large(ratio: float | list[float], expected: list[str]
     assert all("learning rate 0.5" in each.verdict for each in found)
 
 
+@pytest.mark.parametrize(
+    ("update", "rate", "gradient", "rules"),
+    [
+        (0.0, 0.1, None, ["nothing-moves"]),
+        (0.0, NAN, None, ["nothing-moves"]),  # an older record file
+        (0.0, 0.0, None, []),
+        ([0.0] * 7 + [1e-9], 0.1, None, []),
+        (0.0, 0.1, 1.0, ["does-not-move"]),
+    ],
+)
+def test_nothing_moves(update: float | list[float], rate: float, gradient: float | None, rules: list[str]) -> None:
+    """A loss that depends on no parameter is named, but not a learning rate of zero."""
+    weights: dict[str, Values] = {
+        "a/weight": {"rms": 0.5, "update_ratio": update, "learning_rate": rate},
+        "a/weight.update": {"rms": update},
+        **({} if gradient is None else {"a/weight.grad": {"rms": gradient}}),
+    }
+    found = run(parameters=weights)
+    assert [each.rule for each in found] == rules
+    assert all(each.module == "" for each in found if each.rule == "nothing-moves")
+
+
 def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
     """A parameter that does not move is reported with the learning rate of its group."""
     weights = network("a", a=trained("a", ratio=0.0, update=0.0))
