@@ -504,7 +504,10 @@ def test_a_finding_about_an_input_names_the_input(tmp_path: Path) -> None:
                 x[0, 0, 0, :3] = math.nan
             return F.cross_entropy(self(x), batch[1])
 
-    recorder = ActivationRecorder(tensors=["inputs", "outputs"], **UNDRAWN)
+        # The watch would name the operation that wrote the NaN.
+
+    unwatched = Outputs(plots=False, findings=False)
+    recorder = ActivationRecorder(tensors=["inputs", "outputs"], **{**UNDRAWN, "outputs": unwatched})
     fit(Spoiled(), tmp_path, [recorder], logger=False)
     found = open_recording(tmp_path).findings
     assert found[0].verdict.startswith("the input in[0] of encoder.conv1 has 3 NaN at step 2")
