@@ -108,7 +108,7 @@ def _nothing_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     records = max(map(len, changes))
     rates = table.get("learning_rate")
     if records >= rule.persistence and not any(each.any() for each in changes) and not (rates == 0).any():
-        verdict = f"no parameter has a gradient, and none of {len(updates)} moves in {records} records"
+        verdict = f"none of {len(updates)} parameters moves in {records} records: all updates are zero"
         found = rule.found(evidence, table, updates[0], verdict, statistic="rms")
         yield replace(found, module="", path="")
 
