@@ -148,8 +148,8 @@ class Node:
             ignored in comparisons.
         saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that
             several calls save counts for the first. Parameters and buffers do not count. Ignored in comparisons.
-        note: ``frozen`` or ``no gradient`` for a parameter, ``stops the gradient: detach`` for a function, with the
-            reason, ``never called`` for a module of :func:`show_unused`; ignored in comparisons.
+        note: ``frozen``, ``no gradient`` or ``not registered`` for a parameter, ``stops the gradient: detach`` for a
+            function, with the reason, ``never called`` for a module of :func:`show_unused`; ignored in comparisons.
     """
 
     id: int

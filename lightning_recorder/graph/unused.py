@@ -14,7 +14,9 @@ __all__ = ["Unused", "joined_names"]
 _WIDTH = 95  # characters of a line of text
 _MOST_NUMBERS = 4  # in a joined name
 
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
+_NUMBER = re.compile(
+    r"((?<![^.])\d+(?=\.)|(?<=\[)\d+(?=\]))"
+)  # of a layer: ``h.0.attn``, or ``h[0].attn`` in a Python list
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,18 @@ class Unused:
         frozen: Names of the parameters that require no gradient, or of the outermost modules that have only such.
         stops: The functions at which a gradient stops on the way to something that is used later, with the reason:
             ``detach``, ``no_grad``, a result of integers, or a function without a gradient; and the line of code.
+        unregistered: Names of the parameters that got a gradient although the model does not register their module,
+            for example because it is in a Python list, and that no recorded optimizer step has updated.
     """
 
     modules: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
+    unregistered: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.modules or self.parameters or self.frozen or self.stops)
+        return bool(self.modules or self.parameters or self.frozen or self.stops or self.unregistered)
 
     def __str__(self) -> str:
         """Return a line for each kind of part; see :func:`joined_names`."""
@@ -47,6 +52,7 @@ class Unused:
             "parameters without a gradient": self.parameters,
             "frozen": self.frozen,
             "the gradient stops at": self.stops,
+            "not registered in the model, so not trained": self.unregistered,
         }
         lines = (f"{title}: {', '.join(joined_names(names))}" for title, names in parts.items() if names)
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}

@@ -42,6 +42,7 @@ _ORDER = (
     NON_FINITE,
     "nothing-moves",
     "not-in-optimizer",
+    "not-registered",
     "gradients-accumulate",
     "double-activation",
     "constant-input",

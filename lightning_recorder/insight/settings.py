@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule
 from lightning_recorder.insight.table import Floats
@@ -74,6 +75,23 @@ def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         site = Site(name, "out") if Site(name, "out") in evidence.activations.places else Site(name, "")
         finding = rule.found(evidence, evidence.activations, site, verdict, statistic="zero_fraction", share=share)
         yield replace(finding, others=tuple(other for other in found if other != name))
+
+
+def _not_registered(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if gradients reach parameters of modules that the model does not register."""
+    graph = evidence.wiring.graph
+    names = () if graph is None else graph.unused.unregistered
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    if modules:
+        listed = joined_names(modules)
+        more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+        verdict = (
+            f"the model does not register {', '.join(listed[:3])}{more}: gradients reach their parameters, but no "
+            "optimizer and no checkpoint has them"
+        )
+        table = evidence.parameters if len(evidence.parameters) else evidence.activations
+        found = rule.found(evidence, table, Site(modules[0], ""), verdict, parameters=len(names))
+        yield replace(found, others=tuple(modules[1:]))
 
 
 def _rate_vanishes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -389,6 +407,19 @@ RULES = (
         "and without requires_grad_().",
         false_alarms="None known.",
         examine=_nothing_moves,
+    ),
+    Rule(
+        name="not-registered",
+        severity="warning",
+        statistic="parameters in the recorded graph that get gradients and are not among those of the model",
+        thresholds={},
+        persistence=0,
+        usual="the model registers all modules that it trains",
+        why="The modules are in a Python list, tuple or dictionary, or belong to an object that is not a module.",
+        next="Use nn.ModuleList or nn.ModuleDict, or assign the module to an attribute of the model.",
+        false_alarms="Frozen modules that are kept out of the model on purpose do not count.",
+        examine=_not_registered,
+        is_lasting=True,
     ),
     Rule(
         name="learning-rate-vanishes",

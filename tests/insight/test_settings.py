@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_recorder.graph import Unused
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 NAN = float("nan")
@@ -147,6 +148,24 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
     found = run(parameters=trained("fc"), about=about)
     assert [each.rule for each in found] == rules
     assert [round(each.numbers["factor"]) for each in found] == [160] * len(rules)
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (["layers[0].weight", "layers[0].bias", "layers[1].weight"], "layers[0,1] ×2:"),
+        ([f"{each}.weight" for each in ("a", "b", "c", "d")], "a, b, c and 1 more:"),
+        ([], ""),
+    ],
+)
+def test_not_registered(names: list[str], named: str) -> None:
+    """Modules that the model does not register, although gradients reach their parameters, are one finding."""
+    graph = replace(chain("fc"), unused=Unused(unregistered=tuple(names)))
+    found = run({"fc": {"rms": 1.0}}, graph=graph)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    assert brief(found) == [("warning", "not-registered", each) for each in modules[:1]]
+    assert all(f"does not register {named}" in each.verdict for each in found)
+    assert [name for each in found for name in each.others] == modules[1:]
 
 
 @pytest.mark.parametrize(

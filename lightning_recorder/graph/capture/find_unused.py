@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
+from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.names import is_metric, named_submodules
@@ -25,7 +26,7 @@ def find_unused(
     parameters: Mapping[str, bool],
     builder: GraphBuilder,
     opaque: Iterable[int],
-    given: Collection[str],
+    gradients: Gradients,
 ) -> Unused:
     """Return the parts of a model that were not used or not trained, and mark the nodes among them.
 
@@ -35,9 +36,9 @@ def find_unused(
         parameters: The names of its parameters, with True for those that require a gradient.
         builder: The graph, of which parameters and functions get a note.
         opaque: The calls whose inside was not observed.
-        given: The parameters that a recorded backward pass gave a gradient.
+        gradients: The parameters that recorded backward passes gave a gradient and optimizer steps updated.
     """
-    nodes = builder.nodes
+    nodes, given = builder.nodes, gradients.given
     reached = _reached(builder)
     numbers = builder.of_kind("parameter")
     if reached is None:
@@ -53,11 +54,19 @@ def find_unused(
                 node.note = "frozen"
             elif node.name in missing:
                 node.note = "no gradient"
+    unregistered: dict[str, None] = {}
+    if reached is not None and builder.of_kind("optimizer"):
+        others = {number: name for number in numbers if (name := nodes[number].name) not in parameters}
+        for number, name in others.items():
+            if number in reached and name not in gradients.updated:
+                nodes[number].note = "not registered"
+                unregistered[name] = None
     return Unused(
         tuple(_never_called(root, registered, builder, {nodes[number].name for number in opaque}, given)),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
         tuple(_stops(builder, reached)),
+        tuple(unregistered),
     )
 
 

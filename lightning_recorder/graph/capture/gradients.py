@@ -39,6 +39,8 @@ class Gradients:
         """The gradient of each parameter before the backward pass in progress, as its id and its version."""
         self.given: set[str] = set()
         """The parameters that a backward pass gave a gradient."""
+        self.updated: set[str] = set()
+        """The parameters that an optimizer step had."""
 
     def note_backward(self, node: int) -> None:
         """Remember which parameters have no gradient when a backward pass begins, and the gradients of the others."""
@@ -80,6 +82,7 @@ class Gradients:
         passes = [number for number in range(start, len(nodes)) if nodes[number].kind == "backward"]
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         named = {name: each for each in parameters if (name := self._name(each)) is not None}
+        self.updated.update(named)
         updated = {name for name, each in named.items() if each.grad is not None}
         # A step uses the gradients of each evaluation of its closure, although the closure resets them. The results of
         # ``torch.autograd.grad`` are only used if they are assigned.

@@ -120,7 +120,7 @@ class StepRecording:
             self.costs.finish()
         scopes = Scopes(builder, scope).named()
         unused = find_unused(
-            self._calls[0].module, self._registered, self._trained, builder, self._opaque, self.gradients.given
+            self._calls[0].module, self._registered, self._trained, builder, self._opaque, self.gradients
         )
         graph = builder.finish(scope, builder.nodes[0].total_parameters, scopes, unused, ended=ended)
         return replace(graph, modules=self._known)

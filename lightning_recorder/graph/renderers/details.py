@@ -18,7 +18,13 @@ _NUMBERS = ("duration_ms", "flops", "output_bytes", "saved_bytes")
 # From white to the vermilion of Okabe and Ito, which is still light enough for black text at its end.
 _LIGHT, _DARK = (255, 255, 255), (240, 150, 90)
 # For notes: grey for what is frozen or never called, yellow for a missing gradient, vermilion where a gradient stops.
-_NOTES = {"frozen": "#d9d9d9", "never called": "#d9d9d9", "no gradient": "#f0e442", "stops": "#f0965a"}
+_NOTES = {
+    "frozen": "#d9d9d9",
+    "never called": "#d9d9d9",
+    "no gradient": "#f0e442",
+    "not registered": "#f0e442",
+    "stops": "#f0965a",
+}
 
 
 def check_details(name: str, details: Collection[str]) -> None:

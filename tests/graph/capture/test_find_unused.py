@@ -336,6 +336,7 @@ def test_json_and_text() -> None:
         "parameters": ("head.weight", "head.bias"),
         "frozen": ("body.0.base",),
         "stops": (),
+        "unregistered": (),
     }
     assert to_text(graph).splitlines()[-3:] == [
         "modules never called: head",
@@ -399,3 +400,51 @@ def test_a_copy_of_a_weight_that_is_projected_is_not_trained() -> None:
     unused = capture_graph(Net(forward, first=linear(), fc=linear()), X).unused
     assert unused.parameters == ("fc.weight",)
     assert len(unused.stops) == 1
+
+
+def _in_list(step: Callable[[Any, Tensor], object]) -> Graph:
+    """Record a step of a model with two layers in a Python list."""
+    net: Any = Net(lambda net, x: net.blocks[1](net.blocks[0](net.fc(x))), fc=linear())
+    net.blocks = [linear(), linear()]
+    return record_step(net, step)
+
+
+def _update(net: Any, x: Tensor, *others: Tensor) -> None:
+    net(x).sum().backward()
+    torch.optim.SGD([*net.parameters(), *others], 0.1).step()
+
+
+def _update_frozen(net: Any, x: Tensor) -> None:
+    for each in net.blocks:
+        each.requires_grad_(False)
+    _update(net, x)
+
+
+def test_layers_in_a_python_list_are_not_trained() -> None:
+    """Their parameters get a gradient, but ``parameters()`` and so the optimizer do not have them."""
+    graph = _in_list(_update)
+    names = [f"blocks[{number}].{name}" for number in range(2) for name in ("weight", "bias")]
+    assert graph.unused == Unused(unregistered=tuple(names))
+    assert str(graph.unused) == (
+        "not registered in the model, so not trained: blocks[0,1].weight ×2, blocks[0,1].bias ×2"
+    )
+    notes = {node.name: node.note for node in graph.nodes if node.kind == "parameter"}
+    assert notes == {**dict.fromkeys(("fc.weight", "fc.bias"), ""), **dict.fromkeys(names, "not registered")}
+    assert Graph.from_json(graph.to_json()).unused == graph.unused
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda net, x: _update(net, x, *net.blocks[0].parameters(), *net.blocks[1].parameters()),
+        _update_frozen,
+        lambda net, x: (net.fc(net.blocks[0](x).detach()).sum().backward(), torch.optim.SGD(net.parameters()).step()),
+        lambda net, x: net(x).sum().backward(),
+    ],
+    ids=["trained", "frozen", "detached", "no step"],
+)
+def test_layers_in_a_python_list_on_purpose(step: Callable[[Any, Tensor], object]) -> None:
+    """Layers that the optimizer was given, and those without a gradient, are no mistake."""
+    graph = _in_list(step)
+    assert graph.unused.unregistered == ()
+    assert all(node.note == "" for node in graph.nodes if node.name.startswith("blocks") and node.kind == "parameter")
