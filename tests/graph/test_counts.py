@@ -86,6 +86,16 @@ def test_used_and_defined() -> None:
     assert "├─ e.weight  parameter  16×16" in text
 
 
+def test_layers_in_a_python_list() -> None:
+    """They count for themselves, but not for the model, which does not register them."""
+    net: Any = Net(lambda net, x: net.blocks[0](net.one(x)), one=linear(), two=linear())
+    net.blocks = [linear(4, 50)]
+    graph = capture_graph(net, X)
+    numbers = {node.name: (node.total_parameters, node.used_parameters) for node in graph.module_calls()}
+    assert numbers == {"one": (20, 20), "blocks[0]": (250, 250)}
+    assert (graph.root.total_parameters, graph.root.used_parameters) == (40, 20)
+
+
 def test_a_frame_shows_its_total() -> None:
     """An open frame has the number of the parameters below it, and of the used ones if they are fewer."""
     inner = Net(lambda net, x: net.one(x).exp(), one=linear(), two=linear())

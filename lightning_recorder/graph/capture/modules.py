@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +130,8 @@ class ModelNames:
             if name and (number := below.get(name)):
                 around = name.rpartition(".")[0]
                 below[around] = below.get(around, 0) + number
-        return {key: (own.get(each.name, 0), below.get(each.name, 0)) for key, each in self._names.items()}
+        registered = islice(self._names.items(), len(self._registered))  # the first ones
+        return {key: (own.get(each.name, 0), below.get(each.name, 0)) for key, each in registered}
 
     def registered(self) -> set[str]:
         """Return the names of the registered modules."""

@@ -59,7 +59,7 @@ def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int])
         return
     used = {nodes[number].name: nodes[number] for number in builder.of_kind("parameter") if number in sources}
     # Usually all parameters are used.
-    below = None if used.keys() == registered else _count_below(used)
+    below = None if used.keys() == registered else _count_below(used, registered)
     unknown = set(unobserved)
     for number in unobserved:
         while (parent := nodes[number].parent) is not None:
@@ -71,12 +71,18 @@ def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int])
             node.used_parameters = total if below is None else min(below.get(node.name, 0), total)
 
 
-def _count_below(parameters: Mapping[str, Draft]) -> dict[str, int]:
-    """Return the number of elements of some parameters below each module."""
+def _count_below(parameters: Mapping[str, Draft], registered: Set[str]) -> dict[str, int]:
+    """Return the number of elements of some parameters below each module.
+
+    The layers in a Python list do not count for the module that has the list, which does not register them.
+    """
     below: dict[str, int] = {}
+    strange = parameters.keys() - registered
+    inside = {one for name in registered for one in around(name)} if strange else set[str]()
     for name, node in parameters.items():
         size = sum(math.prod(meta.shape) for meta in node.outputs)
-        for each in {one for path in (name, *node.tied) for one in around(path)}:
+        found = {one for path in (name, *node.tied) for one in around(path)}
+        for each in found - inside if name in strange else found:
             below[each] = below.get(each, 0) + size
     return below
 
