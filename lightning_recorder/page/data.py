@@ -152,7 +152,7 @@ def _thinned(rows: NDArray[np.intp], values: NDArray[np.float64]) -> NDArray[np.
 def _recorder(label: str, series: Series, share: float, histograms: int) -> dict[str, Any]:
     steps = series.steps
     kept = max(_LEAST_STEPS, int(len(steps) * share))
-    parts = np.array_split(np.arange(len(steps)), kept) if kept < len(steps) else None
+    parts = _parts(len(steps), kept) if kept < len(steps) else None
     last = steps if parts is None else [steps[part[-1]] for part in parts]
     return {
         "label": label,
@@ -160,13 +160,20 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
         "stage": series.stage,
         "loader": series.loader,
         "steps": last,
-        "joined": 1 if parts is None else -(-len(steps) // len(parts)),
+        "records": len(steps),
+        "joined": 1 if parts is None else max(map(len, parts)),
         "sites": [_site(SiteSeries(series, site)) for site in series.sites],
         # One table after the other, because all of them may not fit into the memory.
         "statistics": {name: _table(series, name, parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
         "vectors": _vectors(series),
     }
+
+
+def _parts(records: int, number: int) -> list[NDArray[np.intp]]:
+    """Divide the rows of a table into parts of about equal size; the first record is a part by itself."""
+    begins = 1 + np.arange(number - 1) * (records - 1) // (number - 1)
+    return np.split(np.arange(records), begins)
 
 
 def _site(site: SiteSeries) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_tables_hold_the_values_of_the_records(runs: Path) -> None:
     (data,) = page_data({"sick": run})["runs"]
     for each in data["recorders"]:
         series = run[each["label"]]
-        assert (each["steps"], each["joined"]) == (series.steps, 1)
+        assert (each["steps"], each["records"], each["joined"]) == (series.steps, len(series.steps), 1)
         assert [(site["module"], site["path"]) for site in each["sites"]] == [tuple(site) for site in series.sites]
         for name, text in each["statistics"].items():
             expected = series.values(name).numpy().astype(np.float32)
@@ -95,7 +95,11 @@ def test_no_outlier_is_lost(tmp_path_factory: pytest.TempPathFactory, step: int,
     run = written(tmp_path_factory.mktemp("joined"), rows, ["a", "b", "c"])
     (data,) = page_data({"run": run}, limit=200)["runs"]
     (recorder,) = data["recorders"]
+    assert (recorder["records"], recorder["steps"][0], recorder["steps"][-1]) == (300, 0, 299)
     assert recorder["joined"] > 1
+    between = np.diff(recorder["steps"])
+    assert between.max() == recorder["joined"]
+    assert between.max() - between.min() <= 1
     table = numbers(recorder["statistics"]["rms"]).reshape(len(recorder["steps"]), 3)
     found = np.isnan(table[:, site]) if np.isnan(value) else table[:, site] == np.float32(value)
     place = int(np.flatnonzero(found)[0])

@@ -10,7 +10,7 @@ export interface Finding {
 export interface SiteData { module: string; path: string; shape: number[]; dtype: string }
 export interface HistogramData { first: number; rows: number; least: number; counts: string }
 export interface RecorderData {
-  label: string; group: string; stage: string; loader: number | null; steps: number[]; joined: number;
+  label: string; group: string; stage: string; loader: number | null; steps: number[]; records: number; joined: number;
   sites: SiteData[]; statistics: Record<string, string>;
   histograms: { steps: number[]; sites: (HistogramData | null)[] };
   vectors?: { steps: number[]; sites: Record<string, Record<string, string>> };
