@@ -19,6 +19,7 @@ from lightning_recorder.insight import (
     gradient_steps,
     normalization,
     optimization,
+    scales,
     settings,
     steps,
 )
@@ -32,7 +33,18 @@ from lightning_recorder.insight.wiring import Wiring
 
 __all__ = ["RULES", "Examination", "check_rules"]
 
-_PARTS = (finiteness, optimization, settings, normalization, steps, backward, forward, gradient_steps, comparisons)
+_PARTS = (
+    finiteness,
+    optimization,
+    settings,
+    normalization,
+    steps,
+    backward,
+    scales,
+    forward,
+    gradient_steps,
+    comparisons,
+)
 
 RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
 """All rules."""

@@ -1,0 +1,34 @@
+"""Tests of the rules about weights and inputs that are too large."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.insight.records import Values, brief, chain, network, run, trained
+
+
+@pytest.mark.parametrize(
+    ("rms", "name", "alarm"),
+    [(0.5, "b", False), (1.9, "b", False), (2.1, "b", True), (3.9, "head", False), (4.1, "head", True)],
+)
+def test_weights_too_large(rms: float, name: str, alarm: bool) -> None:
+    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit; for logits it is twice that."""
+    names = ("a", "b", "head")
+    found = run(None, None, network(*names, **{name: trained(name, rms=rms)}), graph=chain(*names))
+    assert brief(found) == ([("warning", "weights-too-large", name)] if alarm else [])
+
+
+def test_the_scale_of_inputs() -> None:
+    """The rms of the input of the first layer is estimated from its output and its weights."""
+    layers: dict[str, Values] = {"a": {"rms": 50.0}, "b": {"rms": 50.0}}
+    (found,) = run(layers, None, network("a", "b"), graph=chain("a", "b"))
+    assert found.verdict == "the input of a has rms 50, estimated from its output and weights"  # 50 / (0.25 √16)
+    assert run({"a": {"rms": 15.0}, "b": {"rms": 15.0}}, None, network("a", "b"), graph=chain("a", "b")) == []
+
+
+def test_a_recorded_input_that_is_too_large_is_measured() -> None:
+    """The scale of the data is that of the recorded input instead of an estimate."""
+    findings = run({"a": {}}, inputs={"a": {"rms": 300.0}}, graph=chain("a"))
+    (found,) = [each for each in findings if each.rule == "input-scale"]
+    assert found.verdict == "the input in[0] of a has rms 300"
+    assert found.path == "in[0]"
