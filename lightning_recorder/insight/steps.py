@@ -36,16 +36,20 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
 
 def _doubled(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     graph = evidence.wiring.graph
-    seen: set[int] = set()
+    seen: set[tuple[str, str]] = set()
     for node in () if graph is None else graph.nodes:
         if graph is None or node.kind != "op" or node.name not in _EXPECTED:
             continue
         activations, text = _EXPECTED[node.name]
         source = _input_values(graph, node)
-        if source is None or source.name not in activations or source.id in seen:
+        if source is None or source.name not in activations:
             continue
-        seen.add(source.id)
         owner = "" if source.parent is None else graph[source.parent].name
+        # The line of an activation module is that of its call, and it may be called several times.
+        is_module = evidence.type_of(owner).lower() == source.name
+        if (key := (owner, "" if is_module else source.source)) in seen:
+            continue
+        seen.add(key)
         place = f"{owner or 'training_step'} (line {source.source})" if source.source else owner or "training_step"
         verdict = f"{node.name} gets the output of the {source.name} in {place}: it {text}"
         yield rule.found(evidence, evidence.activations, Site(owner, ""), verdict)

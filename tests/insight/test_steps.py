@@ -58,6 +58,24 @@ def test_an_activation_of_the_step_itself() -> None:
     assert found.verdict.startswith("cross_entropy gets the output of the softmax in training_step (line train.py:7):")
 
 
+@pytest.mark.parametrize(("kind", "findings"), [("Softmax", 1), ("Net", 2)])
+def test_an_activation_that_is_called_twice(kind: str, findings: int) -> None:
+    """Several calls of one activation module are one finding; functions in two lines of a module are two."""
+    graph = loss_graph("softmax", "cross_entropy")
+    nodes = [
+        replace(each, type_name=kind) if each.name == "act" else replace(each, source=f"net.py:{each.id}")
+        for each in graph.nodes
+    ]
+    nodes += [
+        Node(8, "module", "act", 0, 1, kind, call=2),
+        Node(9, "op", "softmax", 8, 2, source="net.py:9"),
+        Node(10, "op", "cross_entropy", 0, 1),
+    ]
+    edges = (*graph.edges, Edge(3, 9), Edge(9, 10), Edge(5, 10))
+    found = run(LAYERS, graph=Graph(tuple(nodes), edges))
+    assert brief(found) == [("warning", "double-activation", "act")] * findings
+
+
 def test_probabilities_may_be_the_target() -> None:
     """A softmax in the target of a loss, as in distillation, is right."""
     assert run(LAYERS, graph=loss_graph("dropout", "cross_entropy", targets="softmax")) == []
