@@ -173,15 +173,30 @@ def _saturated(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         *_share_rule(_GATES, _at_the_ends, text)(rule, evidence),
     ]
     known = {each.module for each in found}
-    # Memory and gates learn to be sure, so values near the ends only count if they were there from the start.
+    # Memory and gates learn to be sure. Values near the ends only count if they were there from the start, or if they
+    # are at both ends of a tanh that lets hardly any gradient pass.
     for each in _share_rule((*_FUNCTIONS, *_GATES), _near_the_bounds, text, "nearly")(rule, evidence):
         begin = evidence.activations.column(Site(each.module, each.path), "rms")[0]
-        if each.module not in known and len(begin) and begin[0] >= rule.thresholds["first"]:
+        is_early = len(begin) > 0 and begin[0] >= rule.thresholds["first"]
+        if each.module not in known and (is_early or _stops_gradient(rule, evidence, each)):
             found.append(each)
     for each in found:
         is_activation = evidence.type_of(each.module) in (*_FUNCTIONS, *_GATES)
         if not (evidence.wiring.has_graph and is_activation) or evidence.wiring.outputs.get(each.module):
             yield each  # no prediction, which should be sure
+
+
+def _stops_gradient(rule: Rule, evidence: Evidence, found: Finding) -> bool:
+    """Return True if a tanh with values at both ends shrinks the gradient by a large factor in the last records."""
+    site, table = Site(found.module, found.path), evidence.gradients
+    feeds = [Site(name, "out") for name in evidence.wiring.inputs.get(site.name, ())]
+    if evidence.type_of(site.name) not in _FUNCTIONS or not feeds or not {site, *feeds} <= table.places.keys():
+        return False
+    last = slice(-rule.persistence, None)
+    spread = min(evidence.activations.column(site, "std")[0][last], default=0.0)
+    after = min(table.column(site, "rms")[0][last], default=0.0)
+    before = max(table.column(each, "rms")[0][last].max(initial=0.0) for each in feeds)
+    return bool(spread >= rule.thresholds["spread"] and np.inf > after > rule.thresholds["shrink"] * before)
 
 
 def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -258,12 +273,18 @@ RULES = (
         name="saturation",
         severity="warning",
         statistic="share of the outputs of tanh, LSTM or sigmoid at the ends of the range, or near them from the start",
-        thresholds={"share": 0.4, "nearly": 0.9, "first": 0.9},
+        thresholds={"share": 0.4, "nearly": 0.9, "first": 0.9, "spread": 0.9, "shrink": 100.0},
         persistence=2,
         usual="at most 0.2",
         why="The inputs of the activation are too large, so that its derivative is almost zero.",
-        next="Scale down the weights of the layer before it, normalize its inputs, or lower the learning rate.",
-        false_alarms="Activations that nothing follows are left out, and values of 0.97 to 1 that training has made.",
+        next=(
+            "Scale down the weights of the layer before it, normalize its inputs or the targets, or lower the learning "
+            "rate."
+        ),
+        false_alarms=(
+            "Activations that nothing follows are left out. Values of 0.97 to 1 that training has made count only at "
+            "both ends of a tanh that shrinks the gradient 100-fold."
+        ),
         examine=_saturated,
         explains={
             "saturation": ("any",),

@@ -197,6 +197,27 @@ def test_saturation_below_one(inputs: tuple[float, float], first: float, alarm: 
     assert run(layers, graph=chain("fc", "act", act=kind), histograms={("act", "out"): histogram}) == []
 
 
+@pytest.mark.parametrize(
+    ("spread", "gradient", "alarm"),
+    [
+        (0.97, 9e-6, True),
+        (0.97, 2e-5, False),  # a fiftieth of the gradient passes
+        (0.3, 9e-6, False),  # all values are at one end, like those of an open gate
+    ],
+)
+def test_saturation_that_training_has_made(spread: float, gradient: float, alarm: bool) -> None:
+    """A tanh that training drives to both ends is a finding if less than a hundredth of the gradient passes it."""
+    values = [0.998, -0.998] * 50
+    counts, edges = np.histogram(values, bins=EDGES)
+    histogram = Histogram(edges, counts, -0.998, 0.998, 0.0, sum(value**2 for value in values))
+    layers: dict[str, Values] = {"a": {}, "act": {"rms": [0.3, *[0.998] * 7], "std": spread}, "fc": {}}
+    gradients: dict[str, Values] = {"a": {"rms": [1e-3, *[gradient] * 7]}, "act": {"rms": 1e-3}, "fc": {"rms": 1e-3}}
+    graph = chain("a", "act", "fc", act="Tanh")
+    found = run(layers, gradients, graph=graph, histograms={("act", "out"): histogram})
+    assert brief(found) == [("warning", "saturation", "act")] * alarm
+    assert [each.first_step for each in found] == [10] * alarm
+
+
 def test_indices_may_be_zero() -> None:
     """A module may pass the indices of a batch on, such as those of the elements of atoms."""
     layers: dict[str, Values] = {"a": {"rms": 0.0, "zero_fraction": 1.0}, "b": {}}
