@@ -320,7 +320,7 @@ def _spike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             largest = sites[int(np.nanargmax(squares[row]))]
             verdict = (
                 f"the norm of all gradients at step {table.steps[row]} is {norms[row] / np.median(past):.3g} × its "
-                f"median in the {earlier} records before, most of it in {largest.name}"
+                f"median in the {earlier} records before, most of it in {largest.name or '(root)'}"
             )
             found = rule.found(
                 evidence, table, largest, verdict, statistic="rms", since=table.steps[row], norm=norms[row]

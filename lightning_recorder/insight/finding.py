@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
@@ -34,6 +34,8 @@ NON_FINITE = "non-finite"
 
 SPIKE = "spike"
 """The rule of the watch about spikes of the loss and the gradient norm."""
+
+_GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
 
 ORIGIN_VALUES = "values"
 """The number of a finding about the first bad value: the count of bad values at its origin, if that is known."""
@@ -198,7 +200,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
-    that is probably the cause.
+    that is probably the cause. If the records show a spike of the gradients at the same step, it is part of the finding
+    of the watch.
 
     Args:
         findings: The findings from records, ranked.
@@ -213,6 +216,12 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
         or min(named, default=math.inf) > each.first_step
     ]
+    for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:
+        for place, each in enumerate(watched):
+            if each.rule == SPIKE and gradients.first_step in (each.first_step, each.numbers.get("largest_step")):
+                watched[place] = _joined(each, gradients)
+                findings = [other for other in findings if other is not gradients]
+                break
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
     others = [
@@ -225,6 +234,19 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
     causes = [each for each in watched if each not in effects]
     return sorted([*causes, *others, *effects], key=lambda each: SEVERITIES.index(each.severity))
+
+
+def _joined(spike: Finding, gradients: Finding) -> Finding:
+    """Return the finding of the watch about a spike together with that of the records about the same step."""
+    known = "the gradient norm to" in spike.verdict
+    most = f"most of the gradient at step {gradients.first_step} is in {gradients.module or '(root)'}"
+    return replace(
+        spike,
+        verdict=f"{spike.verdict}; {most if known else gradients.verdict}",
+        numbers={**gradients.numbers, **spike.numbers},
+        others=tuple(dict.fromkeys([*spike.others, gradients.module, *gradients.others])),
+        consequences=(*spike.consequences, gradients.rule, *gradients.consequences),
+    )
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:

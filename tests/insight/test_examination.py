@@ -196,6 +196,42 @@ def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> N
     assert next(each.rule for each in with_watched(found, [spike])) == first
 
 
+@pytest.mark.parametrize(
+    ("first", "largest", "rules"),
+    [
+        (60, None, ["spike"]),
+        (50, 60, ["spike"]),
+        (59, None, ["spike", "gradient-spike"]),
+        (50, 59, ["spike", "gradient-spike"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("watched", "more"),
+    [
+        (
+            "the loss to 30",
+            "the norm of all gradients at step 60 is 354 × its median in the 5 records before, most of it in head",
+        ),
+        ("the loss to 30 and the gradient norm to 40", "most of the gradient at step 60 is in head"),
+    ],
+)
+def test_a_spike_that_is_recorded_is_one_finding(
+    first: int, largest: int | None, rules: list[str], watched: str, more: str
+) -> None:
+    """A spike that the watch and the records see at one step is one finding, with the loss and the gradient norm."""
+    gradients: dict[str, Values] = {**trained("fc"), **trained("head", grad=[*[1e-3] * 6, 0.5, 1e-3])}
+    (recorded,) = run(None, None, gradients, graph=chain("fc", "head"))
+    numbers = {"ratio": 30.0} if largest is None else {"ratio": 30.0, "largest_step": float(largest)}
+    spike = replace(recorded, rule="spike", module="", path="loss", first_step=first, verdict=watched, numbers=numbers)
+    found = sorted(with_watched([recorded], [spike]), key=lambda each: each.rule, reverse=True)
+    assert [each.rule for each in found] == rules
+    if len(found) == 1:
+        assert found[0].verdict == f"{watched}; {more}"
+        assert (found[0].module, found[0].path, found[0].others) == ("", "loss", ("head",))
+        assert found[0].numbers == {**recorded.numbers, **numbers}
+        assert found[0].consequences == ("gradient-spike",)
+
+
 @pytest.mark.parametrize(("step", "first"), [(43, "sudden-change"), (41, "sudden-change"), (40, "spike")])
 def test_a_spike_after_the_last_usual_record_is_the_effect_of_a_change(step: int, first: str) -> None:
     """A change is recorded after the spike that it causes, since it begins between two records."""
