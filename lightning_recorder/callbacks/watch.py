@@ -48,8 +48,9 @@ class StepWatch(RecorderCallback):
 
     A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
     next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
-    are not counted again, and the noise of the series. The first 20 steps have no spikes. A spike of the gradient
-    norm alone is a note if the trainer clips gradients, and does not end the fit.
+    are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. The
+    first 20 steps have no spikes. A spike of the gradient norm alone is a note if the trainer clips gradients, and does
+    not end the fit.
 
     Args:
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.

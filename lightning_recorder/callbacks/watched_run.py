@@ -291,18 +291,20 @@ class WatchedRun:
         return reading.is_bad and float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
 
     def _look_for_spikes(self, reading: Reading) -> None:
-        spikes = [
-            (name, value, median)
-            for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True)
-            if (median := detector.add(value)) is not None
-        ]
+        series = [(name, value, self._spikes[name]) for name, value in zip(self._spikes, reading.values, strict=True)]
+        added = [(name, value, each.add(value)) for name, value, each in series]
+        spikes = [(name, value, median) for name, value, median in added if median is not None]
         if spikes and self._factor:
-            index = reading.indices[0] if reading.indices else 0
-            is_clipped = bool(self._trainer.gradient_clip_val)
-            options: dict[str, Any] = {"factor": self._factor, "is_clipped": is_clipped, "rank": self._rank}
-            finding = finding_of_spike(spikes, reading, index, **options)
-            self._report(finding, reading, next(iter(reading.batches), None), None)
+            self._report_spike(spikes, reading)
             self._on_spike(reading.step)
+        for name, value, detector in series:
+            if not spikes and (SPIKE, "", name) in self._known and (median := detector.exceeds_spike()) is not None:
+                self._report_spike([(name, value, median)], reading, records=0)
+
+    def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
+        index, is_clipped = next(iter(reading.indices), 0), bool(self._trainer.gradient_clip_val)
+        found = finding_of_spike(spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._rank)
+        self._report(replace(found, records=records), reading, next(iter(reading.batches), None), None)
 
     # Bad values.
 
@@ -365,14 +367,12 @@ class WatchedRun:
             return None, "in manual optimization, the values must be read before the optimizer steps"
         self._replays += 1
         steps = self._step.optimizer_steps
-        with self._with_parameters(copies) if copies else nullcontext():
+        parameters = list(self._pl_module.parameters())
+        with _Parameters(parameters, copies) if copies else nullcontext():
             found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
         if found.origin is None:
             return found, "its batches give finite values when they are run again: a hook or the accumulation made it"
         return found, ""
-
-    def _with_parameters(self, values: list[Tensor]) -> Any:
-        return _Parameters(list(self._pl_module.parameters()), values)
 
     def _unnamed(self, reading: Reading, because: str, *, is_known: bool) -> Finding:
         step = reading.step

@@ -59,6 +59,7 @@ class SpikeDetector:
     def __init__(self, factor: float) -> None:
         self.factor = factor
         self._values: deque[float] = deque(maxlen=_WINDOW)
+        self._peak, self._usual, self._age = math.inf, math.nan, 0  # of the last spike
 
     @property
     def median(self) -> float:
@@ -84,7 +85,20 @@ class SpikeDetector:
         is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
         median = self.median if is_candidate and self._is_spike(value) else None
         self._values.append(value)
+        self._age += 1
+        if median is not None:
+            self._peak, self._usual, self._age = value, median, 0
         return median
+
+    def exceeds_spike(self) -> float | None:
+        """Return the median before the last spike if the last value exceeds the spike and the values since.
+
+        Only the ten values after a spike belong to it.
+        """
+        if not 0 < self._age <= RECENT or self._values[-1] <= self._peak:
+            return None
+        self._peak = self._values[-1]
+        return self._usual
 
     def _is_spike(self, value: float) -> bool:
         middle = self.median

@@ -21,7 +21,8 @@ __all__ = [
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
-_LARGEST = f"; the largest{_AT}"
+_FARTHEST = "farthest above the median"
+_LARGEST = f"; the {_FARTHEST}{_AT}"
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
 
@@ -176,25 +177,25 @@ def finding_of_spike(
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:
-    """Return the finding about one or several spikes with a later one: their number, the first and the largest.
+    """Return the finding about one or several spikes with a later one: their number, the first and the farthest.
 
     Args:
         finding: The finding about the earlier spikes.
-        spike: The finding about the later one alone.
+        spike: The finding about the later one alone; with no records if it is a larger value of the last spike.
     """
     first, _, largest = finding.verdict.partition(_LARGEST)
-    numbers = dict(finding.numbers)
+    numbers, count = dict(finding.numbers), finding.records + spike.records
     if spike.numbers["ratio"] > numbers.get("largest_ratio", numbers["ratio"]):
         largest = spike.verdict.partition(_AT)[2]
         numbers |= {"largest_step": spike.first_step, "largest_ratio": spike.numbers["ratio"]}
-    which = "the first" if largest else "the first and largest"
-    verdict = f"{finding.records + 1} spikes ({_COUNTED}), {which}{_AT}{first.partition(_AT)[2]}"
+    which = "the first" if largest else f"the first and {_FARTHEST}"
+    spikes = f"{count} spikes ({_COUNTED}), {which}" if count > 1 else "a spike"
     return replace(
         finding,
-        verdict=verdict + (f"{_LARGEST}{largest}" if largest else ""),
+        verdict=f"{spikes}{_AT}{first.partition(_AT)[2]}" + (f"{_LARGEST}{largest}" if largest else ""),
         numbers=numbers,
         last_step=spike.last_step,
-        records=finding.records + 1,
+        records=count,
     )
 
 

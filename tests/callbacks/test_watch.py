@@ -627,7 +627,7 @@ class Spiky(Planted):
 
 
 def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
-    """One finding has the first and the largest spike and their number; the step after each is recorded."""
+    """One finding has the first and the farthest spike and their number; the step after each is recorded."""
     watch, recorder = StepWatch(strict=True), ActivationRecorder(every_n_train_steps=25, outputs=QUIET, strict=True)
     fit(Spiky(at=-1), tmp_path, watch, recorder, loader=batches(60))
     finding = only(watch)
@@ -637,10 +637,29 @@ def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
     assert begin.startswith(
         "2 spikes (each above 3 × the largest of the 10 steps before it), the first at step 30 (batch 30 of epoch 0): "
     )
-    assert largest.startswith("the largest at step 50 (batch 50 of epoch 0): the loss to ")
+    assert largest.startswith("the farthest above the median at step 50 (batch 50 of epoch 0): the loss to ")
     assert finding.verdict.count(" × its running median and the gradient norm to ") == 2
     assert finding.numbers["largest_step"] == 50
     assert open_recording(tmp_path).run["activations"].steps == [0, 24, 31, 49, 51]
+
+
+class Rising(Planted):
+    """A net with a large loss at one step, and a larger one two steps later."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * {30: 1000, 32: 2000, 33: 500}.get(batch_idx, 1)
+
+
+def test_the_largest_value_of_a_spike_is_named(tmp_path: Path) -> None:
+    """A larger value soon after a spike is no spike of its own, but the finding names it."""
+    watch = StepWatch(strict=True)
+    fit(Rising(at=-1), tmp_path, watch, loader=batches(60))
+    finding = only(watch)
+    assert finding.records == 1
+    begin, largest = finding.verdict.split("; ")
+    assert begin.startswith("a spike at step 30 (batch 30 of epoch 0): the loss to ")
+    assert largest.startswith("the farthest above the median at step 32 (batch 32 of epoch 0): the loss to ")
 
 
 class SteepAtTimes(Planted):

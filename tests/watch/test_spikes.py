@@ -6,6 +6,7 @@ import functools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -84,12 +85,29 @@ def test_ordinary_courses_have_no_spikes(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("after", "median"),
+    [([31.0], 1.0), ([29.0], None), ([40.0, 31.0], None), ([1.0] * 9 + [31.0], 1.0), ([1.0] * 10 + [31.0], None)],
+)
+def test_a_spike_has_further_values(after: list[float], median: float | None) -> None:
+    """A value that exceeds a spike and all values since belongs to it, at most ten values later."""
+    detector = SpikeDetector(10.0)
+    assert [detector.add(value) for value in [*[1.0] * 30, 30.0]][-1] == 1.0
+    assert detector.exceeds_spike() is None
+    found = [(detector.add(value), detector.exceeds_spike()) for value in after]
+    assert found[-1][1] == median
+    assert detector.exceeds_spike() is None  # it is reported once
+
+
+@pytest.mark.parametrize(
     ("ratios", "first", "largest"),
     [
         ([20], "a spike at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its running median", ""),
         (
             [50, 20, 30],
-            f"{THREE}, the first and largest at step 0 (batch 0 of epoch 2): the loss to 100, 50 × its running median",
+            (
+                f"{THREE}, the first and farthest above the median at step 0 (batch 0 of epoch 2): the loss to 100, "
+                "50 × its running median"
+            ),
             "",
         ),
         (
@@ -105,13 +123,28 @@ def test_ordinary_courses_have_no_spikes(values: list[float]) -> None:
     ],
 )
 def test_several_spikes_are_one_finding(ratios: list[float], first: str, largest: str) -> None:
-    """The finding has the number of spikes, the first one and the largest one."""
+    """The finding has the number of spikes, the first one and the one that is farthest above its median."""
     found = [
         finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), step, factor=10)
         for step, ratio in enumerate(ratios)
     ]
     joined = functools.reduce(with_spike, found)
-    assert joined.verdict == first + (f"; the largest at step {largest}" if largest else "")
+    assert joined.verdict == first + (f"; the farthest above the median at step {largest}" if largest else "")
     assert (joined.first_step, joined.last_step, joined.records) == (0, len(ratios) - 1, len(ratios))
     assert joined.numbers["ratio"] == ratios[0]
     assert joined.numbers.get("largest_ratio", ratios[0]) == max(ratios)
+
+
+def test_a_larger_value_of_a_spike_is_not_counted() -> None:
+    """The finding names the value that is farthest above the median, although the spike began before it."""
+    one, further, other = (
+        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), step, factor=10)
+        for step, ratio in ((0, 20), (4, 50), (60, 30))
+    )
+    joined = with_spike(one, replace(further, records=0))
+    begun = "at step 0 (batch 0 of epoch 2): the loss to 40, 20 × its running median"
+    farthest = "farthest above the median at step 4 (batch 4 of epoch 2): the loss to 100, 50 × its running median"
+    assert joined.verdict == f"a spike {begun}; the {farthest}"
+    assert (joined.last_step, joined.records, joined.numbers["largest_step"]) == (4, 1, 4)
+    two = "2 spikes (each above 3 × the largest of the 10 steps before it)"
+    assert with_spike(joined, other).verdict == f"{two}, the first {begun}; the {farthest}"
