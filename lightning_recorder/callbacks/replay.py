@@ -24,7 +24,7 @@ from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
-__all__ = ["Replay", "ReplayError", "replay"]
+__all__ = ["Replay", "ReplayError", "other_values", "replay"]
 
 _RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
 
@@ -52,6 +52,20 @@ class Replay:
 
     origin: Origin | None
     batch: KeptBatch | None
+
+
+@contextmanager
+def other_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Give parameters other values, and their own ones again at the end."""
+    before = [each.detach().clone() for each in parameters]
+    # Written through ``.data``, since a higher version would make autograd reject saved graphs.
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
 
 
 def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptBatch], *, steps: int = 0) -> Replay:

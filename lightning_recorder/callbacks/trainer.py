@@ -22,6 +22,7 @@ __all__ = [
     "decline",
     "exclusive_directory",
     "gradient_factor",
+    "largest_rate",
     "logged_step",
     "make_directory",
     "merge_ranks",
@@ -47,6 +48,12 @@ def logged_step(trainer: Trainer) -> int:
         return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
     except AttributeError:
         return int(trainer.global_step)
+
+
+def largest_rate(trainer: Trainer) -> float | None:
+    """Return the largest learning rate of all optimizers, or None if it is not known."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
 
 
 def recorder_directory(trainer: Trainer) -> Path | None:

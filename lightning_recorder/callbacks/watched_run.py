@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_recorder.callbacks.replay import Replay, ReplayError, replay
-from lightning_recorder.callbacks.trainer import logged_step
+from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay
+from lightning_recorder.callbacks.trainer import largest_rate, logged_step
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.insight import SPIKE, Finding
+from lightning_recorder.insight import SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
@@ -31,6 +31,7 @@ from lightning_recorder.watch import (
     SpikeDetector,
     StateKeeper,
     StepSeries,
+    finding_of_fall,
     finding_of_origin,
     finding_of_overflow,
     finding_of_spike,
@@ -281,6 +282,9 @@ class WatchedRun:
             if not reading.is_bad:
                 self._was_bad = False
                 self._look_for_spikes(reading)
+                fall = self._spikes["loss"].fall()
+                if fall is not None and (UNBOUNDED, "", "") not in self._known:
+                    self._report(finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._rank), reading)
             elif self._is_finding(reading):
                 self._examine(reading, parameters_are_known=False)
 
@@ -304,7 +308,7 @@ class WatchedRun:
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
         index, is_clipped = next(iter(reading.indices), 0), bool(self._trainer.gradient_clip_val)
         found = finding_of_spike(spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._rank)
-        self._report(replace(found, records=records), reading, next(iter(reading.batches), None), None)
+        self._report(replace(found, records=records), reading)
 
     # Bad values.
 
@@ -317,12 +321,11 @@ class WatchedRun:
             return
         self._was_bad = True
         if reading.step == self._overflow and not reading.has_bad_loss:
-            finding = self._with_rise(finding_of_overflow(reading, rank=self._rank))
-            self._report(finding, reading, next(iter(reading.batches), None), None)
+            self._report(self._with_rise(finding_of_overflow(reading, rank=self._rank)), reading)
             return
         copies = None if parameters_are_known else self._copies
         is_known = parameters_are_known or bool(copies)
-        batch: KeptBatch | None = next(iter(reading.batches), None)
+        batch: KeptBatch | None = None
         try:
             found, because = self._replayed(reading, copies) if is_known else (None, "")
         except (ReplayError, CommunicationError) as error:
@@ -351,11 +354,9 @@ class WatchedRun:
     def _with_rise(self, finding: Finding) -> Finding:
         """Return a finding with the rise of the loss or of the gradient norm before it, if there was one."""
         for series, detector in self._spikes.items():
-            rise = detector.rise()
+            rise = detector.fall() or detector.rise()
             if rise is not None:
-                groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-                rates = [float(group["lr"]) for group in groups if "lr" in group]
-                return with_rise(finding, series, rise, max(rates, default=None))
+                return with_rise(finding, series, rise, largest_rate(self._trainer))
         return finding
 
     def _replayed(self, reading: Reading, copies: list[Tensor] | None) -> tuple[Replay | None, str]:
@@ -368,7 +369,7 @@ class WatchedRun:
         self._replays += 1
         steps = self._step.optimizer_steps
         parameters = list(self._pl_module.parameters())
-        with _Parameters(parameters, copies) if copies else nullcontext():
+        with other_values(parameters, copies) if copies else nullcontext():
             found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
         if found.origin is None:
             return found, "its batches give finite values when they are run again: a hook or the accumulation made it"
@@ -392,8 +393,13 @@ class WatchedRun:
         )
 
     def _report(
-        self, finding: Finding, reading: Reading, batch: KeptBatch | None, parameters: Sequence[Tensor] | None
+        self,
+        finding: Finding,
+        reading: Reading,
+        batch: KeptBatch | None = None,
+        parameters: Sequence[Tensor] | None = None,
     ) -> None:
+        batch = batch or next(iter(reading.batches), None)
         key = finding.rule, finding.module, finding.path
         known = self._known.get(key)
         if known is not None and finding.rule == SPIKE:
@@ -402,25 +408,6 @@ class WatchedRun:
             finding = replace(known, last_step=finding.last_step, records=known.records + 1)
         self._known[key] = finding
         self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))
-
-
-class _Parameters:
-    """Gives parameters other values for a while."""
-
-    def __init__(self, parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-        self._parameters, self._values = parameters, values
-        self._before = [each.detach().clone() for each in parameters]
-
-    def __enter__(self) -> None:
-        self._set(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._before)
-
-    def _set(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            # Written through ``.data``, since a higher version would make autograd reject saved graphs.
-            parameter.data.copy_(value)
 
 
 def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:

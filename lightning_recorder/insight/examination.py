@@ -24,7 +24,7 @@ from lightning_recorder.insight import (
     steps,
 )
 from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
-from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, USUAL_UNTIL, Finding
+from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, UNBOUNDED, USUAL_UNTIL, Finding
 from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -106,7 +106,7 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
     Raises:
         ArgumentError: If there is no such rule; names the argument and the closest rule.
     """
-    return check_some(name, rules, (*(each.name for each in RULES), SPIKE)) if rules else ()
+    return check_some(name, rules, (*(each.name for each in RULES), SPIKE, UNBOUNDED)) if rules else ()
 
 
 _SAME_FACTOR = 0.8  # the exponent from which on a factor of the first record is that of the run

@@ -15,6 +15,7 @@ __all__ = [
     "ORIGIN_VALUES",
     "SEVERITIES",
     "SPIKE",
+    "UNBOUNDED",
     "USUAL_UNTIL",
     "Finding",
     "Severity",
@@ -34,6 +35,9 @@ NON_FINITE = "non-finite"
 
 SPIKE = "spike"
 """The rule of the watch about spikes of the loss and the gradient norm."""
+
+UNBOUNDED = "unbounded-loss"
+"""The rule of the watch about a loss that falls far below zero."""
 
 _GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
 
@@ -201,7 +205,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
     that is probably the cause. If the records show a spike of the gradients at the same step, it is part of the finding
-    of the watch.
+    of the watch. A loss that falls without bound is left out if the one about the first bad value says so.
 
     Args:
         findings: The findings from records, ranked.
@@ -216,6 +220,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
         or min(named, default=math.inf) > each.first_step
     ]
+    if any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
+        watched = [each for each in watched if each.rule != UNBOUNDED]
     for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:
         for place, each in enumerate(watched):
             if each.rule == SPIKE and gradients.first_step in (each.first_step, each.numbers.get("largest_step")):

@@ -7,6 +7,7 @@ from lightning_recorder.watch.readings import Reading, ReadingQueue
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
 from lightning_recorder.watch.verdict import (
+    finding_of_fall,
     finding_of_origin,
     finding_of_overflow,
     finding_of_spike,
@@ -27,6 +28,7 @@ __all__ = [
     "StateKeeper",
     "StepFlags",
     "StepSeries",
+    "finding_of_fall",
     "finding_of_origin",
     "finding_of_overflow",
     "finding_of_spike",

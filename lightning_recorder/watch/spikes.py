@@ -25,6 +25,7 @@ _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of un
 _SMALLEST = 1e-12
 _RISEN = 5.0
 _USUAL = 2.0
+_FALLEN = 1e4
 
 
 class Rise(NamedTuple):
@@ -59,12 +60,25 @@ class SpikeDetector:
     def __init__(self, factor: float) -> None:
         self.factor = factor
         self._values: deque[float] = deque(maxlen=_WINDOW)
+        self._count, self._first = 0, math.nan
+        self._largest = 1.0  # magnitude of the first values
         self._peak, self._usual, self._age = math.inf, math.nan, 0  # of the last spike
 
     @property
     def median(self) -> float:
         """The running median; NaN before the first value. Sorts the last values."""
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
+
+    def fall(self) -> Rise | None:
+        """Return the fall from the first value to the last one if the series has fallen far below zero.
+
+        Each of the last ten values must be below -10,000, and below -10,000 × the largest magnitude of the first ten.
+        """
+        limit = -_FALLEN * self._largest
+        if len(self._values) < RECENT or self._values[-1] >= limit:
+            return None
+        has_fallen = max(islice(reversed(self._values), RECENT)) < limit
+        return Rise(self._first, self._values[-1], self._count - 1) if has_fallen else None
 
     def rise(self) -> Rise | None:
         """Return the rise up to the last value if that is five times what was usual ten values before, or at first."""
@@ -84,8 +98,12 @@ class SpikeDetector:
         # The median is computed only for candidates, which are rare.
         is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
         median = self.median if is_candidate and self._is_spike(value) else None
+        if not self._count:
+            self._first = value
+        if self._count < RECENT:
+            self._largest = max(self._largest, abs(value))
         self._values.append(value)
-        self._age += 1
+        self._count, self._age = self._count + 1, self._age + 1
         if median is not None:
             self._peak, self._usual, self._age = value, median, 0
         return median

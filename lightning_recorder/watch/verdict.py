@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, Finding
+from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 from lightning_recorder.watch.spikes import JUMP, LEAST, RECENT, Rise
 
 __all__ = [
+    "finding_of_fall",
     "finding_of_origin",
     "finding_of_overflow",
     "finding_of_spike",
@@ -24,6 +25,8 @@ _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
 _FARTHEST = "farthest above the median"
 _LARGEST = f"; the {_FARTHEST}{_AT}"
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
+_WHY_UNBOUNDED = "The loss has no lower bound: it or one of its terms has the wrong sign, or rewards large values."
+_NEXT_UNBOUNDED = "Look at the sign of each term of the loss, and at what keeps it from falling further."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
 
 
@@ -100,20 +103,44 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
 
     Args:
         finding: The finding.
-        series: The series that rose, ``"loss"`` or ``"gradient norm"``.
-        rise: Its rise up to the step before.
+        series: The series that rose or fell, ``"loss"`` or ``"gradient norm"``.
+        rise: Its rise or fall up to the step before.
         rate: The largest learning rate, if it is known.
     """
-    at = "" if rate is None else f" at learning rate {rate:.3g}"
-    steps = "1 step" if rise.steps == 1 else f"{rise.steps} steps"
-    verdict = f"the {series} rose from {rise.before:.3g} to {rise.last:.3g} in {steps}{at}; then {finding.verdict}"
+    verdict = f"{_course(series, rise, rate)}; then {finding.verdict}"
     following = finding.next[:1].lower() + finding.next[1:]
+    if rise.last < rise.before:
+        why, following = _WHY_UNBOUNDED, f"{_NEXT_UNBOUNDED} If it still diverges, {following}"
+        return replace(finding, verdict=verdict, why=why, next=following, consequences=(UNBOUNDED,))
     return replace(
         finding,
         verdict=verdict,
         why="The training diverged: the learning rate is too high, or the loss or a layer grows without bound.",
         next=f"Lower the learning rate, warm it up, or clip gradients. If it still diverges, {following}",
     )
+
+
+def finding_of_fall(fall: Rise, reading: Reading, rate: float | None, *, rank: str = "") -> Finding:
+    """Return the finding for a loss that falls without bound.
+
+    Args:
+        fall: The fall of the loss.
+        reading: The step.
+        rate: The largest learning rate, if it is known.
+        rank: As for :func:`finding_of_origin`.
+    """
+    where = _batch(next(iter(reading.indices), 0), reading.epoch) + rank
+    verdict = f"{_course('loss', fall, rate)}, without a bound (step {reading.step}, {where})"
+    finding = _finding(UNBOUNDED, "warning", "", reading, verdict, _WHY_UNBOUNDED, _NEXT_UNBOUNDED)
+    usual = "above -10,000, and above -10,000 × its largest magnitude in the first 10 steps"
+    return replace(finding, numbers={"first": fall.before, "last": fall.last}, usual=usual)
+
+
+def _course(series: str, rise: Rise, rate: float | None) -> str:
+    at = "" if rate is None else f" at learning rate {rate:.3g}"
+    steps = "1 step" if rise.steps == 1 else f"{rise.steps} steps"
+    verb = "rose" if rise.last > rise.before else "fell"
+    return f"the {series} {verb} from {rise.before:.3g} to {rise.last:.3g} in {steps}{at}"
 
 
 def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:

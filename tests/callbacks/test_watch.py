@@ -359,6 +359,37 @@ def test_the_divergence_before_a_bad_value_is_named_first(tmp_path: Path) -> Non
     assert finding.why.startswith("The training diverged")
 
 
+class WrongSign(Diverging):
+    """A net that is trained to have a large error."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return -super().training_step(batch, batch_idx)
+
+
+def test_a_loss_that_falls_without_bound_is_found_once(tmp_path: Path) -> None:
+    """A loss with the wrong sign is a finding, with its first value; the spikes of a falling loss are none."""
+    watch = StepWatch(strict=True)
+    fit(WrongSign(0.02), tmp_path, watch, max_epochs=6)
+    finding = only(watch)
+    assert (finding.rule, finding.severity, finding.records) == ("unbounded-loss", "warning", 1)
+    losses = open_recording(tmp_path).run["watch"]["loss"].statistic("value").tolist()
+    step = finding.first_step
+    assert finding.verdict.startswith(f"the loss fell from {losses[0]:.3g} to {losses[step]:.3g} in {step} steps at")
+    assert "the wrong sign" in finding.why
+
+
+def test_a_loss_that_falls_until_it_overflows_is_one_finding(tmp_path: Path) -> None:
+    """The finding about the first bad value begins with the fall, and stands for that about the fall."""
+    watch = StepWatch(strict=True)
+    fit(WrongSign(0.1), tmp_path, watch, max_epochs=8)
+    assert [each.rule for each in watch.found] == ["unbounded-loss", "non-finite"]
+    (finding,) = open_recording(tmp_path).findings
+    assert finding.verdict.startswith("the loss fell from ")
+    assert "; then " in finding.verdict
+    assert "the wrong sign" in finding.why
+    assert finding.consequences == ("unbounded-loss",)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_bad_batch_is_no_consequence_of_a_divergence(value: float, tmp_path: Path) -> None:
     """The loss rises before a batch that is not finite, which is named alone."""

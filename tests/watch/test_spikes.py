@@ -52,6 +52,27 @@ def test_a_rise_has_its_beginning_its_end_and_its_length(usual: list[float], ste
         assert (rise.last, rise.steps) == (scale * 4.0**steps, steps)
 
 
+@pytest.mark.parametrize(
+    ("values", "fall"),
+    [
+        ([-(1.2**step) for step in range(80)], (-1.0, -(1.2**79), 79)),
+        ([5.0] * 30 + [-50_001.0] * 9, None),  # the last ten values count
+        ([5.0] * 30 + [-50_001.0] * 10, (5.0, -50_001.0, 39)),
+        ([0.1] * 30 + [-9_999.0] * 10, None),
+        ([5.0, 700.0] * 15 + [-50_001.0] * 30, None),  # a large loss may fall further
+        ([-60_000.0] * 200, None),
+        ([50_001.0] * 200, None),
+        ([math.nan] * 200, None),
+    ],
+)
+def test_a_fall_far_below_zero(values: list[float], fall: tuple[float, float, int] | None) -> None:
+    """A fall is one to 10,000 times the size of the first values below zero; it has its first value and its length."""
+    detector = SpikeDetector(10.0)
+    for value in values:
+        detector.add(value)
+    assert detector.fall() == fall
+
+
 def spikes(values: list[float], factor: float = 10.0) -> list[int]:
     detector = SpikeDetector(factor)
     return [index for index, value in enumerate(values) if detector.add(value)]
