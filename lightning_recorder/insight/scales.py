@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
+
+_WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."
+_NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or an embedding of it."
 
 
 def _weight_gain(evidence: Evidence, name: str, path: str = "weight") -> float | None:
@@ -47,19 +52,40 @@ def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _input_scale(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    table = evidence.activations
+    table, wiring = evidence.activations, evidence.wiring
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():
-        if evidence.wiring.inputs.get(site.name) != [INPUT] and not (
-            not evidence.wiring.has_graph and table.places[site] == 0
-        ):
+        feeds = wiring.inputs.get(site.name)
+        is_made = feeds == [] and _is_index(evidence, site.name)
+        if feeds != [INPUT] and not is_made and not (not wiring.has_graph and table.places[site] == 0):
             continue
         recorded = [each for each in evidence.inputs_of(site.name) if "float" in evidence.inputs.dtype(each)]
-        yield from _large_inputs(rule, evidence, recorded)
-        scale = None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
-        if scale is not None and scale > rule.thresholds["rms"]:
+        found = list(_large_inputs(rule, evidence, recorded))
+        scales = None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
+        # A layer learns to enlarge a constant, such as learned queries, so the first estimate counts, too.
+        scale = 0.0 if scales is None else min(np.median(scales), scales[0] if is_made else np.inf)
+        if scale > rule.thresholds["rms"]:
             verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", input_rms=scale, rms=rms)
+            found.append(rule.found(evidence, table, site, verdict, statistic="rms", input_rms=scale, rms=rms))
+        for each in found:
+            yield replace(each, why=_WHY_MADE, next=_NEXT_MADE) if is_made else each
+
+
+def _is_index(evidence: Evidence, name: str) -> bool:
+    """Return True if integers that no batch contains, such as time steps, become the input of a layer with a weight."""
+    graph = evidence.wiring.graph
+    if graph is None or _weight_gain(evidence, name) is None:
+        return False
+    calls = {node.id for node in graph.nodes if node.kind == "module" and node.name == name}
+    todo = [node for node in graph.nodes if node.id in calls or node.parent in calls]
+    seen = {node.id for node in todo}
+    for node in todo:
+        before = [graph[edge.source] for edge in graph.into(node) if edge.source not in seen]
+        if any("int" in meta.dtype for each in before for meta in each.outputs):
+            return True
+        seen |= {each.id for each in before}
+        todo += before
+    return False
 
 
 def _large_inputs(rule: Rule, evidence: Evidence, sites: list[Site]) -> Iterator[Finding]:
@@ -70,8 +96,8 @@ def _large_inputs(rule: Rule, evidence: Evidence, sites: list[Site]) -> Iterator
             yield rule.found(evidence, evidence.inputs, site, verdict, statistic="rms", input_rms=rms)
 
 
-def _input_rms(evidence: Evidence, site: Site) -> float | None:
-    """Estimate the rms of the input of a layer: √(rms(output)² - rms(bias)²) / (rms(weight) √inputs), the median."""
+def _input_rms(evidence: Evidence, site: Site) -> Floats | None:
+    """Estimate the rms of the input of a layer in each record: √(rms(output)² - rms(bias)²) / (rms(weight) √inputs)."""
     table, weight, bias = evidence.parameters, Site(site.name, "weight"), Site(site.name, "bias")
     gain = _weight_gain(evidence, site.name)
     if not gain:
@@ -85,8 +111,8 @@ def _input_rms(evidence: Evidence, site: Site) -> float | None:
     )
     if not len(common) or not (sizes > 0).all():
         return None
-    inputs = np.sqrt(np.maximum(outputs**2 - offsets**2, 0)) / (sizes * gain / sizes[0])
-    return float(np.median(inputs))
+    inputs: Floats = np.sqrt(np.maximum(outputs**2 - offsets**2, 0)) / (sizes * gain / sizes[0])
+    return inputs
 
 
 _EVERYTHING_AFTER = {"downstream", "same"}
@@ -132,7 +158,9 @@ RULES = (
         usual="0.2 to 3, as of normalized data",
         why="The inputs are not normalized, for example images from 0 to 255.",
         next="Normalize the inputs to mean 0 and standard deviation 1, and check the scale of each feature.",
-        false_alarms="Embeddings are left out.",
+        false_alarms=(
+            "Embeddings are left out. Inputs that the step makes from integers must be large in the first record, too."
+        ),
         examine=_input_scale,
         explains=dict.fromkeys(
             (

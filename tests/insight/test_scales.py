@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
+from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
@@ -24,6 +27,37 @@ def test_the_scale_of_inputs() -> None:
     (found,) = run(layers, None, network("a", "b"), graph=chain("a", "b"))
     assert found.verdict == "the input of a has rms 50, estimated from its output and weights"  # 50 / (0.25 √16)
     assert run({"a": {"rms": 15.0}, "b": {"rms": 15.0}}, None, network("a", "b"), graph=chain("a", "b")) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "source", "rms", "alarm"),
+    [
+        ("int64", "op", [50.0] * 8, True),
+        ("int64", "op", [15.0] * 8, False),
+        ("int64", "op", [2.0] + [50.0] * 7, False),  # the layer has learned to enlarge a constant
+        ("float32", "op", [50.0] * 8, False),  # perhaps of an operation that was not observed
+        ("int64", "buffer", [50.0] * 8, True),
+        ("int64", "input", [50.0] * 8, True),
+    ],
+)
+def test_the_scale_of_time_steps(
+    dtype: str, source: Literal["op", "buffer", "input"], rms: list[float], alarm: bool
+) -> None:
+    """Integers that the step converts to floats are an input, although no batch contains them."""
+    nodes = (
+        Node(0, "module", "", None, 0, "Net"),
+        Node(1, source, "randint", 0, 1, outputs=(TensorMeta((16,), dtype),)),
+        Node(2, "op", "float", 0, 1, outputs=(TensorMeta((16,), "float32"),)),
+        Node(3, "module", "a", 0, 1, "Linear"),
+        Node(4, "op", "linear", 3, 2),
+        Node(5, "module", "b", 0, 1, "Linear"),
+        Node(6, "op", "linear", 5, 2),
+    )
+    graph = Graph(nodes, tuple(Edge(*ends) for ends in ((1, 2), (2, 4), (4, 6))))
+    layers: dict[str, Values] = {"a": {"rms": rms}, "b": {"rms": 1.0}}
+    found = [each for each in run(layers, None, network("a", "b"), graph=graph) if each.rule == "input-scale"]
+    assert brief(found) == [("warning", "input-scale", "a")] * alarm
+    assert all(("from integers" in each.why) == (source != "input") for each in found)
 
 
 def test_a_recorded_input_that_is_too_large_is_measured() -> None:
