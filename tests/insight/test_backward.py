@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_recorder.graph import Edge, Graph, Node, Unused
+from lightning_recorder.graph import Unused
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, run, trained
 
@@ -125,45 +125,6 @@ def test_an_uncalled_layer_of_another_class_is_no_expert() -> None:
         coverage={"": {"modules": types}},
     )
     assert (found.rule, found.module) == ("unused-parameter", "net.1")
-
-
-@pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
-def test_gradients_by_depth(factor: float, rule: str) -> None:
-    """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""
-    names = [f"layer_{letter}" for letter in "abcdefghij"]
-    gradients: dict[str, Values] = {name: {"rms": 1e-2 * factor ** (9 - place)} for place, name in enumerate(names)}
-    found = run(None, gradients, graph=chain(*names))
-    assert [(each.rule, each.module) for each in found] == ([(rule, "layer_a")] if rule else [])
-
-
-@pytest.mark.parametrize(
-    ("small", "together", "rules"),
-    [(6e-3, False, []), (1e-5, False, ["loss-imbalance"]), (6e-3, True, ["exploding-gradient"])],
-)
-def test_a_head_with_a_small_loss_is_no_growth(small: float, together: bool, rules: list[str]) -> None:
-    """The gradients of layers before several heads come from the head with the largest one, and grow from there."""
-    names = [*(f"layer_{letter}" for letter in "abcdef"), "price", "hidden", "mask"]
-    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "x", 0, 1)]
-    for number, name in enumerate(names, 1):
-        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "f", 2 * number, 2)]
-    ends = [(2 * number - 1, 2 * number + 1) for number in range(1, 10)]
-    if not together:
-        ends[7] = (13, 17)  # from layer_f to the hidden layer of the other head
-    gradients: dict[str, Values] = {name: {"rms": 3 * 0.9**place} for place, name in enumerate(names)}
-    for name in names[7:]:
-        gradients[name] = {"rms": small}
-    found = run(None, gradients, graph=Graph(tuple(nodes), tuple(Edge(*each) for each in ends)))
-    assert [each.rule for each in found] == rules
-
-
-def test_a_single_module_that_stops_gradients() -> None:
-    """If one module takes most of the gradient away, it is named."""
-    names = [f"layer_{letter}" for letter in "abcdefgh"]
-    gradients: dict[str, Values] = {
-        name: {"rms": (1e-9 if place < 4 else 1e-3) * 1.1**place} for place, name in enumerate(names)
-    }
-    (found,) = run(None, gradients, graph=chain(*names))
-    assert (found.rule, found.module) == ("vanishing-gradient", "layer_e")
 
 
 def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:
