@@ -16,7 +16,15 @@ from lightning_recorder.insight.table import Table
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
-__all__ = ["GRADIENT_CONSEQUENCES", "RULES", "gradient_norms", "last_behind", "pairs_of_heads", "without_gradient"]
+__all__ = [
+    "GRADIENT_CONSEQUENCES",
+    "RULES",
+    "gradient_norms",
+    "last_behind",
+    "pairs_of_heads",
+    "trains",
+    "without_gradient",
+]
 
 GRADIENT_CONSEQUENCES = {
     "does-not-move": ("any",),
@@ -41,55 +49,9 @@ def without_gradient(evidence: Evidence) -> dict[str, bool]:
     return {name: name in recorded for name, largest in found.items() if max(largest) == 0.0}
 
 
-def _trains(evidence: Evidence) -> bool:
+def trains(evidence: Evidence) -> bool:
     """Return True if some parameter has a gradient."""
     return any(each.gradient is not None for each in evidence.tensors)
-
-
-def _uncalled(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Yield the modules that were never called, with the uncalled member of a list, such as ``experts.1``, they are in.
-
-    Other members of the list, of the same class, were called. A module whose parameters a function uses without a call
-    has a gradient, so it is not among them.
-    """
-    called = {site.name for site in evidence.activations.places}
-    if not called or not _trains(evidence):
-        return
-    places: dict[tuple[str, str], set[str]] = {}
-    for name in called:
-        for before, _, after in _numbered(name):
-            places.setdefault((before, after), set()).add(evidence.type_of(name))
-    reached = {name[:end] for name in called for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name))}
-    for name, zero in without_gradient(evidence).items():
-        if name and name not in reached and not zero:
-            # A layer with an uncalled expert is called itself. The class of an uncalled module may be unknown.
-            kind = evidence.type_of(name)
-            members = (
-                before + number
-                for before, number, after in _numbered(name)
-                if (kinds := places.get((before, after))) is not None
-                and (not kind or kinds & {kind, ""})
-                and before + number not in reached
-            )
-            yield name, next(members, "")
-
-
-def _numbered(name: str) -> list[tuple[str, str, str]]:
-    """Return what is before each number in a name, the number, and what is after it."""
-    found = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
-    return [(name[: each.start()], each.group(), name[each.end() :]) for each in found]
-
-
-def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = {}
-    for name, member in _uncalled(evidence):
-        if not member:
-            groups.setdefault(name.rpartition(".")[0], []).append(name)
-    for group in groups.values():
-        site = Site(group[0], "")
-        verdict = f"{group[0]} is never called, so its parameters are not trained"
-        found = rule.found(evidence, evidence.parameters, site, verdict)
-        yield replace(found, others=tuple(group[1:]))
 
 
 def _forgotten(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -120,22 +82,11 @@ def _stopped(evidence: Evidence) -> dict[str, bool]:
     return {name: zero for name, zero in found.items() if name and (not called or name in called)}
 
 
-def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = {}
-    for member in dict.fromkeys(member for _, member in _uncalled(evidence) if member):
-        groups.setdefault(member.rpartition(".")[0], []).append(member)
-    for group in groups.values():
-        many = f"and {len(group) - 1} more are" if len(group) > 1 else "is"
-        verdict = f"{group[0]} {many} never called, but equal modules beside it are"
-        found = rule.found(evidence, evidence.parameters, Site(group[0], ""), verdict)
-        yield replace(found, others=tuple(group[1:]))
-
-
 def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for each place at which the gradient stops."""
     called = {site.name for site in evidence.activations.places}
     lost = _stopped(evidence)
-    if not lost or not _trains(evidence):
+    if not lost or not trains(evidence):
         return
     wiring = evidence.wiring
     frontiers: dict[str, list[str]] = {}
@@ -294,19 +245,6 @@ def _spike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 RULES = (
     Rule(
-        name="unused-parameter",
-        severity="warning",
-        statistic="gradients of a module's parameters",
-        thresholds={"records": 2},
-        persistence=2,
-        usual="every parameter of the optimizer has a gradient",
-        why="The module is not used in forward, or a condition never chooses it.",
-        next="Call the module in forward, or remove it; DDP would stop with an error.",
-        false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
-        examine=_unused,
-        explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
-    ),
-    Rule(
         name="forgotten-parameter",
         severity="warning",
         statistic="gradients of the parameters of a module of which another part is trained",
@@ -317,19 +255,6 @@ RULES = (
         next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
         false_alarms="Parameters that are used in a part of training only, such as a mask token.",
         examine=_forgotten,
-    ),
-    Rule(
-        name="never-chosen",
-        severity="warning",
-        statistic="modules of a list without an output and without a gradient, while equal ones have both",
-        thresholds={},
-        persistence=0,
-        usual="each expert gets some of the tokens",
-        why="A router that always chooses the same experts, a drop rate of 1, or a loop that ends too early.",
-        next="Look at the outputs of the router; balance the load, or add noise to its logits.",
-        false_alarms="Layers that are left out on purpose. A module that is called in one record does not count.",
-        examine=_never_chosen,
-        explains={"barely-moves": ("any",)},
     ),
     Rule(
         name="gradient-stops",

@@ -23,6 +23,7 @@ from lightning_recorder.insight import (
     scales,
     settings,
     steps,
+    uncalled,
 )
 from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, UNBOUNDED, USUAL_UNTIL, Finding
@@ -40,6 +41,7 @@ _PARTS = (
     settings,
     normalization,
     steps,
+    uncalled,
     backward,
     gradient_depth,
     scales,

@@ -139,17 +139,9 @@ def _are_parallel(evidence: Evidence, name: str) -> bool:
         before = name[: digits.start()]
         members = {f"{before}{number}" for number in range(_MOST_MEMBERS) if f"{before}{number}" in wiring.types}
         kinds = {wiring.types[each] for each in members}
-        if len(members) < 2 or len(kinds) > 1 or not wiring.has_graph:
-            continue
-        feeds = ((each, source) for each, sources in wiring.inputs.items() for source in sources)
-        inside = [(each, source) for each, source in feeds if each.startswith(before) and source.startswith(before)]
-        if all(_member(each, before) == _member(source, before) for each, source in inside):
+        if len(members) > 1 and len(kinds) == 1 and wiring.is_parallel(before):
             return True
     return False
-
-
-def _member(name: str, before: str) -> str:
-    return name[len(before) :].partition(".")[0]
 
 
 def _entering(evidence: Evidence, group: list[Site]) -> float:

@@ -131,6 +131,21 @@ class Wiring:
         users = {outside(self.outputs, block) for block in inside[:-1]}
         return len(feeds) < 2 and len(users) < 2
 
+    def is_parallel(self, before: str) -> bool:
+        """Return True if the members of a list do not feed each other, as experts, and at least two were called.
+
+        Args:
+            before: The name of the list with a dot, such as ``"experts."``.
+        """
+
+        def member(name: str) -> str:
+            return name[len(before) :].partition(".")[0]
+
+        inside = {name: sources for name, sources in self.inputs.items() if name.startswith(before)}
+        feeds = ((name, each) for name, sources in inside.items() for each in sources if each.startswith(before))
+        is_called_apart = len({member(name) for name in inside}) > 1
+        return self.has_graph and is_called_apart and all(member(name) == member(each) for name, each in feeds)
+
     def leads(self, name: str, to: str) -> bool:
         """Return True if a module feeds another one, directly or through others, or if they are the same."""
         found, todo = {name}, deque([name])

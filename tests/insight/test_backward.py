@@ -37,13 +37,6 @@ def test_the_place_in_the_recorded_graph(stop: str, is_near: bool) -> None:
     assert found.next.startswith(f"Look at {stop}") == is_near
 
 
-def test_an_unused_module() -> None:
-    """A module that is never called and never gets a gradient is unused."""
-    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 1.0}}
-    parameters: dict[str, Values] = {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}}
-    assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
-
-
 @pytest.mark.parametrize("with_outputs", [True, False])
 def test_a_forgotten_parameter_of_the_model_is_named(with_outputs: bool) -> None:
     """A parameter without a gradient in a module that is trained is named, and hides no module that is never called."""
@@ -78,53 +71,6 @@ def test_parameters_alone_do_not_tell_where_a_gradient_stops() -> None:
     """If only parameters are recorded, it is unknown whether a module without a gradient was called."""
     (found,) = run(None, None, {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}})
     assert found.verdict == "extra gets no gradient: not called, or without effect on the loss"
-
-
-@pytest.mark.parametrize("loud", [False, True])
-def test_experts_that_no_token_reaches(loud: bool) -> None:
-    """Uncalled modules beside called ones are a finding of the list; a router with large outputs is their cause."""
-    called = ("stem", "layers.0.router", "layers.0.experts.0.up", "layers.0.experts.0.down", "head")
-    layers: dict[str, Values] = {name: {"rms": 20.0 if loud and "router" in name else 1.0} for name in called}
-    starved = [f"layers.0.experts.{number}.{part}/weight" for number in (1, 2) for part in ("up", "down")]
-    parameters: dict[str, Values] = {
-        **network(*called),
-        **{each: {"rms": 0.2, "update_ratio": 0.0} for each in starved},
-    }
-    (found,) = run(layers, None, parameters, graph=chain(*called))
-    experts = ("layers.0.experts.1", "layers.0.experts.2")
-    if loud:
-        assert (found.module, found.others, found.consequences) == ("layers.0.router", experts, ("never-chosen",))
-    else:
-        assert (found.rule, found.module, found.others) == ("never-chosen", *experts[:1], experts[1:])
-
-
-def test_uncalled_experts_of_one_of_several_layers() -> None:
-    """A module that is called in part is not reported as uncalled; a block that is left out as a whole is."""
-    parts = [f"experts.{number}.{part}" for number in (0, 1) for part in ("up", "down")]
-    layers = {number: [f"layers.{number}.{part}" for part in ("router", *parts)] for number in range(4)}
-    left_out = [*layers[1][3:], *layers[3]]
-    called = [name for names in layers.values() for name in names if name not in left_out]
-    starved: dict[str, Values] = {f"{name}/weight": {"rms": 0.2, "update_ratio": 0.0} for name in left_out}
-    found = run({name: {"rms": 1.0} for name in called}, None, {**network(*called), **starved}, graph=chain(*called))
-    assert [(each.rule, each.module, each.others) for each in found] == [
-        ("never-chosen", "layers.1.experts.1", ()),
-        ("never-chosen", "layers.3", ()),
-    ]
-
-
-def test_an_uncalled_layer_of_another_class_is_no_expert() -> None:
-    """A layer of a sequence is unused if no layer of its class is called beside it."""
-    called = ("net.0", "net.3")
-    types = {"net.0": {"type": "Linear"}, "net.1": {"type": "BatchNorm1d"}, "net.3": {"type": "Linear"}}
-    parameters: dict[str, Values] = {**network(*called), "net.1/weight": {"rms": 1.0, "update_ratio": 0.0}}
-    (found,) = run(
-        {name: {"rms": 1.0} for name in called},
-        None,
-        parameters,
-        graph=chain(*called),
-        coverage={"": {"modules": types}},
-    )
-    assert (found.rule, found.module) == ("unused-parameter", "net.1")
 
 
 def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:
