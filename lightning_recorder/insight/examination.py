@@ -18,6 +18,7 @@ from lightning_recorder.insight import (
     forward,
     gradient_depth,
     gradient_steps,
+    latent,
     normalization,
     optimization,
     scales,
@@ -46,6 +47,7 @@ _PARTS = (
     gradient_depth,
     scales,
     forward,
+    latent,
     gradient_steps,
     comparisons,
 )
@@ -79,6 +81,7 @@ _ORDER = (
     "low-precision",
     "updates-lost",
     "frozen",
+    "posterior-collapse",
     "weight-drift",
     "sudden-change",
     "eval-mode",

@@ -1,0 +1,101 @@
+"""Tests of the rule about random variables that do not depend on the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import capture_graph
+from tests.insight.records import Values, network, run
+
+
+def noise_times_scale(mean: Tensor, scale: Tensor) -> Tensor:
+    return mean + torch.randn_like(mean) * (0.5 * scale).exp()
+
+
+def noise_of_a_shape(mean: Tensor, scale: Tensor) -> Tensor:
+    return torch.exp(scale / 2).mul(torch.randn(mean.shape)).add(mean)
+
+
+def with_a_distribution(mean: Tensor, scale: Tensor) -> Tensor:
+    found: Tensor = torch.distributions.Normal(mean, scale.mul(0.5).exp()).rsample()
+    return found
+
+
+def without_a_gradient(mean: Tensor, scale: Tensor) -> Tensor:
+    found: Tensor = torch.distributions.Normal(mean, scale.mul(0.5).exp()).sample()
+    return found
+
+
+def with_another_scale(mean: Tensor, scale: Tensor) -> Tensor:
+    return mean + torch.randn_like(mean) * nn.functional.softplus(scale)
+
+
+class Autoencoder(nn.Module):
+    """A variational autoencoder."""
+
+    def __init__(self, sample: Callable[[Tensor, Tensor], Tensor], *, is_joined: bool = False) -> None:
+        super().__init__()
+        self.sample, self.is_joined = sample, is_joined
+        self.encoder, self.mean, self.scale = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 32 if is_joined else 16),
+            nn.Linear(16, 16),
+        )
+        self.decoder = nn.Linear(16, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.encoder(inputs))
+        mean, scale = self.mean(hidden).chunk(2, 1) if self.is_joined else (self.mean(hidden), self.scale(hidden))
+        found: Tensor = self.decoder(self.sample(mean, scale))
+        return found
+
+
+COLLAPSED = [0.1, 0.05, *10 * [0.003]]
+
+
+def findings(model: Autoencoder, mean: list[float], scale: list[float]) -> list[tuple[str, str, tuple[str, ...], int]]:
+    """Return rule, module, others and first step of each finding, given the rms of mean and scale in each record."""
+    rms = {"encoder": [1.0] * 12, "mean": mean, "scale": scale, "decoder": [1.0] * 12}
+    names = [name for name in rms if name != "scale" or not model.is_joined]
+    layers: dict[str, Values] = {name: {"rms": rms[name], "std": rms[name]} for name in names}
+    graph = capture_graph(model, torch.ones(2, 16))
+    found = run(layers, None, network(*names), graph=graph, records=12)
+    return [(each.rule, each.module, each.others, each.first_step) for each in found]
+
+
+@pytest.mark.parametrize("sample", [noise_times_scale, noise_of_a_shape, with_a_distribution, without_a_gradient])
+def test_a_random_variable_that_is_the_same_for_all_samples(sample: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Both outputs must become constant, and the finding begins at the step from which on they are."""
+    model = Autoencoder(sample)
+    assert findings(model, COLLAPSED, COLLAPSED) == [("posterior-collapse", "mean", ("scale",), 20)]
+    assert findings(model, [0.1] * 12, COLLAPSED) == []
+    assert findings(model, COLLAPSED, [0.1] * 12) == []
+
+
+def test_mean_and_scale_of_one_layer() -> None:
+    """The halves of the output of one layer may be mean and scale."""
+    found = findings(Autoencoder(noise_times_scale, is_joined=True), COLLAPSED, COLLAPSED)
+    assert found == [("posterior-collapse", "mean", (), 20)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.1, *6 * [0.003], *np.geomspace(0.003, 0.5, 5)],  # it recovers
+        [0.003] * 12,  # a policy that begins with equal actions
+        [0.1] * 12,
+    ],
+)
+def test_a_random_variable_that_varies_or_began_as_constant(values: list[float]) -> None:
+    """In a healthy model, the outputs may be constant for a while, or at the beginning."""
+    assert findings(Autoencoder(noise_times_scale), list(values), list(values)) == []
+
+
+def test_a_scale_that_is_no_exponential() -> None:
+    """Without the exponential, the size of the noise is unknown."""
+    assert findings(Autoencoder(with_another_scale), COLLAPSED, COLLAPSED) == []
