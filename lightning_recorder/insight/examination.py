@@ -23,6 +23,7 @@ from lightning_recorder.insight import (
     optimization,
     scales,
     settings,
+    small_updates,
     steps,
     uncalled,
 )
@@ -39,6 +40,7 @@ __all__ = ["RULES", "Examination", "check_rules"]
 _PARTS = (
     finiteness,
     optimization,
+    small_updates,
     settings,
     normalization,
     steps,
@@ -71,6 +73,7 @@ _ORDER = (
     "learning-rate-outlier",
     "learning-rate-too-large",
     "learning-rate-vanishes",
+    "slow-last-layer",
     "loss-imbalance",
     "constant-weight",
     "strong-dropout",

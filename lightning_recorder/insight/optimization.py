@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.graph.model import Node
-from lightning_recorder.insight.backward import without_gradient
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
 from lightning_recorder.insight.table import Floats
@@ -17,83 +16,6 @@ from lightning_recorder.insight.wiring import is_position
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
-
-
-def _moving(evidence: Evidence) -> list[Parameter]:
-    """Return the parameters that have a gradient other than zero."""
-    lost = without_gradient(evidence)
-    return [
-        each
-        for each in evidence.tensors
-        if each.site.name not in lost and (evidence.column(each.gradient, "rms") > 0).any()
-    ]
-
-
-def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    stuck = []
-    moving = _moving(evidence)
-    for each in moving:
-        ratio = evidence.column(each.site, "update_ratio")
-        if len(ratio) >= rule.persistence and (ratio == 0).all():
-            stuck.append(each)
-    names = list(dict.fromkeys(each.site.name for each in stuck))
-    whole = len(stuck) == len(moving)
-    stuck = [each for each in stuck if whole or len(evidence.shape(each)) >= 2]
-    if not stuck:
-        return
-    first = stuck[0]
-    dtype = evidence.parameters.dtypes[evidence.parameters.places[first.site]]
-    of = "no parameter" if whole else f"{first.name} does not"
-    moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
-    verdict = f"{moves} ({', '.join([*_settings(evidence, first), f'dtype {dtype}'])})"
-    found = rule.found(evidence, evidence.parameters, first.site, verdict, statistic="update_ratio", update_ratio=0.0)
-    yield replace(found, others=tuple(each for each in names if each != first.site.name))
-
-
-def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    ratios = {each: evidence.column(each.site, "update_ratio") for each in evidence.weights}
-    middles = [float(np.median(each)) for each in ratios.values() if len(each) >= rule.persistence]
-    if middles and 0 < max(middles) < rule.thresholds["update_ratio"]:
-        site = evidence.weights[0].site
-        settings = _settings(evidence, evidence.weights[0])
-        verdict = f"the weights hardly move: at most {max(middles):.2g} of their size per step"
-        verdict += f" ({', '.join(settings)})" if settings else ""
-        yield rule.found(
-            evidence, evidence.parameters, site, verdict, statistic="update_ratio", update_ratio=max(middles)
-        )
-
-
-def _settings(evidence: Evidence, parameter: Parameter) -> list[str]:
-    """Describe the settings that may keep a parameter from moving, where known."""
-    rates, limit = evidence.setting(parameter, "learning_rate"), evidence.parameters.about.get("gradient_clip_val")
-    found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
-    is_clipped = isinstance(limit, (int, float)) and limit > 0
-    return [*found, f"gradients clipped to {limit:.3g}"] if is_clipped else found
-
-
-def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    for each in evidence.weights:
-        update = evidence.column(each.update, "zero_fraction")
-        gradient = evidence.column(each.gradient, "zero_fraction")
-        if min(len(update), len(gradient)) < rule.persistence:
-            continue
-        lost, zero = float(np.median(update)), float(np.median(gradient))
-        if rule.thresholds["zero_fraction"] < lost and zero < 0.8 * lost:
-            dtype = evidence.parameters.dtypes[evidence.parameters.places[each.site]]
-            if dtype not in ("bfloat16", "float16"):
-                continue
-            verdict = (
-                f"{lost:.0%} of the values of {each.name} do not move, but only {zero:.0%} have no gradient ({dtype})"
-            )
-            yield rule.found(
-                evidence,
-                evidence.parameters,
-                each.update or each.site,
-                verdict,
-                statistic="zero_fraction",
-                lost=lost,
-                gradient=zero,
-            )
 
 
 def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -325,37 +247,6 @@ RULES = (
         is_lasting=True,
     ),
     Rule(
-        name="updates-lost",
-        severity="warning",
-        statistic="share of zeros in the update, against that in the gradient",
-        thresholds={"zero_fraction": 0.5},
-        persistence=2,
-        usual="0 in float32",
-        why="The updates are smaller than the precision of the weights, which are kept in 16 bits.",
-        next="Keep the weights in float32 (precision='bf16-mixed' instead of 'bf16-true'), or raise the learning rate.",
-        false_alarms="Embeddings of which a batch uses few rows: their gradient has as many zeros.",
-        examine=_updates_lost,
-        explains={
-            "updates-lost": ("any",),
-            "does-not-move": ("any",),
-            "barely-moves": ("any",),
-            "unlike-siblings": ("any",),
-        },
-    ),
-    Rule(
-        name="does-not-move",
-        severity="warning",
-        statistic="update_ratio of a parameter with a gradient",
-        thresholds={"update_ratio": 0.0},
-        persistence=2,
-        usual="1e-4 to 1e-2",
-        why="A learning rate of zero, or updates below the precision of the weights.",
-        next="Look at the learning rate of the group, at the scheduler, and at the dtype of the weights.",
-        false_alarms="A step that a warm-up begins with a rate of zero is one record only.",
-        examine=_does_not_move,
-        explains={"barely-moves": ("any",), "unlike-siblings": ("any",)},
-    ),
-    Rule(
         name="constant-weight",
         severity="warning",
         statistic="std of a weight with two or more dimensions",
@@ -432,18 +323,5 @@ RULES = (
             ),
             ("any",),
         ),
-    ),
-    Rule(
-        name="barely-moves",
-        severity="warning",
-        statistic="median update_ratio of the layer that moves most",
-        thresholds={"update_ratio": 1e-6},
-        persistence=3,
-        usual="1e-4 to 1e-2",
-        why="A learning rate that is far too low, or clipping to a norm that is far too small.",
-        next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
-        false_alarms="The end of a schedule that goes to zero: the median over the run counts.",
-        examine=_barely_moves,
-        explains={},
     ),
 )

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule
+from lightning_recorder.insight.small_updates import are_new, largest_ratio
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.taps import Site
 
@@ -18,6 +19,7 @@ __all__ = ["RULES"]
 
 # Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
 _COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+_MANY = 10  # records
 _MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
 
 
@@ -232,7 +234,9 @@ def _always_clipped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         found = replace(rule.found(evidence, table, site, verdict, factor=factor, limit=limit), module="", path="")
         # Adam divides the factor out again.
         is_sgd = [group.get("optimizer") for group in table.about.get("groups") or ()] == ["SGD"]
-        yield replace(found, severity="warning") if is_sgd and factor > rule.thresholds["sgd"] else found
+        is_slow = factor > rule.thresholds["slow"] and 0 < largest_ratio(evidence, _MANY) < rule.thresholds["ratio"]
+        is_large = factor > rule.thresholds["sgd"] or (is_slow and are_new(evidence))
+        yield replace(found, severity="warning") if is_sgd and is_large else found
 
 
 def _wrong_dimension(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -349,12 +353,15 @@ RULES = (
         name="always-clipped",
         severity="note",
         statistic="smallest norm of all recorded gradients, against gradient_clip_val",
-        thresholds={"factor": 50.0, "sgd": 1000.0},
+        thresholds={"factor": 50.0, "sgd": 1000.0, "slow": 100.0, "ratio": 1e-4},
         persistence=3,
         usual="below 10",
         why="gradient_clip_val is far below the usual norm, so it acts as a factor of the learning rate.",
         next="Compare gradient_clip_val with the norm of the gradients.",
-        false_alarms="Adam is not affected by a constant factor. With SGD alone, a factor above 1,000 is a warning.",
+        false_alarms=(
+            "Adam is not affected by a constant factor. With SGD alone, a factor above 1,000 is a warning. So is one "
+            "above 100 if after 10 records most weights are still distributed as in new layers of torch."
+        ),
         examine=_always_clipped,
     ),
     Rule(

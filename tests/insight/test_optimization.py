@@ -11,24 +11,6 @@ from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
-def test_a_parameter_that_does_not_move() -> None:
-    """A weight with a gradient but without updates is a finding."""
-    found = run(None, None, network("a", "b", b=trained("b", ratio=0.0, update=0.0)))
-    assert [(each.rule, each.module) for each in found] == [("does-not-move", "b")]
-    assert "(dtype float32)" in found[0].verdict
-
-
-def test_updates_lost_to_precision() -> None:
-    """Updates of bfloat16 weights with more zeros than the gradients are lost to precision."""
-    parts = {
-        "a/weight": {"rms": 0.25, "update_ratio": 1e-3},
-        "a/weight.grad": {"rms": 1e-3, "zero_fraction": 0.1},
-        "a/weight.update": {"rms": 1e-4, "zero_fraction": 0.9},
-    }
-    assert [each.rule for each in run(None, None, parts, dtype="bfloat16")] == ["updates-lost"]
-    assert run(None, None, parts, dtype="float32") == []  # an embedding of which a batch uses few rows
-
-
 def test_the_drift_of_weights() -> None:
     """Weights that decay quickly are a finding; weights that shrink slowly in all directions are not."""
     shrinking = [0.25 * 0.7**row for row in range(8)]
@@ -212,17 +194,6 @@ def test_one_cause_in_many_modules_is_one_finding() -> None:
     gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
     (found,) = run(None, gradients, network("head"), coverage={"parameters": {"modules": missing}})
     assert (found.rule, found.module, found.others) == ("not-in-optimizer", "layer_a", tuple(names[1:]))
-
-
-def test_weights_that_hardly_move() -> None:
-    """Weights that all move by less than a millionth per step are a finding, with the settings behind it."""
-    parameters = network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7))
-    (found,) = run(None, None, parameters)
-    assert found.rule == "barely-moves"
-    assert found.verdict == "the weights hardly move: at most 3e-07 of their size per step"
-    parameters["a/weight"] = {**parameters["a/weight"], "learning_rate": 0.02}
-    found = run(None, None, parameters, about={"gradient_clip_val": 1e-6})[0]
-    assert found.verdict.endswith(" per step (learning rate 0.02, gradients clipped to 1e-06)")
 
 
 def with_parameters(*names: str, note: str = "") -> Graph:
