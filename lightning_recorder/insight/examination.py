@@ -105,6 +105,7 @@ _ORDER = (
     "never-chosen",
     "barely-moves",
     "gradient-spike",
+    "two-optimizers",
     "always-clipped",
     "decayed-norm",
 )

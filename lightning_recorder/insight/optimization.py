@@ -170,6 +170,31 @@ def _not_in_optimizer(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield _about_left_out(rule, evidence, left_out, "is used, but no optimizer that stepped has it")
 
 
+def _in_two_optimizers(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a note about parameters that two optimizers step in the same training steps.
+
+    Both steps count in the record of a parameter, and the groups of all optimizers have it twice.
+    """
+    table, tensors = evidence.parameters, evidence.tensors
+    sizes = np.array([max(1, int(np.prod(evidence.shape(each)))) for each in tensors], dtype=np.float64)
+    counts = table.get("count")[:, [table.places[each.site] for each in tensors]] / sizes
+    counts = counts[(counts > 0).all(axis=1)]  # the records that have all of them
+    if len(counts) < rule.persistence or not tensors:
+        return
+    steps = counts / counts.min(axis=1, keepdims=True)
+    are_twice = (steps == 2).all(axis=0)
+    shared = [each for each, is_twice in zip(tensors, are_twice, strict=True) if is_twice]
+    more = sum(int(group.get("parameters", 0)) for group in table.about.get("groups") or ()) - len(tensors)
+    # A discriminator may take two steps for each one of the generator.
+    if shared and len(shared) == more and (are_twice | (steps == 1).all(axis=0)).all():
+        names = [each.name for each in shared]
+        what = f"{names[0]} and {more - 1} other parameters" if more > 2 else " and ".join(names)
+        verdict = f"two optimizers step {what} in the same training steps"
+        found = rule.found(evidence, table, shared[0].site, verdict, parameters=more)
+        modules = dict.fromkeys(each.site.name for each in shared if each.site.name != shared[0].site.name)
+        yield replace(found, others=tuple(modules))
+
+
 def _left_out(evidence: Evidence) -> list[Node]:
     """Return the used weights without a record, of modules that have other parameters with one."""
     graph, recorded = evidence.wiring.graph, {each.name for each in evidence.tensors}
@@ -231,6 +256,18 @@ RULES = (
         examine=_not_in_optimizer,
         explains={"not-in-optimizer": ("any",)},
         is_lasting=True,
+    ),
+    Rule(
+        name="two-optimizers",
+        severity="note",
+        statistic="number of steps of each parameter in a record, and the number of parameters in all groups",
+        thresholds={},
+        persistence=2,
+        usual="each parameter is in one optimizer",
+        why="The generator's optimizer also got the discriminator, or the list of one optimizer is all of the model.",
+        next="Look at configure_optimizers: each optimizer should have the parameters that its loss is to change.",
+        false_alarms="An encoder that two losses train on purpose, as in an adversarial autoencoder. So it is a note.",
+        examine=_in_two_optimizers,
     ),
     Rule(
         name="frozen",

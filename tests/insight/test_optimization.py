@@ -6,8 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
+from lightning_recorder.insight import Examination, SiteRecords
+from lightning_recorder.statistics import OptimizerRecorder
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
@@ -227,3 +231,52 @@ def test_a_weight_that_is_frozen_alone() -> None:
     assert brief(run(None, None, few, graph=graph)) == [("warning", "frozen", "a")]
     biases: dict[str, Values] = {"a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
     assert brief(run(None, None, biases, graph=graph)) == [("note", "frozen", "a")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "groups", "found"),
+    [
+        ((1, 1, 2, 2), (4, 2), [("note", "two-optimizers", "c")]),
+        ((1, 1, 2, 2), (2, 2), []),  # two steps of the discriminator for one of the generator
+        ((1, 1, 1, 1), (4, 4), []),  # one optimizer after the other
+        ((2, 2, 2, 2), (4,), []),
+        ((1, 1, 2, 3), (4, 2), []),
+        ((1, 1, 2, 2), (), []),
+    ],
+)
+def test_parameters_in_two_optimizers(
+    steps: tuple[int, ...], groups: tuple[int, ...], found: list[tuple[str, str, str]]
+) -> None:
+    """A parameter is in two optimizers if it takes twice as many steps, and if the groups have so many more of them."""
+    parameters: dict[str, Values] = {}
+    for name, number in zip("abcd", steps, strict=True):
+        parameters |= trained(name)
+        parameters[f"{name}/weight"] = {**parameters[f"{name}/weight"], "count": 256.0 * number}
+    about = {"groups": [{"optimizer": "Adam", "parameters": number} for number in groups]}
+    assert brief(run(None, None, parameters, about=about)) == found
+
+
+def test_an_optimizer_that_also_has_the_parameters_of_another_one() -> None:
+    """The number of steps and the groups are those that the recorder of a real step writes."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    optimizers = [both, torch.optim.SGD(second.parameters(), 0.1)]
+    examination = Examination()
+    with OptimizerRecorder({"first": first, "second": second}, optimizers) as recorder:
+        for step in range(3):
+            second(first(torch.ones(2, 4))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            found = recorder.collect()
+            examination.add(
+                SiteRecords.of(
+                    found,
+                    group="parameters",
+                    recorder="parameters",
+                    stage="train",
+                    step=step,
+                    about=recorder.about(),
+                )
+            )
+    (finding,) = [each for each in examination.findings() if each.rule == "two-optimizers"]
+    assert finding.verdict == "two optimizers step second.weight and second.bias in the same training steps"
