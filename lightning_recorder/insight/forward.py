@@ -286,14 +286,10 @@ RULES = (
             "both ends of a tanh that shrinks the gradient 100-fold."
         ),
         examine=_saturated,
-        explains={
-            "saturation": ("any",),
-            "vanishing-gradient": ("any",),
-            "gradient-step": ("any",),
-            "unlike-siblings": ("any",),
-            "barely-moves": ("any",),
-            "scale-jump": ("upstream", "same"),
-        },
+        explains=dict.fromkeys(
+            ("saturation", "vanishing-gradient", "gradient-step", "unlike-siblings", "barely-moves"), ("any",)
+        )
+        | {"scale-jump": ("upstream", "same")},
     ),
     Rule(
         name="attention-collapse",

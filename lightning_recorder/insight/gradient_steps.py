@@ -32,9 +32,8 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     ends: dict[str, str] = {}
     groups = [
         group
-        for family in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
-        for group in _of_one_class(evidence, family)
-        if len(group) >= rule.thresholds["fewest"] and _is_chain(evidence, group)
+        for group in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
+        if _is_chain(evidence, group)
     ]
     for group in groups:
         growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
@@ -153,17 +152,6 @@ def _before_first(
     limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
     return (stem, group[0]) if is_large else None
-
-
-def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
-    """Return a family, or the layers of each class if the family is a sequence of layers rather than of blocks."""
-    names = [site.name for site in family]
-    if blocks_of(names) != names:
-        return [family]
-    found: dict[str, list[Site]] = {}
-    for site in family:
-        found.setdefault(evidence.type_of(site.name), []).append(site)
-    return list(found.values())
 
 
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:

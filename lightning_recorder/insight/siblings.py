@@ -79,7 +79,19 @@ def families_of(evidence: Evidence, table: Table, values: Mapping[Site, float], 
         by_path.setdefault(site.path, {})[site.name] = table.shapes[table.places[site]], around
     for path, keys in by_path.items():
         for names in families(keys, fewest):
-            yield [Site(name, path) for name in names]
+            family = [Site(name, path) for name in names]
+            yield from (group for group in _of_one_class(evidence, family) if len(group) >= fewest)
+
+
+def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
+    """Return a family, or the layers of each class if the family is a sequence of layers rather than of blocks."""
+    names = [site.name for site in family]
+    if blocks_of(names) != names:
+        return [family]
+    found: dict[str, list[Site]] = {}
+    for site in family:
+        found.setdefault(evidence.type_of(site.name), []).append(site)
+    return list(found.values())
 
 
 def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:

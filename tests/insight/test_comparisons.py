@@ -383,6 +383,18 @@ def test_the_code_of_blocks_tells_which_one_is_wrong(block: int | None, named: s
     assert brief(run(layers, gradients, graph=graph)) == [("warning", "gradient-step", named)]
 
 
+@pytest.mark.parametrize("kinds", ["LLLLLL", "LTLTLT"])
+def test_layers_of_a_sequence_are_compared_with_those_of_their_class(kinds: str) -> None:
+    """The gradient of a linear layer before a saturated tanh is no smaller than usual among linear layers."""
+    names = [f"net.{number}" for number in range(6)]
+    types = {str(number): {"L": "Linear", "T": "Tanh"}[kind] for number, kind in enumerate(kinds)}
+    gradients: dict[str, Values] = {name: {"rms": 1e-5} for name in names}
+    gradients["net.3"] = {"rms": 1e-3}
+    found = run({name: {} for name in names}, gradients, graph=chain(*names, **types))
+    rules = [each.rule for each in found]
+    assert ("unlike-siblings" in rules or "gradient-step" in rules) == (kinds == "LLLLLL")
+
+
 @pytest.mark.parametrize("is_net_of_one_class", [True, False])
 def test_layers_of_several_classes_are_no_equal_blocks(is_net_of_one_class: bool) -> None:
     """Gradients may differ between a layer, ReLU and dropout. Without a sum, no residual connection is named."""
