@@ -105,7 +105,7 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
         firsts: list[_Outlier] = []
         is_second_odd = False
         for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
-            if words.endswith("gradient") and _are_parallel(evidence, group[0].name):
+            if words.endswith("gradient") and _are_experts(evidence, group):
                 continue  # the gradient of an expert depends on the number of its tokens
             found = list(_outliers(values, group, words))
             # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
@@ -144,16 +144,29 @@ def initial_steps(evidence: Evidence, table: Table, site: Site) -> list[int]:
     return [table.steps[row] for row in rows[:count]]
 
 
-def _are_parallel(evidence: Evidence, name: str) -> bool:
-    """Return True if a module is in a list of equal modules inside of a block that do not feed each other: experts."""
-    wiring = evidence.wiring
-    for digits in [*re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)][1:]:
+def _are_experts(evidence: Evidence, group: list[Site]) -> bool:
+    """Return True if modules are in a list of equal modules that do not feed each other: experts.
+
+    A list that is not inside of a block may be of towers, which get the whole batch in each record.
+    """
+    wiring, name = evidence.wiring, group[0].name
+    numbers = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)
+    for place, digits in enumerate(numbers):
         before = name[: digits.start()]
         members = {f"{before}{number}" for number in range(_MOST_MEMBERS) if f"{before}{number}" in wiring.types}
         kinds = {wiring.types[each] for each in members}
-        if len(members) > 1 and len(kinds) == 1 and wiring.is_parallel(before):
+        is_list = len(members) > 1 and len(kinds) == 1 and wiring.is_parallel(before)
+        if is_list and (place > 0 or _get_parts(evidence, group)):
             return True
     return False
+
+
+def _get_parts(evidence: Evidence, group: list[Site]) -> bool:
+    """Return True if the outputs of some modules differ in size within a record, or if only some of them are in it."""
+    table = evidence.activations
+    places = [table.places[site] for each in group if (site := Site(each.name, "out")) in table.places]
+    counts = np.nan_to_num(table.get("count")[:, places])
+    return bool((counts != counts[:, :1]).any())
 
 
 def _entering(evidence: Evidence, group: list[Site]) -> float:

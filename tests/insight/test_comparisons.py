@@ -125,6 +125,21 @@ def test_gradients_of_experts_depend_on_their_tokens(are_experts: bool) -> None:
     assert [each.module for each in found] == ([] if are_experts else ["blocks.3.experts.1"])
 
 
+@pytest.mark.parametrize("sizes", [(256.0,) * 6, (256.0, 64.0, 256.0, 16.0, 256.0, 256.0)])
+def test_gradients_of_experts_of_the_model_itself(sizes: tuple[float, ...]) -> None:
+    """Parallel modules in a list of the model are experts if they get parts of a batch, and towers if they get all."""
+    names = ["stem", *(f"net.experts.{number}" for number in range(6)), "head"]
+    nodes = chain(*names).nodes
+    experts = range(5, 17, 2)
+    edges = [Edge(1, 3), *(Edge(3, each) for each in experts), *(Edge(each, 17) for each in experts)]
+    gradients: dict[str, Values] = {name: {"rms": 1e-3, "count": 256.0} for name in names}
+    gradients["net.experts.3"] = {"rms": 1e-5, "count": 256.0}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    layers |= {f"net.experts.{number}": {"rms": 1.0, "count": size} for number, size in enumerate(sizes)}
+    found = run(layers, gradients, graph=Graph(nodes, tuple(edges)))
+    assert [each.module for each in found] == ["net.experts.3"] * (len(set(sizes)) == 1)
+
+
 def test_the_updates_of_siblings_are_in_the_order_of_the_blocks() -> None:
     """Only the first and the last block may differ more than the others."""
     names = [f"blocks.{number}.fc" for number in range(24)]
