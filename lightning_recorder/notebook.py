@@ -1,19 +1,30 @@
-"""Documents inside a notebook."""
+"""Documents inside a notebook, and the code of its cells."""
 
 from __future__ import annotations
 
+import sys
 from html import escape
 
-__all__ = ["framed"]
+__all__ = ["cell_or_path", "framed"]
 
 
-def framed(html: str, *, height_px: int, allow: str = "allow-popups") -> str:
+def cell_or_path(path: str) -> str:
+    """Return the path of a file of code as IPython names it in errors: ``Cell In[3]`` for a cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = None if format_name is None else format_name(path)
+    return path if found is None else " ".join(found)
+
+
+def framed(html: str, title: str, *, height_px: int, allow: str = "allow-popups") -> str:
     """Return an HTML document as a frame inside another one, which shares no names, styles and rights with it.
 
     Args:
         html: The document.
+        title: What it shows. A viewer that removes frames, as of a notebook that is not trusted, shows this instead.
         height_px: The height of the frame. Its width is that of the place around it.
         allow: What the document may do, as for the attribute ``sandbox``.
     """
     style = f"width:100%;height:{height_px}px;border:1px solid #8888;border-radius:6px"
-    return f'<iframe sandbox="{allow}" style="{style}" srcdoc="{escape(html)}"></iframe>'
+    instead = escape(f"{title}: trust the notebook")
+    return f'<iframe sandbox="{allow}" style="{style}" srcdoc="{escape(html)}">{instead}</iframe>'

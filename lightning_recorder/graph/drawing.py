@@ -185,7 +185,7 @@ class Drawing:
         size = re.match(r'<svg width="([\d.]+)\w*" height="([\d.]+)', svg)
         height = min(_NOTEBOOK_PX, math.ceil(float(size[2]) * 4 / 3) + 24) if size else _NOTEBOOK_PX
         html = f"<!doctype html><style>svg{{max-width:100%;height:auto}}</style>{svg}"
-        return framed(html, height_px=height)
+        return framed(html, repr(self), height_px=height)
 
 
 @with_replacements(_TORCHVIEW)

@@ -70,7 +70,7 @@ class PageDocument(str):
         return f"<page of {len(self.encode()):,} bytes>"
 
     def _repr_html_(self) -> str:
-        return framed(self, height_px=620, allow="allow-scripts allow-downloads allow-popups")
+        return framed(self, repr(self), height_px=620, allow="allow-scripts allow-downloads allow-popups")
 
 
 @cache

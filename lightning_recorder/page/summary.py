@@ -21,7 +21,8 @@ __all__ = ["page_document", "summary_html"]
 
 _MOST_FINDINGS = 5
 _MOST_RUNS = 20
-_COLORS = {"critical": "#b42318", "warning": "#9a5b00"}
+# Each color has a contrast of at least 4 with a white and with a black background.
+_COLORS = {"critical": "#d9463a", "warning": "#a86a10"}
 _SIZE = (260, 60)
 
 
@@ -90,8 +91,8 @@ def _verdict(run: Run, findings: list[Finding]) -> str:
     if not count and not run.has_records:
         return "<b>nothing was recorded</b>"
     if not count:
-        return '<b style="color:#1a7f37">✓ healthy</b>'
-    return f'<b style="color:#b42318">⚠ {count} finding{"s" if count != 1 else ""}</b>'
+        return '<b style="color:#1f8a3f">✓ healthy</b>'
+    return f'<b style="color:#d9463a">⚠ {count} finding{"s" if count != 1 else ""}</b>'
 
 
 def _chart(title: str, steps: list[int], values: np.ndarray[Any, np.dtype[np.float64]]) -> str:
@@ -104,10 +105,10 @@ def _chart(title: str, steps: list[int], values: np.ndarray[Any, np.dtype[np.flo
     x = (np.array(steps, dtype=np.float64) - steps[0]) / max(1, steps[-1] - steps[0]) * (width - 4) + 2
     y = height - 4 - (np.where(finite, values, low) - low) / ((high - low) or 1.0) * (height - 8)
     points = " ".join(f"{left:.1f},{up:.1f}" for left, up in zip(x[finite], y[finite], strict=True))
-    marks = "".join(f'<rect x="{left:.1f}" width="2" height="{height}" fill="#d6008b"/>' for left in x[~finite][:200])
+    marks = "".join(f'<rect x="{left:.1f}" width="2" height="{height}" fill="#e0148f"/>' for left in x[~finite][:200])
     return (
         f'<figure style="display:inline-block;margin:4px 14px 4px 0"><figcaption><small>{escape(title)}: '
         f"{values[0]:.4g} → {values[-1]:.4g}</small></figcaption>"
         f'<svg width="{width}" height="{height}" role="img" aria-label="{escape(title)} over steps">'
-        f'<polyline points="{points}" fill="none" stroke="#0969da" stroke-width="1.5"/>{marks}</svg></figure>'
+        f'<polyline points="{points}" fill="none" stroke="#1f77d8" stroke-width="1.5"/>{marks}</svg></figure>'
     )

@@ -48,7 +48,7 @@ class Difference:
     other: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of comparing two runs.
 
@@ -82,10 +82,16 @@ class Comparison:
     changes: list[Change] = field(default_factory=list)
     rounding: list[Site] = field(default_factory=list)
     rules: tuple[str, ...] = ()
-    pairs: list[SeriesPair] = field(default_factory=list, repr=False, compare=False)
-    classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    pairs: list[SeriesPair] = field(default_factory=list, compare=False)
+    classes: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: list[str] = field(default_factory=list)
     bad: tuple[str | None, str | None] = (None, None)
+
+    def __repr__(self) -> str:
+        """Return a short text; the fields may have a line for each site."""
+        about = "the same" if self.same else f"{len(self.differences)} differences, {len(self.sites)} sites diverge"
+        first = "" if self.first is None else f", first {site_title(*self.first.site)} at step {self.first.step}"
+        return f"<comparison of {self.compared} records in {self.steps} steps: {about}{first}>"
 
     @property
     def same(self) -> bool:

@@ -30,6 +30,7 @@ from lightning_recorder.internals.autograd import (
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.storage import address_of, storage_of
+from lightning_recorder.notebook import cell_or_path
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.watch.finite import adds, bad_count, floating, has_infinity, is_checkable
 
@@ -413,7 +414,7 @@ def _line() -> str:
     """Return the line of the innermost code that belongs neither to torch nor to this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
+        file = cell_or_path(frame.f_code.co_filename)
         if not file.startswith((_TORCH, _OWN, "<")):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE
+from lightning_recorder.notebook import cell_or_path
 from lightning_recorder.structure import iter_tensors
 
 __all__ = [
@@ -248,6 +249,8 @@ def _short_path(path: str) -> str:
         _, found, inside = path.replace("\\", "/").rpartition(f"/{folder}/")
         if found:
             return inside
+    if (cell := cell_or_path(path)) != path:
+        return cell
     try:
         relative = os.path.relpath(path)
     except ValueError:  # on another drive of Windows

@@ -128,7 +128,7 @@ function App(props: { data: PageData }) {
   useLayoutEffect(() => {
     const press = (event: KeyboardEvent): void => {
       const target = event.target as HTMLElement;
-      if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) { if (event.key === "Escape") target.blur(); return; }
+      if (target.isContentEditable || ["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) { if (event.key === "Escape") target.blur(); return; }
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "/") { event.preventDefault(); search.current?.focus(); }
       else if (event.key === "Escape") change({ layer: "" });
