@@ -63,28 +63,46 @@ def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, others=tuple(group[1:]))
 
 
-def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    groups: dict[str, list[str]] = {}
-    for member in dict.fromkeys(member for _, member in _uncalled(evidence) if member):
-        groups.setdefault(member.rpartition(".")[0], []).append(member)
-    for group in groups.values():
-        many = f"and {len(group) - 1} more are" if len(group) > 1 else "is"
-        verdict = f"{group[0]} {many} never called, but equal modules beside it are"
-        found = rule.found(evidence, evidence.parameters, Site(group[0], ""), verdict)
-        yield replace(found, others=tuple(group[1:]))
-    yield from _no_longer_chosen(rule, evidence)
-
-
-def _no_longer_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Yield the members of parallel lists that got an input at first, and none in the last half of the records."""
-    table, wiring = evidence.activations, evidence.wiring
+def _calls(evidence: Evidence) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Return the records in which each member of a list was called, by the name before its number and by the number."""
+    table = evidence.activations
     known = ~np.isnan(table.get("count"))  # an empty output is not recorded
     lists: dict[str, dict[str, NDArray[np.bool_]]] = {}
     for site, place in table.places.items():
         for before, number, _ in _numbered(site.name):
             members = lists.setdefault(before, {})
             members[number] = members.get(number, False) | known[:, place]
-    for before, members in lists.items():
+    return lists
+
+
+def _never_chosen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    groups: dict[str, list[str]] = {}
+    calls = _calls(evidence)
+    for member in dict.fromkeys(member for _, member in _uncalled(evidence) if member):
+        groups.setdefault(member.rpartition(".")[0], []).append(member)
+    for around, group in groups.items():
+        called = calls.get(f"{around}.", {})
+        rarest = min((float(rows.mean()) for rows in called.values()), default=1.0)
+        if _chance(rarest, len(evidence.activations), len(called) + len(group)) >= rule.thresholds["chance"]:
+            continue  # such as heads of tasks of which each batch has one
+        many = f"and {len(group) - 1} more are" if len(group) > 1 else "is"
+        verdict = f"{group[0]} {many} never called, but equal modules beside it are"
+        found = rule.found(evidence, evidence.parameters, Site(group[0], ""), verdict)
+        yield replace(found, others=tuple(group[1:]))
+    yield from _no_longer_chosen(rule, evidence, calls)
+
+
+def _chance(share: float, records: int, members: int) -> float:
+    """Return a bound of the probability that one of several members that have this share of calls gets none."""
+    return float((1 - share) ** records * members)
+
+
+def _no_longer_chosen(
+    rule: Rule, evidence: Evidence, calls: Mapping[str, dict[str, NDArray[np.bool_]]]
+) -> Iterator[Finding]:
+    """Yield the members of parallel lists that got an input at first, and none in the last half of the records."""
+    table, wiring = evidence.activations, evidence.wiring
+    for before, members in calls.items():
         kinds = {wiring.types[name] for number in members if (name := before + number) in wiring.types}
         if len(kinds) < 2 and wiring.is_parallel(before):
             quiet = _quiet(rule, members)
@@ -110,7 +128,7 @@ def _quiet(rule: Rule, members: Mapping[str, NDArray[np.bool_]]) -> dict[str, in
     fewest = max(rule.thresholds["records"], rule.thresholds["share"] * rows)
     quiet = {number: row for number, row in after.items() if rows - row >= fewest}
     shares = [float(called.mean()) for number, called in members.items() if number not in quiet]
-    chances = [(1 - min(shares)) ** (rows - row) * len(members) for row in quiet.values()]
+    chances = [_chance(min(shares), rows - row, len(members)) for row in quiet.values()]
     is_fault = max(shares) >= rule.thresholds["steady"] and max(chances, default=0.0) < rule.thresholds["chance"]
     return quiet if is_fault else {}
 
@@ -147,8 +165,9 @@ RULES = (
         why="A router that always chooses the same experts, a drop rate of 1, or a loop that ends too early.",
         next="Look at the outputs of the router; balance the load, or add noise to its logits.",
         false_alarms=(
-            "Layers that are left out on purpose. A module that was called must be in a list whose members do not feed "
-            "each other, of which one is called in 90 % of the records."
+            "Layers that are left out on purpose. The pause must be too long for chance, at the rate of the other "
+            "members. A module that was called must be in a list whose members do not feed each other, of which one is "
+            "called in 90 % of the records."
         ),
         examine=_never_chosen,
         explains={"barely-moves": ("any",)},

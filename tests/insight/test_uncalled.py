@@ -49,6 +49,17 @@ def test_uncalled_experts_of_one_of_several_layers() -> None:
     ]
 
 
+@pytest.mark.parametrize(("row", "alarm"), [("x.xx.x....x.", False), ("xxxxxxxxxxx.", True)])
+def test_a_head_that_is_chosen_rarely(row: str, alarm: bool) -> None:
+    """A head without a call is not reported if another one is called so rarely that this may be by chance."""
+    called = ("stem", "heads.0", "heads.1")
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in called}
+    layers["heads.1"] = {"rms": 1.0, "count": [256.0 if each == "x" else math.nan for each in row]}
+    parameters: dict[str, Values] = {**network(*called), "heads.2/weight": {"rms": 0.2, "update_ratio": 0.0}}
+    found = run(layers, None, parameters, graph=chain(*called), records=len(row))
+    assert brief(found) == [("warning", "never-chosen", "heads.2")] * alarm
+
+
 def test_an_uncalled_layer_of_another_class_is_no_expert() -> None:
     """A layer of a sequence is unused if no layer of its class is called beside it."""
     called = ("net.0", "net.3")
