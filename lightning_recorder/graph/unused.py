@@ -33,7 +33,7 @@ class Unused:
         stops: The functions at which a gradient stops on the way to something that is used later, with the reason:
             ``detach``, ``no_grad``, a result of integers, or a function without a gradient; and the line of code.
         unregistered: Names of the parameters that got a gradient although the model does not register their module,
-            for example because it is in a Python list, and that no recorded optimizer step has updated.
+            which is in a Python list, tuple or dictionary, and that no recorded optimizer step has updated.
     """
 
     modules: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ def _not_registered(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
         verdict = (
             f"the model does not register {', '.join(listed[:3])}{more}: gradients reach their parameters, but no "
-            "optimizer and no checkpoint has them"
+            "optimizer of the recorded step and no checkpoint has them"
         )
         table = evidence.parameters if len(evidence.parameters) else evidence.activations
         found = rule.found(evidence, table, Site(modules[0], ""), verdict, parameters=len(names))
@@ -422,8 +422,8 @@ RULES = (
         thresholds={},
         persistence=0,
         usual="the model registers all modules that it trains",
-        why="The modules are in a Python list, tuple or dictionary, or belong to an object that is not a module.",
-        next="Use nn.ModuleList or nn.ModuleDict, or assign the module to an attribute of the model.",
+        why="The modules are in a Python list, tuple or dictionary.",
+        next="Use nn.ModuleList or nn.ModuleDict instead.",
         false_alarms="Frozen modules that are kept out of the model on purpose do not count.",
         examine=_not_registered,
         is_lasting=True,

@@ -56,7 +56,8 @@ def find_unused(
                 node.note = "no gradient"
     unregistered: dict[str, None] = {}
     if reached is not None and builder.of_kind("optimizer"):
-        others = {number: name for number in numbers if (name := nodes[number].name) not in parameters}
+        # Only those in containers, such as ``blocks[0]``: any other module may be a copy that the step has made.
+        others = {number: name for number in numbers if "[" in (name := nodes[number].name) and name not in parameters}
         for number, name in others.items():
             if number in reached and name not in gradients.updated:
                 nodes[number].note = "not registered"

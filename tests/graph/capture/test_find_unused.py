@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -433,18 +434,25 @@ def test_layers_in_a_python_list_are_not_trained() -> None:
     assert Graph.from_json(graph.to_json()).unused == graph.unused
 
 
+def _update_copy(net: Any, x: Tensor) -> None:
+    copied = copy.deepcopy(net.blocks[0])
+    copied(net.fc(x)).sum().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+
+
 @pytest.mark.parametrize(
     "step",
     [
         lambda net, x: _update(net, x, *net.blocks[0].parameters(), *net.blocks[1].parameters()),
         _update_frozen,
+        _update_copy,
         lambda net, x: (net.fc(net.blocks[0](x).detach()).sum().backward(), torch.optim.SGD(net.parameters()).step()),
         lambda net, x: net(x).sum().backward(),
     ],
-    ids=["trained", "frozen", "detached", "no step"],
+    ids=["trained", "frozen", "copied", "detached", "no step"],
 )
 def test_layers_in_a_python_list_on_purpose(step: Callable[[Any, Tensor], object]) -> None:
-    """Layers that the optimizer was given, and those without a gradient, are no mistake."""
+    """Layers that the optimizer was given, those without a gradient, and a copy, are no mistake."""
     graph = _in_list(step)
     assert graph.unused.unregistered == ()
     assert all(node.note == "" for node in graph.nodes if node.name.startswith("blocks") and node.kind == "parameter")
