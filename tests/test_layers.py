@@ -206,12 +206,6 @@ def test_private_names_of_torch_are_used_in_one_file(name: str) -> None:
     assert [user for user in users if user != "internals/autograd.py"] == []
 
 
-def test_no_module_is_long() -> None:
-    """A module of the package has at most 450 lines."""
-    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
-    assert {path: length for path, length in lengths.items() if length > 450} == {}
-
-
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 
 
