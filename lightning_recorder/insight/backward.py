@@ -28,7 +28,6 @@ __all__ = [
 
 GRADIENT_CONSEQUENCES = {
     "does-not-move": ("any",),
-    "updates-lost": ("upstream", "same"),
     "barely-moves": ("any",),
     "unlike-siblings": ("any",),
 }
@@ -269,7 +268,7 @@ RULES = (
         examine=_stops,
         explains={
             **GRADIENT_CONSEQUENCES,
-            "dead-output": ("downstream",),
+            "updates-lost": ("upstream", "same"),
             "saturation": ("downstream",),
             "weight-drift": ("upstream", "same"),
             "odd-block": ("same",),
@@ -287,7 +286,12 @@ RULES = (
         next="Use precision='16-mixed', which scales the loss, or 'bf16-mixed'.",
         false_alarms="Sparse gradients with some large values.",
         examine=_underflow,
-        explains={**GRADIENT_CONSEQUENCES, "low-precision": ("any",), "gradient-stops": ("any",)},
+        explains={
+            **GRADIENT_CONSEQUENCES,
+            "updates-lost": ("upstream", "same"),
+            "low-precision": ("any",),
+            "gradient-stops": ("any",),
+        },
     ),
     Rule(
         name="gradient-spike",

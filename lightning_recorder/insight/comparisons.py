@@ -259,7 +259,7 @@ RULES = (
         "Growth of the records before is subtracted.",
         examine=_sudden,
         explains=dict.fromkeys(
-            ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),
+            ("sudden-change", "scale-jump", "saturation", "unlike-siblings", "train-differs"),
             ("downstream", "same", "upstream"),
         ),
     ),
@@ -287,18 +287,7 @@ RULES = (
         next="Look at the residual connections and at the scale of each branch.",
         false_alarms="Pre-norm transformers grow slowly, by less than 1.6 from each block to the next.",
         examine=_trend,
-        explains=dict.fromkeys(
-            (
-                "unlike-siblings",
-                "scale-jump",
-                "gradient-step",
-                "vanishing-gradient",
-                "exploding-gradient",
-                "attention-collapse",
-                "saturation",
-            ),
-            ("any",),
-        ),
+        explains=dict.fromkeys(("unlike-siblings", "scale-jump", "exploding-gradient", "attention-collapse"), ("any",)),
     ),
     Rule(
         name=UNLIKE,
@@ -312,7 +301,7 @@ RULES = (
         next="Compare the code and the state of this block with those of the others.",
         false_alarms="The first and the last block need three times as much, and biases and other vectors four times.",
         examine=_unlike,
-        explains=dict.fromkeys(("unlike-siblings", "never-chosen", "scale-jump"), ("any",)),
+        explains=dict.fromkeys(("unlike-siblings", "never-chosen"), ("any",)),
     ),
     Rule(
         name="train-differs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,80 +35,57 @@ from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
 from lightning_recorder.insight.wiring import Wiring
 
-__all__ = ["RULES", "Examination", "check_rules"]
+__all__ = ["RULES", "Examination", "causes_first", "check_rules"]
 
+# From settings over single layers to comparisons: of two findings that do not explain each other, the one whose cause
+# is easier to see is named first.
 _PARTS = (
     finiteness,
+    settings,
+    steps,
+    scales,
     optimization,
     small_updates,
-    settings,
-    normalization,
-    steps,
     uncalled,
     backward,
-    gradient_depth,
-    scales,
-    forward,
     latent,
-    gradient_steps,
+    normalization,
+    forward,
     comparisons,
+    gradient_steps,
+    gradient_depth,
 )
 
 RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
 """All rules."""
 
-# From causes to symptoms: the first of several findings of equal severity is the one that is named first.
-_ORDER = (
-    NON_FINITE,
-    "nothing-moves",
-    "not-in-optimizer",
-    "not-registered",
-    "gradients-accumulate",
-    "double-activation",
-    "constant-input",
-    "softmax-dimension",
-    "weights-too-large",
-    "input-scale",
-    "weight-decay-too-strong",
-    "learning-rate-outlier",
-    "learning-rate-too-large",
-    "learning-rate-vanishes",
-    "slow-last-layer",
-    "loss-imbalance",
-    "constant-weight",
-    "strong-dropout",
-    "dead-output",
-    "unused-parameter",
-    "forgotten-parameter",
-    "gradient-stops",
-    "low-precision",
-    "updates-lost",
-    "frozen",
-    "posterior-collapse",
-    "weight-drift",
-    "sudden-change",
-    "eval-mode",
-    ODD_BLOCK,
-    "running-statistics",
-    "norm-ineffective",
-    "saturation",
-    GRADIENT_STEP,
-    "vanishing-gradient",
-    "exploding-gradient",
-    "does-not-move",
-    "stops-moving",
-    "block-trend",
-    "attention-collapse",
-    UNLIKE,
-    "train-differs",
-    "scale-jump",
-    "never-chosen",
-    "barely-moves",
-    "gradient-spike",
-    "two-optimizers",
-    "always-clipped",
-    "decayed-norm",
-)
+
+def causes_first(rules: Sequence[Rule]) -> dict[str, int]:
+    """Return the place of each rule behind all rules that explain it, and otherwise in the order of the rules.
+
+    Raises:
+        ValueError: If rules explain each other in a circle, so that no order is right.
+    """
+    causes: dict[str, list[str]] = {rule.name: [] for rule in rules}
+    for rule in rules:
+        for effect in rule.explains.keys() - {rule.name}:
+            causes[effect].append(rule.name)
+    places: dict[str, int] = {}
+
+    def place(name: str, effects: tuple[str, ...]) -> None:
+        if name in effects:
+            raise ValueError(f"rules explain each other: {' is explained by '.join((*effects, name))}")
+        if name not in places:
+            for cause in causes[name]:
+                place(cause, (*effects, name))
+            places[name] = len(places)
+
+    for rule in rules:
+        place(rule.name, ())
+    return places
+
+
+_PLACES = causes_first(RULES)
 
 
 def check_rules(name: str, rules: object) -> tuple[str, ...]:
@@ -217,33 +194,36 @@ def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
     # This rule has an order of its own.
     order = 0 if finding.rule == UNLIKE else evidence.wiring.order.get(finding.module, -1)
-    place = _ORDER.index(finding.rule) if finding.rule in _ORDER else len(_ORDER)
-    return SEVERITIES.index(finding.severity), place, order
+    return SEVERITIES.index(finding.severity), _PLACES[finding.rule], order
 
 
 def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
-    """Merge findings that an earlier finding explains into it."""
+    """Merge each finding into the first one that explains it, or else into the cause of one that explains it."""
     explains = {rule.name: rule.explains for rule in RULES}
     kept: list[Finding] = []
+    effects: list[tuple[int, Finding]] = []  # with the place of their cause
     for each in found:
-        causes = [place for place, one in enumerate(kept) if _explains(one, each, explains, evidence)]
-        if not causes:
+        causes = (place for place, one in (*enumerate(kept), *effects) if _explains(one, each, explains, evidence))
+        place = next(causes, len(kept))
+        if place == len(kept):
             kept.append(each)
-        elif _precedes(each, kept[causes[0]], evidence) and _explains(each, kept[causes[0]], explains, evidence):
-            kept[causes[0]] = _with(each, kept[causes[0]])
+        elif _precedes(each, kept[place], evidence):
+            kept[place] = _with(each, kept[place])
         else:
-            kept[causes[0]] = _with(kept[causes[0]], each)
+            effects.append((place, each))
+            kept[place] = _with(kept[place], each)
     return kept
 
 
-def _precedes(one: Finding, other: Finding, evidence: Evidence) -> bool:
-    """Return True if a step of the gradient was there before another finding began, at least two records later.
+def _precedes(step: Finding, other: Finding, evidence: Evidence) -> bool:
+    """Return True if a step of the gradient was there before a saturation began, at least two records later.
 
     Most findings are dated to the first record, which says nothing. The factor of a step is known in each record.
     """
     begun = other.numbers.get(USUAL_UNTIL, other.first_step)
-    is_there = one.numbers.get("first", 0.0) >= one.numbers.get("factor", np.inf) ** _SAME_FACTOR
-    return one.rule == GRADIENT_STEP and is_there and sum(step <= begun for step in evidence.gradients.steps) > 2
+    is_there = step.numbers.get("first", 0.0) >= step.numbers.get("factor", np.inf) ** _SAME_FACTOR
+    is_one = (step.rule, other.rule) == (GRADIENT_STEP, "saturation")
+    return is_one and is_there and sum(step <= begun for step in evidence.gradients.steps) > 2
 
 
 def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[str, Any]], evidence: Evidence) -> bool:

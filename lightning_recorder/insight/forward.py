@@ -254,7 +254,6 @@ RULES = (
             "scale-jump": ("upstream",),
             "gradient-stops": ("upstream", "same", "downstream"),
             "does-not-move": ("upstream", "same", "downstream"),
-            "constant-weight": ("upstream", "same"),
             "vanishing-gradient": ("any",),
             "gradient-step": ("any",),
             "exploding-gradient": ("any",),
@@ -265,7 +264,6 @@ RULES = (
             "updates-lost": ("any",),
             "train-differs": _EVERYTHING_AFTER,
             "norm-ineffective": ("any",),
-            "learning-rate-outlier": ("any",),
             "frozen": ("same",),
         },
     ),
@@ -305,8 +303,6 @@ RULES = (
         explains={
             "attention-collapse": ("any",),
             "unlike-siblings": ("any",),
-            "vanishing-gradient": ("upstream",),
-            "gradient-step": ("any",),
         },
     ),
     Rule(
@@ -323,7 +319,6 @@ RULES = (
         explains={
             "scale-jump": ("any",),
             "never-chosen": ("any",),
-            "saturation": _EVERYTHING_AFTER,
             "unlike-siblings": ("any",),
             "exploding-gradient": ("any",),
         },

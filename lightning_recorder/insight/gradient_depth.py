@@ -100,7 +100,7 @@ RULES = (
         next="Use residual connections, normalization, ReLU, or an initialization that suits the activation.",
         false_alarms="A head with its own loss.",
         examine=_depth,
-        explains={**GRADIENT_CONSEQUENCES, "saturation": ("any",), "block-trend": ("any",), "weight-drift": ("any",)},
+        explains={**GRADIENT_CONSEQUENCES, "block-trend": ("any",)},
     ),
     Rule(
         name="exploding-gradient",
@@ -113,6 +113,6 @@ RULES = (
         next="Use an initialization that keeps the variance, normalization, and gradient clipping.",
         false_alarms="Pretrained models with a new head. A head with a far smaller gradient than another is left out.",
         examine=_depth,
-        explains={**GRADIENT_CONSEQUENCES, "block-trend": ("any",), "scale-jump": ("any",)},
+        explains=GRADIENT_CONSEQUENCES,
     ),
 )

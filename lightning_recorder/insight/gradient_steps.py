@@ -178,10 +178,8 @@ RULES = (
             (
                 GRADIENT_STEP,
                 "unlike-siblings",
-                "scale-jump",
                 "vanishing-gradient",
                 "exploding-gradient",
-                "saturation",
             ),
             ("any",),
         ),

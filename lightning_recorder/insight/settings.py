@@ -363,6 +363,7 @@ RULES = (
             "above 100 if after 10 records most weights are still distributed as in new layers of torch."
         ),
         examine=_always_clipped,
+        explains=dict.fromkeys(("does-not-move", "barely-moves"), ("any",)),
     ),
     Rule(
         name="eval-mode",

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from lightning_recorder.insight import RULES, Examination
-from lightning_recorder.insight.examination import _ORDER
-from tests.insight.records import Values, chain, network, record, run
+from lightning_recorder.insight.examination import causes_first
+from tests.insight.records import Values, brief, chain, network, record, run
 
 
 def test_every_rule_is_complete() -> None:
-    """Every rule states its statistic, threshold, usual values, cause, advice and false alarms, and has a rank."""
+    """Every rule states statistic, threshold, usual values, cause, advice and false alarms; it explains known rules."""
     for rule in RULES:
         assert all((rule.statistic, rule.usual, rule.why, rule.next, rule.false_alarms)), rule.name
-        assert set(rule.explains) <= set(_ORDER), rule.name
-    assert sorted(rule.name for rule in RULES) == sorted(_ORDER)
+        assert rule.explains.keys() <= {each.name for each in RULES}, rule.name
+
+
+def test_causes_come_before_their_effects() -> None:
+    """A rule comes after all rules that explain it, and otherwise in the order of declaration."""
+    places = causes_first(RULES)
+    assert sorted(places.values()) == list(range(len(RULES)))
+    late = [(rule.name, name) for rule in RULES for name in rule.explains if places[name] < places[rule.name]]
+    assert late == []
+    one, other, third = (replace(RULES[0], name=name, explains={}) for name in "abc")
+    assert list(causes_first([one, other, third])) == ["a", "b", "c"]
+    assert list(causes_first([one, other, replace(third, explains={"a": ("any",)})])) == ["c", "a", "b"]
+
+
+def test_rules_that_explain_each_other_are_an_error() -> None:
+    """Neither of two rules can be the cause of the other one, directly or through a third rule."""
+    one, other, third = (
+        replace(RULES[0], name=name, explains={effect: ("any",)}) for name, effect in ("ab", "bc", "ca")
+    )
+    with pytest.raises(ValueError, match="a is explained by c is explained by b is explained by a"):
+        causes_first([one, other, third])
+
+
+def test_a_jump_in_scale_explains_gradients_that_grow() -> None:
+    """A layer that multiplies its input 60-fold is named, and not the first layer, where the gradients are largest."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    layers: dict[str, Values] = {name: {"rms": 60.0 if place > 5 else 1.0} for place, name in enumerate(names)}
+    gradients: dict[str, Values] = {
+        name: {"rms": (1e-3 if place > 5 else 2.0) * 0.9**place} for place, name in enumerate(names)
+    }
+    found = run(layers, gradients, graph=chain(*names))
+    assert brief(found) == [("warning", "scale-jump", "layer_g")]
+    assert found[0].consequences == ("exploding-gradient",)
 
 
 def test_a_healthy_run_has_no_findings() -> None:
