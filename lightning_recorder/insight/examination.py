@@ -20,7 +20,9 @@ from lightning_recorder.insight import (
     gradient_steps,
     latent,
     normalization,
+    operations,
     optimization,
+    ranks,
     scales,
     settings,
     small_updates,
@@ -41,6 +43,8 @@ __all__ = ["RULES", "Examination", "causes_first", "check_rules"]
 # is easier to see is named first.
 _PARTS = (
     finiteness,
+    ranks,
+    operations,
     settings,
     steps,
     scales,

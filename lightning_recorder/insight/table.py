@@ -89,7 +89,8 @@ class SiteRecords:
         shapes: The shape of each site; None if it is unknown.
         values: The values of :data:`STATISTICS`, ``[sites, 13]`` float64; NaN if a site lacks a statistic.
         histogram: A function that returns the histogram of a site, called at most for the last two records.
-        about: Facts that belong to no site, such as ``gradient_clip_val``.
+        about: Facts that belong to no site, such as ``gradient_clip_val``; ``ranks``, and the sites that have
+            ``diverged`` between them.
     """
 
     group: str
@@ -213,6 +214,10 @@ class Table:
         """The steps of the rows, ascending."""
         self.about: Mapping[str, Any] = {}
         """The facts of the latest record that belong to no site."""
+        self.diverged: dict[Site, int] = {}
+        """The first step at which each replicated site differed between ranks, if it ever did."""
+        self.ranks = 1
+        """The number of ranks that the records have merged."""
         self._numbers: list[int] = []
         """The number of each row among all that were added."""
         self._every = 1
@@ -245,6 +250,9 @@ class Table:
             self._rows.insert(where, {})
         self._rows[where][record.recorder] = _Cell(places, compact(record.values.T))
         self.about = record.about or self.about
+        self.ranks = max(self.ranks, int(record.about.get("ranks", 1)))
+        for name, path in record.about.get("diverged", ()):
+            self.diverged.setdefault(Site(name, path), record.step)
         same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
         self._records = [each for each in self._records if each.recorder != record.recorder] + recent
@@ -349,7 +357,8 @@ class Table:
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
         rows = bisect_left(self.steps, step)
         part.steps, part._numbers, part._rows = self.steps[:rows], self._numbers[:rows], self._rows[:rows]
-        part.about = self.about
+        part.about, part.ranks = self.about, self.ranks
+        part.diverged = {site: since for site, since in self.diverged.items() if since < step}
         part._records = [each for each in self._records if each.step < step]
         return part
 

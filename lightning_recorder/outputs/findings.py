@@ -367,7 +367,7 @@ class ExaminedRecords(RecordConsumer):
             shapes=shapes,
             values=found.part(order, STATISTICS),
             histogram=found.histogram,
-            about=record.about,
+            about={**record.about, "ranks": record.ranks, "diverged": record.snapshot.diverged},
         )
         self._findings.add(records.in_order(self._order_of_calls(record)))
 

@@ -1,0 +1,524 @@
+"""Rules about the operations of the recorded step: what the loss gets, and along which dimension functions work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+Shape = tuple[int, ...]
+
+_ELEMENTWISE = frozenset(
+    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"]
+)
+_LOSSES = _ELEMENTWISE | frozenset(
+    [
+        *("binary_cross_entropy", "cross_entropy", "nll_loss", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
+        *("multi_margin_loss", "multilabel_soft_margin_loss"),
+    ]
+)
+# Functions that keep the values and change at most the shape or the dtype; dropout keeps them up to a factor.
+_SAME_VALUES = re.compile(
+    r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
+    r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
+)
+_CUTS_OFF = re.compile(r"(relu|hardtanh|relu6)_?")  # no output below zero, or none outside of a range
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
+_PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
+_ATTENTION = "scaled_dot_product_attention"
+_INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The operations of the first recorded step, with the nodes on both sides of each."""
+
+    graph: Graph
+
+    @cached_property
+    def operations(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.kind == "op" and not node.failed]
+
+    @cached_property
+    def _users(self) -> dict[int, list[Node]]:
+        found: dict[int, list[Node]] = {}
+        for edge in self.graph.edges:
+            found.setdefault(edge.source, []).append(self.graph[edge.target])
+        return found
+
+    def sources(self, node: Node) -> list[Node]:
+        """Return the nodes that a node takes tensors from, in the order of its arguments."""
+        return [self.graph[edge.source] for edge in self.graph.into(node)]
+
+    def users(self, node: Node) -> list[Node]:
+        """Return the nodes that take the output of a node, without the losses' backward passes."""
+        return [user for user in self._users.get(node.id, ()) if user.kind == "op"]
+
+    def behind(self, node: Node) -> Node | None:
+        """Return the node that made the values of the first input, through changes of the shape."""
+        sources = self.sources(node)
+        while sources and _keeps_values(sources[0]):
+            inner = self.sources(sources[0])
+            if not inner:
+                break
+            sources = inner
+        return sources[0] if sources else None
+
+    def readers(self, node: Node) -> Iterator[Node]:
+        """Yield the operations that use the values of a node, through changes of the shape."""
+        todo = self.users(node)
+        while todo:
+            user = todo.pop()
+            if _keeps_values(user):
+                todo += self.users(user)
+            else:
+                yield user
+
+    @cached_property
+    def roots(self) -> dict[int, frozenset[str]]:
+        """The kinds of the tensors that each node depends on, such as ``input`` and ``parameter``."""
+        found: dict[int, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            own = frozenset([node.kind]) if node.kind in ("input", "parameter", "buffer", "tensor") else frozenset()
+            found[node.id] = own.union(*(found.get(edge.source, frozenset()) for edge in self.graph.into(node)))
+        return found
+
+    @cached_property
+    def batch(self) -> int:
+        """The number of samples if the step leaves no doubt: each input begins with it, and each has one target; or 0.
+
+        In a step of sequences that begin with the time, the first dimension is not the batch. Then no loss takes one
+        target for each of its entries.
+        """
+        shapes = [node.outputs[0].shape for node in self.graph.nodes if node.kind == "input" and node.outputs]
+        sizes = {shape[0] for shape in shapes if shape}
+        if len(sizes) != 1:
+            return 0
+        (size,) = sizes
+        targets = [_shape(node, 1) for node in self.operations if node.name in _LOSSES]
+        return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
+
+    def place(self, node: Node) -> str:
+        """Return the module that calls an operation, with the line of the call."""
+        owner = self.owner(node) or "training_step"
+        return f"{owner} ({node.source})" if node.source else owner
+
+    def owner(self, node: Node) -> str:
+        """Return the name of the module that calls an operation."""
+        return "" if node.parent is None else self.graph[node.parent].name
+
+
+def _keeps_values(node: Node) -> bool:
+    return node.kind == "op" and _SAME_VALUES.fullmatch(node.name) is not None
+
+
+def _shape(node: Node, place: int = 0) -> Shape | None:
+    """Return the shape of an input of a node; None if it has no such input."""
+    return node.inputs[place].shape if len(node.inputs) > place else None
+
+
+def _setting(node: Node, name: str) -> str:
+    return dict(node.arguments).get(name, "")
+
+
+def _listed(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _softmax_dimension(node: Node) -> int | None:
+    """Return the dimension of a softmax, not negative; None if it is not known."""
+    shape, text = _shape(node), _setting(node, "dim")
+    if not shape:
+        return None
+    if text in ("", "None"):  # torch's choice for a softmax without a dimension
+        return 0 if len(shape) in (1, 3) else 1
+    return int(text) % len(shape) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _of_step(evidence: Evidence) -> _Step:
+    return _Step(evidence.wiring.graph or Graph((), ()))
+
+
+def _found(rule: Rule, evidence: Evidence, name: str, verdict: str, **numbers: float) -> Finding:
+    table = evidence.activations if len(evidence.activations) else evidence.parameters
+    return replace(rule.found(evidence, table, Site(name, ""), verdict), numbers=numbers)
+
+
+def _joined(found: list[Finding]) -> Iterator[Finding]:
+    """Yield the first of several findings, with the modules of the others."""
+    for first in found[:1]:
+        names = dict.fromkeys(each.module for each in found if each.module != first.module)
+        yield replace(first, others=tuple(names))
+
+
+def _unequal_shapes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = _of_step(evidence)
+    for node in step.operations:
+        if node.name not in _ELEMENTWISE:
+            continue
+        one, other = _shape(node), _shape(node, 1)
+        # A scalar target, such as the label of a discriminator, and an explicit dimension of size 1 are intended.
+        if one and other and len(one) != len(other):
+            verdict = (
+                f"{node.name} in {step.place(node)} compares a prediction {_listed(one)} with a target "
+                f"{_listed(other)}: torch expands both to {_listed(_broadcast(one, other))}"
+            )
+            yield _found(rule, evidence, step.owner(node), verdict)
+            return
+
+
+def _broadcast(one: Shape, other: Shape) -> Shape:
+    """Return the shape to which torch expands two shapes."""
+    most = max(len(one), len(other))
+    filled = [(1,) * (most - len(shape)) + shape for shape in (one, other)]
+    return tuple(max(sizes) for sizes in zip(*filled, strict=True))
+
+
+def _cut_off(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = _of_step(evidence)
+    for node in step.operations:
+        if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
+            continue
+        source = step.behind(node)
+        if source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name):
+            owner = step.owner(source)
+            verdict = f"{node.name} gets the output of the {source.name} in {step.place(source)} as logits"
+            yield _found(rule, evidence, owner, verdict)
+            return
+
+
+def _no_logarithm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = _of_step(evidence)
+    for node in step.operations:
+        source = step.behind(node) if node.name == "nll_loss" else None
+        if source is not None and source.kind == "op" and source.name in ("linear", "conv2d"):
+            verdict = f"nll_loss in {step.place(node)} gets the output of the {source.name} in {step.place(source)}"
+            yield _found(rule, evidence, step.owner(source), verdict)
+            return
+
+
+def _no_activation(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if linear layers follow each other directly, and a note if only some of them do."""
+    step = _of_step(evidence)
+    linear = [node for node in step.operations if node.name == "linear"]
+    pairs = [(source, node) for node in linear if (source := _linear_before(step, node)) is not None]
+    if not pairs:
+        return
+    first, second = pairs[0]
+    shapes = " and ".join(_listed(shape) for shape in (_shape(first, 1), _shape(second, 1)) if shape)
+    more = f"; {len(pairs)} pairs of layers are like this" if len(pairs) > 1 else ""
+    verdict = f"{step.owner(second)} directly follows {step.owner(first)} (weights {shapes}){more}: together they "
+    found = _found(rule, evidence, step.owner(second), f"{verdict}compute what one linear layer can", pairs=len(pairs))
+    # A pair in a network with activations costs time and little else.
+    is_all = len(pairs) >= rule.thresholds["share"] * (len(linear) - 1)
+    yield found if is_all else replace(found, severity="note")
+
+
+def _linear_before(step: _Step, node: Node) -> Node | None:
+    """Return the linear layer whose outputs a linear layer takes as they are, if nothing else reads them."""
+    width = (_shape(node) or (0,))[-1:]
+    source = next(iter(step.sources(node)), None)
+    # Exchanged dimensions make the second layer mix other entries than the first one, as in an MLP-Mixer.
+    while source is not None and _keeps_values(source) and source.outputs and source.outputs[0].shape[-1:] == width:
+        if re.fullmatch(r"transpose|permute|movedim|swapaxes|m?[tT]", source.name):
+            return None
+        source = next(iter(step.sources(source)), None)
+    if source is None or source.kind != "op" or source.name != "linear":
+        return None
+    is_narrow = _is_bottleneck(_shape(source, 1), _shape(node, 1))
+    # Another reader, such as a residual connection, makes the inner layer useful on its own.
+    is_read_once = len(list(step.readers(source))) == 1
+    # Fixed weights are a transform of the input, and a layer that is called twice is a recurrence.
+    weights = [_trained_weight(step, each) for each in (source, node)]
+    return source if is_read_once and None not in weights and weights[0] != weights[1] and not is_narrow else None
+
+
+def _trained_weight(step: _Step, layer: Node) -> int | None:
+    """Return the id of the first parameter of a layer; None if it has none, or if it is frozen."""
+    parameters = [each for each in step.sources(layer) if each.kind == "parameter"]
+    return parameters[0].id if parameters and "frozen" not in parameters[0].note else None
+
+
+def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
+    """Return True if the width between two layers is smaller than on both sides, as in a low-rank factorization."""
+    return not inner or not outer or inner[0] < min(inner[-1], outer[0])
+
+
+def _along_batch(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = _of_step(evidence)
+    if not step.batch:
+        return
+    found = []
+    for node in step.operations:
+        verdict = _of_softmax(step, node) or _of_recurrence(step, node) or _of_position(step, node)
+        if verdict:
+            found.append(_found(rule, evidence, step.owner(node), verdict, batch=step.batch))
+    yield from _joined(found)
+
+
+def _of_softmax(step: _Step, node: Node) -> str:
+    """Describe a softmax over the samples of predictions, ``[samples, classes]``."""
+    shape = _shape(node)
+    if node.name not in ("softmax", "log_softmax") or shape is None or len(shape) != 2 or shape[1] == 1:
+        return ""
+    # The logits of pairs of samples, as in contrastive learning, are square.
+    if shape[0] != step.batch or shape[0] == shape[1] or _softmax_dimension(node) != 0:
+        return ""
+    if not any(user.name in _LOSSES for user in step.readers(node)):
+        return ""
+    return f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the samples"
+
+
+def _of_recurrence(step: _Step, node: Node) -> str:
+    """Describe a recurrent layer that takes the samples of the batch for steps in time."""
+    shape = _shape(node)
+    if node.name not in _RECURRENT or shape is None or len(shape) != 3 or not node.outputs:
+        return ""
+    hidden = _shape(node, 1)
+    # The states have one row for each sequence.
+    if shape[0] != step.batch or shape[1] in (1, shape[0]) or hidden is None or hidden[-2] != shape[1]:
+        return ""
+    return (
+        f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the {step.batch} "
+        f"samples, and takes dimension 1 for the batch: batch_first is off"
+    )
+
+
+def _of_position(step: _Step, node: Node) -> str:
+    """Describe a tensor of the model that gives each sample of the batch an offset of its own."""
+    if node.name not in ("add", "add_", "__add__", "__iadd__") or len(node.inputs) != 2 or not step.batch:
+        return ""
+    sources = step.sources(node)
+    if len(sources) != 2:
+        return ""
+    for fixed, varying, place in ((sources[1], sources[0], 1), (sources[0], sources[1], 0)):
+        own, other = _shape(node, place), _shape(node, 1 - place)
+        is_fixed = "input" not in step.roots[fixed.id] and bool(step.roots[fixed.id] & {"buffer", "parameter"})
+        if not is_fixed or "input" not in step.roots[varying.id] or not own or not other or len(own) != len(other):
+            continue
+        if len(own) >= 3 and own[0] == other[0] == step.batch and own[1] == 1 < other[1]:
+            return (
+                f"the sum in {step.place(node)} adds {_listed(own)} of the model to {_listed(other)}: another value "
+                "for each sample, and the same one for all positions"
+            )
+    return ""
+
+
+def _one_class(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = _of_step(evidence)
+    for node in step.operations:
+        shape = _shape(node)
+        if node.name not in ("softmax", "log_softmax") or not shape:
+            continue
+        dimension = _softmax_dimension(node)
+        # Attention to a single position, and a mixture of one component, are intended.
+        if dimension is None or shape[dimension] != 1 or not any(each.name in _LOSSES for each in step.readers(node)):
+            continue
+        value = "1" if node.name == "softmax" else "0"
+        verdict = (
+            f"the {node.name} in {step.place(node)} runs over dimension {dimension} of {_listed(shape)}, which has one "
+            f"entry: its output is always {value}, and no gradient passes it"
+        )
+        yield _found(rule, evidence, step.owner(node), verdict)
+        return
+
+
+def _sees_the_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the targets are the inputs shifted by one position, and no attention is masked."""
+    step = _of_step(evidence)
+    if not any(node.name == "cross_entropy" and _is_shifted(step, node) for node in step.operations):
+        return
+    fused = [node for node in step.operations if node.name == _ATTENTION]
+    plain = [node for node in step.operations if node.name == "softmax" and _is_attention(_shape(node))]
+    found = [node for node in fused if _setting(node, "is_causal") != "True" and len(node.inputs) < 4]
+    found += [node for node in plain if not _is_masked(step, node)]
+    if found and len(found) == len(fused) + len(plain):
+        first = found[0]
+        verdict = (
+            f"the targets of cross_entropy are the inputs shifted by one position, and the attention in "
+            f"{step.place(first)} has no mask, nor has any other: each position sees the token that it has to predict"
+        )
+        yield _found(rule, evidence, step.owner(first), verdict, attentions=len(found))
+
+
+def _is_shifted(step: _Step, loss: Node) -> bool:
+    """Return True if the targets of a loss are an input of the model without the first position."""
+    sources = step.sources(loss)
+    target = sources[1] if len(sources) > 1 else None
+    while target is not None and _keeps_values(target):
+        target = next(iter(step.sources(target)), None)
+    if target is None or target.name != "getitem" or re.search(r"(^|, )1:(, |$)", _setting(target, "index")) is None:
+        return False
+    roots = step.sources(target)
+    if not roots or roots[0].kind != "input":
+        return False
+    # The same tensor, without the last position, is what the model reads.
+    users = [each for each in step.users(roots[0]) if each is not target]
+    return any(each.name in ("getitem", "embedding") for each in users)
+
+
+def _is_attention(shape: Shape | None) -> bool:
+    return shape is not None and len(shape) >= 3 and shape[-1] == shape[-2] > 1
+
+
+def _is_masked(step: _Step, softmax: Node) -> bool:
+    """Return True if anything between the product of queries and keys and a softmax may be a mask."""
+    seen: set[int] = set()
+    todo = [softmax]
+    while todo:
+        node = todo.pop()
+        for source in step.sources(node):
+            is_sum = source.name in ("add", "add_", "__add__", "sub", "mul") and len(source.inputs) > 1
+            if _MASKING.fullmatch(source.name) or is_sum or source.kind != "op":
+                return True
+            if source.id not in seen and source.name not in _PRODUCTS:
+                seen.add(source.id)
+                todo.append(source)
+    return False
+
+
+def _inverted_mask(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if attention leaves out the tokens that are not padding."""
+    step = _of_step(evidence)
+    padding = {_setting(node, "padding_idx") for node in step.operations if node.name == "embedding"} - {"", "None"}
+    for node in step.operations:
+        if node.name != "masked_fill" or _setting(node, "value") not in ("-inf", "float('-inf')"):
+            continue
+        sources = step.sources(node)
+        mask = sources[-1] if len(sources) > 1 else None
+        while mask is not None and (_keeps_values(mask) or mask.name in ("expand", "bool", "getitem")):
+            mask = next(iter(step.sources(mask)), None)
+        if mask is not None and _INVERTED_BY.fullmatch(mask.name) and _setting(mask, "other") in padding:
+            verdict = (
+                f"the mask in {step.place(node)} is True where the token is not the padding "
+                f"({_setting(mask, 'other')}), and attention leaves out what is True: it sees the padding alone"
+            )
+            yield _found(rule, evidence, step.owner(node), verdict)
+            return
+
+
+_ANY = {"any"}
+
+RULES = (
+    Rule(
+        name="loss-shapes",
+        severity="warning",
+        statistic="shapes of prediction and target of losses that compare element by element",
+        thresholds={},
+        persistence=0,
+        usual="the same shape",
+        why="Each prediction is compared with the targets of all samples, so the model learns their mean.",
+        next="Give both the same shape, such as prediction.squeeze(-1) or target.unsqueeze(-1).",
+        false_alarms="A target without dimensions, and dimensions of size 1 at the same place, are left out.",
+        examine=_unequal_shapes,
+        is_lasting=True,
+    ),
+    Rule(
+        name="cut-off-logits",
+        severity="warning",
+        statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits",
+        thresholds={},
+        persistence=0,
+        usual="a linear layer, whose outputs have both signs",
+        why="The loss expects logits of both signs. A logit that is cut off at zero has no gradient there.",
+        next="Give the output of the last linear layer to the loss.",
+        false_alarms="None are known.",
+        examine=_cut_off,
+        explains=dict.fromkeys(("dead-output", "gradient-stops", "does-not-move"), _ANY),
+        is_lasting=True,
+    ),
+    Rule(
+        name="no-log-softmax",
+        severity="warning",
+        statistic="function that makes the input of nll_loss",
+        thresholds={},
+        persistence=0,
+        usual="log_softmax",
+        why="nll_loss expects logarithms of probabilities. Other numbers make it fall without bound.",
+        next="Use cross_entropy, or apply log_softmax before nll_loss.",
+        false_alarms="None are known.",
+        examine=_no_logarithm,
+        explains=dict.fromkeys(("exploding-gradient", "weight-drift", "sudden-change"), _ANY),
+        is_lasting=True,
+    ),
+    Rule(
+        name="no-activation",
+        severity="warning",
+        statistic="linear layers whose input comes directly from a linear layer",
+        thresholds={"share": 0.99},
+        persistence=0,
+        usual="an activation between two linear layers",
+        why="Without an activation between them, two linear layers are one: the depth adds nothing.",
+        next="Add an activation, such as ReLU, between the layers.",
+        false_alarms=(
+            "A low-rank factorization, whose inner width is the smallest, and a layer with another reader are left "
+            "out. If other linear layers have activations, it is a note."
+        ),
+        examine=_no_activation,
+        is_lasting=True,
+    ),
+    Rule(
+        name="along-batch",
+        severity="warning",
+        statistic="dimension of softmax, recurrence and position embedding, in steps with one target for each sample",
+        thresholds={},
+        persistence=0,
+        usual="a dimension inside of each sample",
+        why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
+        "the place of the sample in it.",
+        next="Choose a dimension inside of the sample: dim=-1, batch_first=True, or exchanged dimensions.",
+        false_alarms="Sequences that begin with the time, and the square logits of contrastive losses, are left out.",
+        examine=_along_batch,
+        is_lasting=True,
+    ),
+    Rule(
+        name="one-class",
+        severity="warning",
+        statistic="size of the dimension of a softmax whose output a loss gets",
+        thresholds={},
+        persistence=0,
+        usual="at least two entries",
+        why="Probabilities of a single class add up to 1, whatever the input is.",
+        next="Use a sigmoid for one output, or one output for each class.",
+        false_alarms="Attention to one position, whose output no loss gets directly.",
+        examine=_one_class,
+        explains=dict.fromkeys(("gradient-stops", "does-not-move", "double-activation", "constant-input"), _ANY),
+        is_lasting=True,
+    ),
+    Rule(
+        name="sees-the-target",
+        severity="warning",
+        statistic="masks of attention in a step whose targets are the inputs shifted by one position",
+        thresholds={},
+        persistence=0,
+        usual="a causal mask",
+        why="Without a causal mask, the model copies the next token from its input. It cannot when it generates text.",
+        next="Pass is_causal=True or a mask above the diagonal to the attention.",
+        false_alarms="Any sum, selection or mask between the product and the softmax counts as a mask.",
+        examine=_sees_the_target,
+        is_lasting=True,
+    ),
+    Rule(
+        name="inverted-mask",
+        severity="warning",
+        statistic="comparison with the padding that makes the mask of an attention",
+        thresholds={},
+        persistence=0,
+        usual="tokens == padding",
+        why="The modules of torch leave out the positions where a padding mask is True.",
+        next="Pass tokens == padding as key_padding_mask.",
+        false_alarms="Masks that are made outside of the recorded step are not known.",
+        examine=_inverted_mask,
+        explains=dict.fromkeys(("constant-input", "attention-collapse"), _ANY),
+        is_lasting=True,
+    ),
+)

@@ -1,0 +1,88 @@
+"""The rule about ranks whose replicated parameters drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.names import RUNNING_STATISTICS
+
+__all__ = ["RULES"]
+
+_WHY_SOME = (
+    "These parameters alone get another gradient or update on each rank: something local changes them, such as "
+    "clipping, a hook, an optimizer of one rank, or parameters that DDP ignores."
+)
+_NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
+_WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
+_NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
+
+
+def _differ(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.parameters
+    since = {site: step for site, step in table.diverged.items() if site in table.places}
+    buffers = [site for site in since if site.path in RUNNING_STATISTICS]
+    differing = [each for each in evidence.tensors if {each.site, each.gradient, each.update} & since.keys()]
+    if not differing:
+        if buffers:
+            buffer = min(buffers, key=lambda site: since[site])
+            verdict = f"the running statistics of {buffer.name} differ between the {table.ranks} ranks"
+            more = f" and those of {len(buffers) - 1} more buffers" if len(buffers) > 1 else ""
+            found = rule.found(evidence, table, buffer, verdict + more, since=since[buffer], buffers=len(buffers))
+            yield replace(found, severity="note", why=_WHY_BUFFERS, next=_NEXT_BUFFERS)
+        return
+    first = differing[0]
+    sites = [site for each in differing for site in (each.site, each.gradient, each.update) if site is not None]
+    step = min(since[site] for site in sites if site in since)
+    unreduced = [each for each in differing if each.gradient in since]
+    is_all = len(differing) == len([each for each in evidence.tensors if each.gradient is not None])
+    what = (
+        f"all {len(differing)} trained parameters"
+        if is_all and len(differing) > 1
+        else _listed([each.name for each in differing])
+    )
+    values = "" if any(each.site in since for each in differing) else "the updates of "
+    earlier = [each for each in table.steps if each < step]
+    is_one = len(differing) == 1 and not values
+    before = f"; {'it was' if is_one else 'they were'} equal at step {earlier[-1]}" if earlier else ""
+    verb = "differs" if is_one else "differ"
+    verdict = f"{values}{what} {verb} between the {table.ranks} ranks from step {step} on{before}"
+    if unreduced:
+        verdict += f"; so do the gradients of {len(unreduced)} that the optimizer uses"
+    found = rule.found(
+        evidence, table, first.site, verdict, since=step, parameters=len(differing), unreduced=len(unreduced)
+    )
+    others = tuple(dict.fromkeys(each.site.name for each in differing if each.site.name != first.site.name))
+    why, following = (rule.why, rule.next) if is_all and unreduced else (_WHY_SOME, _NEXT_SOME)
+    yield replace(found, others=others, why=why, next=following)
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first names with the number of the others."""
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more parameters" if len(names) > 3 else shown
+
+
+RULES = (
+    Rule(
+        name="ranks-differ",
+        severity="critical",
+        statistic="bitwise equality of replicated parameters, gradients, updates and optimizer states on all ranks",
+        thresholds={},
+        persistence=0,
+        usual="equal on all ranks in each record",
+        why=(
+            "The gradients of all parameters differ, so they are not averaged: the step calls a module around the one "
+            "that DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients."
+        ),
+        next="Call the model through the LightningModule that the trainer wraps, and look for no_sync.",
+        false_alarms=(
+            "Running statistics of a normalization alone are a note. Parameters that are meant to differ, such as "
+            "experts of one rank, are reported, too."
+        ),
+        examine=_differ,
+        is_lasting=True,
+    ),
+)

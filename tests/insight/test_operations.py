@@ -1,0 +1,315 @@
+"""Tests of the rules about the operations of the recorded step: each fault, its repaired twin, and healthy designs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight import Examination, Finding
+from lightning_recorder.insight.operations import RULES
+from tests.insight.records import brief
+
+NAMES = {rule.name for rule in RULES}
+TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+rows, classes = torch.randn(8, 5), torch.arange(8) % 3
+series = torch.randn(8, 6, 5)
+tokens = torch.arange(48).view(8, 6) % 11
+
+
+class Step(nn.Module):
+    """A step of training: a network and its loss."""
+
+    def __init__(self, net: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.net(x), target)
+
+
+class Shaped(nn.Module):
+    """A module that applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def examine(net: nn.Module, loss: Loss, x: Tensor, target: Tensor) -> list[Finding]:
+    """Return the findings about the operations of one step."""
+    found = Examination(capture_graph(Step(net, loss), x, target)).findings()
+    return [each for each in found if each.rule in NAMES]
+
+
+def mlp(out: int, *last: nn.Module) -> nn.Sequential:
+    """Return a network with one hidden layer."""
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, out), *last)
+
+
+@TORCH_WARNS
+def test_a_loss_of_unequal_shapes() -> None:
+    """A column that is compared with a vector is a finding with both shapes, the result and the line."""
+    (found,) = examine(mlp(1), F.mse_loss, rows, torch.randn(8))
+    assert brief([found]) == [("warning", "loss-shapes", "")]
+    assert found.verdict.endswith("compares a prediction [8, 1] with a target [8]: torch expands both to [8, 8]")
+    assert "test_operations.py:" in found.verdict
+
+
+@TORCH_WARNS
+@pytest.mark.parametrize("target", [torch.randn(8, 1), torch.randn(1, 1), torch.tensor(0.5)])
+def test_shapes_that_are_meant(target: Tensor) -> None:
+    """Equal shapes, an explicit dimension of size 1 and a target without dimensions are fine."""
+    assert examine(mlp(1), F.mse_loss, rows, target) == []
+
+
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, lambda x, y: F.binary_cross_entropy_with_logits(x, F.one_hot(y) + 0.0)]
+)
+def test_logits_that_are_cut_off(loss: Loss) -> None:
+    """A ReLU before a loss that expects logits is a finding, a linear layer is not."""
+    (found,) = examine(mlp(3, nn.ReLU()), loss, rows, classes)
+    assert brief([found]) == [("warning", "cut-off-logits", "net.3")]
+    assert examine(mlp(3), loss, rows, classes) == []
+
+
+def test_a_loss_that_expects_logarithms() -> None:
+    """A linear layer before nll_loss is a finding, log_softmax is not."""
+    (found,) = examine(mlp(3), F.nll_loss, rows, classes)
+    assert brief([found]) == [("warning", "no-log-softmax", "net.2")]
+    assert examine(mlp(3, nn.LogSoftmax(-1)), F.nll_loss, rows, classes) == []
+
+
+def test_layers_without_an_activation() -> None:
+    """Three linear layers in a row are a finding, with dropout between them, too."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Dropout(0.1), nn.Linear(7, 3))
+    (found,) = examine(net, F.cross_entropy, rows, classes)
+    assert brief([found]) == [("warning", "no-activation", "net.1")]
+    assert "net.1 directly follows net.0 (weights [7, 5] and [7, 7]); 2 pairs" in found.verdict
+
+
+class Residual(nn.Module):
+    """Two linear layers, of which the inner one has another reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        output: Tensor = h + self.outer(h)
+        return output
+
+
+class Mixer(nn.Module):
+    """Two linear layers along different dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels, self.places = nn.Linear(5, 5), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.places(self.channels(x).mT).mT.mean(1)
+        return output
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    """Return the layer without gradients."""
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (mlp(3), rows),
+        (nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 5)), rows),  # a low rank
+        (nn.Sequential(frozen(nn.Linear(5, 9)), nn.Linear(9, 3)), rows),  # a fixed transform
+        (nn.Sequential(*[nn.Linear(5, 5)] * 3), rows),  # a recurrence
+        (Residual(), rows),
+        (Mixer(), series),
+    ],
+)
+def test_layers_that_follow_each_other_for_a_reason(net: nn.Module, x: Tensor) -> None:
+    """Low ranks, fixed and repeated layers, residual connections and exchanged dimensions are fine."""
+    assert examine(net, F.cross_entropy, x, classes) == []
+
+
+def test_one_pair_in_a_network_with_activations_is_a_note() -> None:
+    """A single pair of layers without an activation between them does little harm."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 7), nn.Linear(7, 3))
+    assert brief(examine(net, F.cross_entropy, rows, classes)) == [("note", "no-activation", "net.5")]
+
+
+class Rows(nn.Module):
+    """A recurrent layer and the last state of each sequence."""
+
+    def __init__(self, kind: Callable[..., nn.Module], batch_first: bool) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(5, 4, batch_first=batch_first), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.rnn(x)[0][:, -1])
+        return output
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrence_over_the_batch(kind: Callable[..., nn.Module]) -> None:
+    """A recurrence over the samples is a finding if the step has one target for each sample."""
+    (found,) = examine(Rows(kind, False), F.cross_entropy, series, classes)
+    assert brief([found]) == [("warning", "along-batch", "net.rnn")]
+    assert "runs over dimension 0 of [8, 6, 5], which has the 8 samples" in found.verdict
+    assert examine(Rows(kind, True), F.cross_entropy, series, classes) == []
+
+
+class TimeFirst(nn.Module):
+    """A language model of sequences that begin with the time, as in the tutorials of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rnn, self.head = nn.Embedding(11, 4), nn.LSTM(4, 4), nn.Linear(4, 11)
+        self.register_buffer("places", torch.randn(32, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.rnn(self.embedding(x) + self.get_buffer("places")[: len(x)])[0]).flatten(0, 1)
+        return output
+
+
+def test_sequences_that_begin_with_the_time() -> None:
+    """Recurrence and positions along the first dimension are right if each step in time has a target."""
+    assert examine(TimeFirst(), F.cross_entropy, tokens, tokens.flatten()) == []
+    assert examine(TimeFirst(), lambda y, target: F.cross_entropy(y, target.flatten()), tokens, tokens) == []
+
+
+@pytest.mark.parametrize(("dim", "findings"), [(0, 1), (1, 0), (-1, 0), (-2, 1)])
+def test_a_softmax_over_the_samples(dim: int, findings: int) -> None:
+    """A softmax of predictions over the samples is a finding."""
+    found = examine(mlp(3, nn.LogSoftmax(dim)), F.nll_loss, rows, classes)
+    assert brief(found) == [("warning", "along-batch", "net.3")] * findings
+
+
+def test_similarities_of_pairs_are_compared_along_both_dimensions() -> None:
+    """The square logits of a contrastive loss may be normalized over the samples."""
+
+    def contrast(y: Tensor, _: Tensor) -> Tensor:
+        logits, target = y @ y.mT, torch.arange(8)
+        return F.nll_loss(logits.log_softmax(0), target) + F.nll_loss(logits.log_softmax(1), target)
+
+    assert examine(mlp(3), contrast, rows, classes) == []
+
+
+class Places(nn.Module):
+    """Tokens with positions that are added along a dimension."""
+
+    def __init__(self, along_batch: bool) -> None:
+        super().__init__()
+        self.along_batch = along_batch
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+        self.places = nn.Parameter(torch.randn(32, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places[: len(x), None] if self.along_batch else self.places[None, : x.shape[1]]
+        output: Tensor = self.head((self.embedding(x) + places).mean(1))
+        return output
+
+
+def test_positions_along_the_batch() -> None:
+    """Positions that differ between samples and not between tokens are a finding."""
+    (found,) = examine(Places(True), F.cross_entropy, tokens, classes)
+    assert brief([found]) == [("warning", "along-batch", "net")]
+    assert "adds [8, 1, 4] of the model to [8, 6, 4]" in found.verdict
+    assert examine(Places(False), F.cross_entropy, tokens, classes) == []
+
+
+def test_a_softmax_over_one_entry() -> None:
+    """A softmax over a single output is a finding, also without a dimension, and a sigmoid is not."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(y.squeeze(-1), (target > 0).float())
+
+    (found,) = examine(mlp(1, nn.Softmax(-1)), loss, rows, classes)
+    assert brief([found]) == [("warning", "one-class", "net.3")]
+    assert "dimension 1 of [8, 1], which has one entry: its output is always 1" in found.verdict
+    assert examine(mlp(1, nn.Sigmoid()), loss, rows, classes) == []
+
+
+class Attention(nn.Module):
+    """A language model with one layer of attention."""
+
+    def __init__(self, attend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.head, self.attend = nn.Embedding(11, 4), nn.Linear(4, 11), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.attend(self.embedding(x)))
+        return output
+
+
+def plain(x: Tensor) -> Tensor:
+    return (x @ x.mT / 2).softmax(-1) @ x
+
+
+def masked(x: Tensor) -> Tensor:
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    return (x @ x.mT / 2).masked_fill(hidden, -torch.inf).softmax(-1) @ x
+
+
+def added(x: Tensor) -> Tensor:
+    return (x @ x.mT / 2 + torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)).softmax(-1) @ x
+
+
+def fused(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def causal(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Shifted(nn.Module):
+    """A step that predicts the next token."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("attend", "findings"), [(plain, 1), (fused, 1), (masked, 0), (added, 0), (causal, 0)])
+def test_attention_to_the_target(attend: Callable[[Tensor], Tensor], findings: int) -> None:
+    """Attention without a mask is a finding if the targets are the inputs shifted by one position."""
+    found = Examination(capture_graph(Shifted(Attention(attend)), tokens)).findings()
+    assert [each.rule for each in found] == ["sees-the-target"] * findings
+    assert examine(Attention(attend), lambda y, t: F.cross_entropy(y[:, 0], t), tokens, classes) == []
+
+
+class Padded(nn.Module):
+    """A layer of torch's attention with a padding mask."""
+
+    def __init__(self, is_inverted: bool) -> None:
+        super().__init__()
+        self.is_inverted = is_inverted
+        self.embedding, self.head = nn.Embedding(11, 4, padding_idx=0), nn.Linear(4, 3)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x != 0 if self.is_inverted else x == 0
+        output: Tensor = self.head(self.layer(self.embedding(x), src_key_padding_mask=mask)[:, 0])
+        return output
+
+
+def test_an_inverted_mask() -> None:
+    """A mask that hides all tokens but the padding is a finding."""
+    (found,) = examine(Padded(True), F.cross_entropy, tokens, classes)
+    assert (found.rule, found.severity) == ("inverted-mask", "warning")
+    assert examine(Padded(False), F.cross_entropy, tokens, classes) == []
