@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+
+import numpy as np
 
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.finding import Finding
@@ -72,6 +75,10 @@ class _Step:
                 break
             sources = inner
         return sources[0] if sources else None
+
+    def made_by(self, node: Node) -> Node:
+        """Return the node that made the values of a node, through changes of the shape; the node itself without any."""
+        return (self.behind(node) or node) if _keeps_values(node) else node
 
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the operations that use the values of a node, through changes of the shape."""
@@ -406,6 +413,72 @@ def _inverted_mask(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+def _far_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the mean error of a regression stays far larger than its predictions.
+
+    The gradient of the last bias under a mean squared error of K outputs is 2/K times the mean error of each.
+    """
+    step = _of_step(evidence)
+    for node in step.operations:
+        layer = step.behind(node) if node.name == "mse_loss" and _setting(node, "reduction") == "'mean'" else None
+        users = step.users(node) if layer is not None else [node]
+        shape = _shape(node)
+        # A factor, another term of the loss, or another use of the layer would change the gradient.
+        if layer is None or layer.name != "linear" or users or not shape or len(list(step.readers(layer))) != 1:
+            continue
+        name = step.owner(layer)
+        bias = next((each for each in evidence.tensors if each.site == Site(name, "bias")), None)
+        output = Site(name, "out")
+        if bias is None or bias.gradient is None or output not in evidence.activations.places:
+            continue
+        gradients, steps = evidence.parameters.column(bias.gradient, "rms")
+        sizes = evidence.activations.column(output, "rms")[0]
+        most = min(len(gradients), len(sizes), rule.persistence)
+        if most < rule.persistence or len(gradients) < rule.thresholds["records"]:
+            continue
+        errors = gradients[-most:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
+        ratios = errors / sizes[-most:]
+        if (ratios > rule.thresholds["ratio"]).all():
+            error, size = float(errors[-1]), float(sizes[-1])
+            verdict = (
+                f"the mean error of the predictions from {name} is {error:.3g} at step {int(steps[-1])}, "
+                f"{error / size:.3g} × their rms ({size:.3g})"
+            )
+            found = rule.found(evidence, evidence.parameters, bias.gradient, verdict, statistic="rms")
+            yield replace(found, numbers={"error": error, "rms": size}, module=name)
+            return
+
+
+def _unused_codes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the nearest rows of a code book are nearly always the same few ones."""
+    step = _of_step(evidence)
+    parameters = {each.name: each for each in evidence.tensors}
+    for node in step.operations:
+        if node.name not in ("embedding", "getitem", "index_select"):
+            continue
+        sources = step.sources(node)
+        nearest = next((each for each in map(step.made_by, sources) if each.name in ("argmin", "argmax")), None)
+        book = next((parameters[each.name] for each in sources if each.name in parameters), None)
+        if nearest is None or book is None or book.gradient is None or not nearest.outputs:
+            continue
+        rows = evidence.shape(book)[0] if evidence.shape(book) else 0
+        possible = min(rows, prod(nearest.outputs[0].shape))
+        zeros, steps = evidence.parameters.column(book.gradient, "zero_fraction")
+        last = np.round((1 - zeros[-rule.persistence :]) * rows)
+        if len(last) < rule.persistence or possible < rule.thresholds["rows"]:
+            continue
+        if (last <= rule.thresholds["share"] * possible).all():
+            most = int(last.max())
+            verdict = (
+                f"at most {most} of the {rows} rows of {book.name} got a gradient in each of the last {len(last)} "
+                f"records; a batch looks up the nearest row {prod(nearest.outputs[0].shape)} times"
+            )
+            since = int(steps[-rule.persistence])
+            found = rule.found(evidence, evidence.parameters, book.gradient, verdict, since=since)
+            yield replace(found, numbers={"used": most, "rows": rows})
+            return
+
+
 _ANY = {"any"}
 
 RULES = (
@@ -520,5 +593,33 @@ RULES = (
         examine=_inverted_mask,
         explains=dict.fromkeys(("constant-input", "attention-collapse"), _ANY),
         is_lasting=True,
+    ),
+    Rule(
+        name="target-scale",
+        severity="warning",
+        statistic="mean error of a regression, from the gradient of its last bias, against the rms of the predictions",
+        thresholds={"ratio": 10.0, "records": 8},
+        persistence=4,
+        usual="below 1 after the first records",
+        why="The targets are far larger than what the last layer returns, so that training spends its steps on their "
+        "mean.",
+        next="Standardize the targets, or set the bias of the last layer to their mean.",
+        false_alarms="The first records count only in a run of fewer than eight, which has no finding.",
+        examine=_far_target,
+        explains=dict.fromkeys(
+            ("exploding-gradient", "weight-drift", "sudden-change", "learning-rate-outlier", "scale-jump"), _ANY
+        ),
+    ),
+    Rule(
+        name="unused-codes",
+        severity="warning",
+        statistic="rows of a code book with a gradient, if argmin or argmax chooses the rows",
+        thresholds={"share": 0.05, "rows": 20},
+        persistence=8,
+        usual="at least a tenth of the rows, as far as the batch can reach them",
+        why="Nearly all samples are closest to the same rows, and rows without a gradient do not move to the samples.",
+        next="Begin with rows from encoded samples, replace rows that are not used, or normalize codes and samples.",
+        false_alarms="Batches that look up fewer than 20 rows are left out.",
+        examine=_unused_codes,
     ),
 )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Examination, Finding
 from lightning_recorder.insight.operations import RULES
-from tests.insight.records import brief
+from tests.insight.records import brief, run
 
 NAMES = {rule.name for rule in RULES}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
@@ -313,3 +313,61 @@ def test_an_inverted_mask() -> None:
     (found,) = examine(Padded(True), F.cross_entropy, tokens, classes)
     assert (found.rule, found.severity) == ("inverted-mask", "warning")
     assert examine(Padded(False), F.cross_entropy, tokens, classes) == []
+
+
+def errors(error: float, outputs: int = 2, loss: Loss = F.mse_loss) -> list[Finding]:
+    """Return the findings of a regression with predictions of rms 2 that are off by a mean error."""
+    graph = capture_graph(Step(mlp(outputs), loss), rows, torch.randn(8, outputs))
+    gradient = [2 * error / outputs] * 8
+    found = run({"net.2": {"rms": 2.0}}, None, {"net.2/bias": {}, "net.2/bias.grad": {"rms": gradient}}, graph=graph)
+    return [each for each in found if each.rule in NAMES]
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_targets_that_are_far_away(outputs: int) -> None:
+    """A mean error of more than ten times the predictions is a finding; the gradient of the last bias has it."""
+    (found,) = errors(30.0, outputs)
+    assert brief([found]) == [("warning", "target-scale", "net.2")]
+    assert found.verdict == "the mean error of the predictions from net.2 is 30 at step 70, 15 × their rms (2)"
+    assert errors(19.0, outputs) == []
+
+
+def test_the_error_is_not_known_if_the_gradient_has_other_parts() -> None:
+    """Another reduction, a factor or a second term of the loss changes the gradient."""
+    assert errors(30.0, loss=lambda y, target: F.mse_loss(y, target, reduction="sum")) == []
+    assert errors(30.0, loss=lambda y, target: 2 * F.mse_loss(y, target)) == []
+    assert errors(30.0, loss=lambda y, target: F.mse_loss(y, target) + y.abs().mean()) == []
+
+
+def test_the_mean_error_is_that_of_torch() -> None:
+    """The mean error that the rule derives is the one that the predictions have."""
+    net = mlp(2)
+    target = torch.randn(8, 2) + 5
+    prediction = net(rows)
+    F.mse_loss(prediction, target).backward()
+    bias = net.get_submodule("2").bias
+    assert isinstance(bias, nn.Parameter)
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad * 2 / 2, (prediction - target).mean(0).detach())
+
+
+class Codes(nn.Module):
+    """Samples are replaced by the nearest row of a code book."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(40, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.codes(torch.cdist(x, self.codes.weight).argmin(1))
+        return output
+
+
+@pytest.mark.parametrize(("used", "samples", "findings"), [(2, 64, 1), (3, 64, 0), (1, 16, 0)])
+def test_a_code_book_of_which_few_rows_are_used(used: int, samples: int, findings: int) -> None:
+    """A batch that could use 40 rows and uses 2 in each record is a finding; a small batch cannot use many."""
+    x = torch.randn(samples, 5)
+    graph = capture_graph(Step(Codes(), F.mse_loss), x, x)
+    values = {"net.codes/weight": {"rms": 1.0}, "net.codes/weight.grad": {"zero_fraction": 1 - used / 40}}
+    found = run(None, None, values, graph=graph, shapes={("net.codes", "weight"): (40, 5)})
+    assert [each.module for each in found if each.rule == "unused-codes"] == ["net.codes"] * findings
