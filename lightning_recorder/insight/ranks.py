@@ -16,6 +16,8 @@ _WHY_SOME = (
     "clipping, a hook, an optimizer of one rank, or parameters that DDP ignores."
 )
 _NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
+_WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP does not average over the ranks."
+_NEXT_GRAD = "Use manual_backward, or average the gradients with all_reduce before the optimizer step."
 _WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
 _NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
 
@@ -34,28 +36,29 @@ def _differ(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             yield replace(found, severity="note", why=_WHY_BUFFERS, next=_NEXT_BUFFERS)
         return
     first = differing[0]
-    sites = [site for each in differing for site in (each.site, each.gradient, each.update) if site is not None]
-    step = min(since[site] for site in sites if site in since)
-    unreduced = [each for each in differing if each.gradient in since]
+    unreduced = [since[each.gradient] for each in differing if each.gradient in since]
+    values = [since[each.site] for each in differing if each.site in since]
+    updates = [since[each.update] for each in differing if each.update in since]
+    begun = min([*values, *updates, *unreduced])
     is_all = len(differing) == len([each for each in evidence.tensors if each.gradient is not None])
-    what = (
-        f"all {len(differing)} trained parameters"
-        if is_all and len(differing) > 1
-        else _listed([each.name for each in differing])
-    )
-    values = "" if any(each.site in since for each in differing) else "the updates of "
-    earlier = [each for each in table.steps if each < step]
-    is_one = len(differing) == 1 and not values
-    before = f"; {'it was' if is_one else 'they were'} equal at step {earlier[-1]}" if earlier else ""
-    verb = "differs" if is_one else "differ"
-    verdict = f"{values}{what} {verb} between the {table.ranks} ranks from step {step} on{before}"
-    if unreduced:
-        verdict += f"; so do the gradients of {len(unreduced)} that the optimizer uses"
+    what = f"all {len(differing)} trained parameters" if is_all else _listed([each.name for each in differing])
+    what = what if values else f"the gradients or updates of {what}"
+    step = min(values) if values else begun
+    verb = "differs" if len(differing) == 1 and values else "differ"
+    verdict = f"{what} {verb} between the {table.ranks} ranks from step {step} on"
+    if unreduced and values:
+        verdict += f", and the gradients of {len(unreduced)} from step {min(unreduced)} on"
+    earlier = [each for each in table.steps if each < begun]
+    verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
     found = rule.found(
-        evidence, table, first.site, verdict, since=step, parameters=len(differing), unreduced=len(unreduced)
+        evidence, table, first.site, verdict, since=begun, parameters=len(differing), unreduced=len(unreduced)
     )
     others = tuple(dict.fromkeys(each.site.name for each in differing if each.site.name != first.site.name))
     why, following = (rule.why, rule.next) if is_all and unreduced else (_WHY_SOME, _NEXT_SOME)
+    graph = evidence.wiring.graph
+    passes = {node.name for node in graph.nodes if node.kind == "backward"} if graph is not None else set()
+    if is_all and unreduced and passes == {"grad"}:
+        why, following = _WHY_GRAD, _NEXT_GRAD
     yield replace(found, others=others, why=why, next=following)
 
 
@@ -77,7 +80,7 @@ RULES = (
             "The gradients of all parameters differ, so they are not averaged: the step calls a module around the one "
             "that DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients."
         ),
-        next="Call the model through the LightningModule that the trainer wraps, and look for no_sync.",
+        next="Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies.",
         false_alarms=(
             "Running statistics of a normalization alone are a note. Parameters that are meant to differ, such as "
             "experts of one rank, are reported, too."

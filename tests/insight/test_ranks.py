@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight import Examination, Finding
 from tests.insight.records import record
 
@@ -15,9 +16,9 @@ SITES = tuple(
 BUFFERS = (("norm", "running_mean"), ("norm", "running_var"))
 
 
-def findings(*diverged: Sequence[tuple[str, str]]) -> list[Finding]:
+def findings(*diverged: Sequence[tuple[str, str]], graph: Graph | None = None) -> list[Finding]:
     """Return the findings of records in which these sites differ between two ranks."""
-    examination = Examination()
+    examination = Examination(graph)
     for number, sites in enumerate(diverged):
         values = {site: {"rms": 1.0, "update_ratio": 1e-3} for site in (*SITES, *BUFFERS)}
         about = {"ranks": 2, "diverged": sites}
@@ -30,10 +31,18 @@ def test_parameters_that_differ_between_all_ranks() -> None:
     (found,) = findings([], [], SITES, SITES)
     assert (found.severity, found.module, found.first_step, found.others) == ("critical", "first", 20, ("norm", "head"))
     assert found.verdict == (
-        "all 3 trained parameters differ between the 2 ranks from step 20 on; they were equal at step 10; "
-        "so do the gradients of 3 that the optimizer uses"
+        "all 3 trained parameters differ between the 2 ranks from step 20 on, and the gradients of 3 from step 20 on; "
+        "all were equal at step 10"
     )
     assert "not averaged" in found.why
+
+
+def test_gradients_that_ddp_does_not_see() -> None:
+    """If the recorded step computes all gradients with torch.autograd.grad, that is the cause."""
+    (found,) = findings(SITES, graph=Graph((Node(0, "module", "", None, 0), Node(1, "backward", "grad", 0, 1)), ()))
+    assert "torch.autograd.grad" in found.why
+    (found,) = findings(SITES, graph=Graph((Node(0, "module", "", None, 0), Node(1, "backward", "backward", 0, 1)), ()))
+    assert "torch.autograd.grad" not in found.why
 
 
 @pytest.mark.parametrize("parts", [("", ".update"), ("", ".grad", ".update")])
@@ -41,7 +50,8 @@ def test_one_parameter_that_differs(parts: Sequence[str]) -> None:
     """A change on one rank is named with its parameter, whether the gradient has it or the update alone."""
     (found,) = findings([], [("norm", f"weight{part}") for part in parts])
     assert (found.module, found.others, found.numbers["parameters"]) == ("norm", (), 1)
-    assert found.verdict.startswith("norm.weight differs between the 2 ranks from step 10 on; it was equal at step 0")
+    assert found.verdict.startswith("norm.weight differs between the 2 ranks from step 10 on")
+    assert found.verdict.endswith("; all were equal at step 0")
     assert "clipping" in found.why
 
 
