@@ -81,10 +81,10 @@ def record(
     with fake or nullcontext():
         args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes, place)
     tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
-    state = ModuleState(net.modules())
+    state = ModuleState(nn.Module.modules(net))
     with same_random_numbers({tensor.device for tensor in tensors}), same_gradients(state.parameters.values()):
         try:
-            for module in net.modules() if mode else ():
+            for module in nn.Module.modules(net) if mode else ():
                 module.training = mode == "train"
             graph = _fake_graph(net, args, kwargs, fake, costs) if fake else _real_graph(net, args, kwargs, costs)
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recorder import ArgumentError, ForwardError
+from lightning_recorder import ArgumentError, ForwardError, RecordedNet
 from lightning_recorder.graph import capture_graph, record
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -349,3 +349,23 @@ def test_an_interrupt_is_no_error_of_the_model() -> None:
     with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
         record(net, input_data=X)
     assert net.norm.num_batches_tracked.item() == 0  # type: ignore[union-attr, operator]  # a buffer
+
+
+class Shadowing(nn.Module):
+    """A model with an attribute that hides a method of ``nn.Module``, which torch itself does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.modules = [self.layer]  # type: ignore[method-assign, assignment]  # on purpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules[0](x)  # type: ignore[index, no-any-return]
+
+
+def test_a_model_may_have_an_attribute_named_modules() -> None:
+    """A list named ``modules`` is no obstacle to a recording, a summary, or a picture of a part with such a list."""
+    for net in (Shadowing(), nn.Sequential(Shadowing())):
+        graph = record(net, "net", (2, 4), mode="eval")
+        assert [node.name for node in graph.nodes if node.kind == "op"] == ["linear"]
+        assert RecordedNet(net, input_size=(2, 4)).summary.total_params == 20
