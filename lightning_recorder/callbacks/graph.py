@@ -34,6 +34,7 @@ from lightning_recorder.errors import (
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizStyler, record
 from lightning_recorder.graph.capture.call_arguments import prepare
 from lightning_recorder.graph.renderers.graphviz import check_direction
+from lightning_recorder.inputs import as_arguments
 from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.schedule import STAGE_SYNONYMS
@@ -284,7 +285,7 @@ class GraphRecorder(RecorderCallback):
             )
         example = pl_module.transfer_batch_to_device(example, pl_module.device, 0)
         with trainer.precision_plugin.forward_context():
-            self._keep(trainer, record(pl_module, input_data=example, costs=self.costs))
+            self._keep(trainer, record(pl_module, input_data=as_arguments(pl_module, example), costs=self.costs))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
         if self.enabled:

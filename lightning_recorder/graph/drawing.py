@@ -17,7 +17,7 @@ from lightning_recorder.errors import ArgumentError, InputError, check_integer, 
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.picture import fitted_renderer
-from lightning_recorder.graph.record import record
+from lightning_recorder.graph.record import check_model, record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
@@ -83,6 +83,8 @@ def make_dot(
         4
     """
     recorded = rec if graph is None else graph
+    if isinstance(recorded, (str, Path)):
+        raise ArgumentError(f"make_dot takes a graph, got a path: write Graph.from_json({str(recorded)!r}) to read it")
     if not isinstance(recorded, Graph):
         raise ArgumentError(f"make_dot takes a graph, such as the result of record(…), got {recorded!r}")
     view = collapse(recorded, checked_depth("render_depth", render_depth), leaves=False)
@@ -271,6 +273,7 @@ def draw(
     if isinstance(model, Graph):
         graph = replace(model, name=graph_name or model.name)
     else:
+        check_model(model)
         sizes = _sizes(input_size, input_data, input_kwargs)
         graph = record(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode

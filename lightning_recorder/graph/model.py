@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_recorder.errors import ArgumentError
@@ -409,11 +410,16 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
-        """Return the graph for the output of :meth:`to_json`.
+        """Return the graph for the output of :meth:`to_json`, or for the path of such a file, as ``graph.json``.
 
         Raises:
-            ArgumentError: If the data has another version, or is not a graph.
+            ArgumentError: If the data has another version, or is not a graph, or the file cannot be read.
         """
+        if isinstance(data, (str, Path)):
+            try:
+                data = json.loads(Path(data).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ArgumentError(f"{data} is not a graph written by lightning_recorder: {error}") from error
         version = data.get("version") if isinstance(data, Mapping) else None
         if version not in _READABLE:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import RecordingError, warn
+from lightning_recorder.inputs import way_out
 from lightning_recorder.internals.autograd import in_backward, version_of
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
@@ -367,7 +368,7 @@ def run_without_trace(
         except Exception as error:
             module, where = _raised_in(error, watch.modules) or (net, "the net itself")
             message = f"the labeling run failed in {where} ({type(module).__name__}): {type(error).__name__}: {error}"
-            raise RecordingError(message) from error
+            raise RecordingError(way_out(net, message, args, kwargs, in_eval="call net.eval() before")) from error
         finally:
             snapshot.restore()
 

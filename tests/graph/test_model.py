@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ import torch
 from torch import nn
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph, collapse
+from lightning_recorder.graph import (
+    Edge,
+    Graph,
+    GraphCapture,
+    Node,
+    TensorMeta,
+    capture_graph,
+    collapse,
+    draw,
+    make_dot,
+    record,
+)
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
 
@@ -133,6 +145,16 @@ def test_json_that_is_no_object(data: Any) -> None:
     """A JSON value that is not an object is rejected."""
     with pytest.raises(ArgumentError):
         Graph.from_json(data)
+
+
+def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
+    """``from_json`` reads a file; where a path is given instead of a graph, the error says so."""
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(SOUND))
+    assert Graph.from_json(path) == Graph.from_json(str(path)) == Graph.from_json(SOUND)
+    for function in (draw, make_dot, record):
+        with pytest.raises(ArgumentError, match=r"got a path: write Graph\.from_json\('.*graph\.json'\) to read"):
+            function(path)  # type: ignore[operator]
 
 
 def test_lookup_by_id() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recorder import ArgumentError, ForwardError, RecordedNet
+from lightning_recorder import ArgumentError, ForwardError, RecordedNet, RecordingError
 from lightning_recorder.graph import capture_graph, record
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -315,6 +315,37 @@ def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> N
     with pytest.raises(ArgumentError, match=message):
         record(Net(lambda _, x: calls.append(x)), **given)
     assert calls == []
+
+
+@pytest.mark.parametrize("batch", [{"x": X}, (X, X)], ids=["dict", "tuple"])
+def test_a_batch_that_is_the_only_argument(batch: Any) -> None:
+    """A dictionary or tuple that is the only argument of a model is given in a list; otherwise the error says so."""
+
+    class Taking(nn.Module):
+        def forward(self, batch: Any) -> Tensor:
+            return (batch["x"] if isinstance(batch, dict) else batch[1]).exp()  # type: ignore[no-any-return]
+
+    way_out = r"argument.*; if the whole batch is the only argument, write input_data=\[batch\]$"
+    with pytest.raises(ForwardError, match=way_out):
+        record(Taking(), input_data=batch)
+    with pytest.raises(RecordingError, match=way_out):
+        RecordedNet(Taking(), input_data=batch)
+    RecordedNet(Taking(), input_data=[batch])
+    graph = record(Taking(), input_data=[batch])
+    assert outline(graph) == "input.x\nexp <- input.x" if isinstance(batch, dict) else "input[1]\nexp <- input[1]"
+
+
+def test_a_batch_of_one_for_batch_norm() -> None:
+    """If batch norm refuses a batch of one sample, the error names the mode in which it accepts it."""
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    with pytest.raises(ForwardError, match=r"Expected more than 1 value .*; record with mode='eval', or give a batch"):
+        record(net, input_shapes=(1, 4))
+    record(net, input_shapes=(1, 4), mode="eval")
+    with pytest.raises(
+        RecordingError, match=r"Expected more than 1 value .*; call net\.eval\(\) before, or give a batch"
+    ):
+        RecordedNet(net, input_size=(1, 4))
+    RecordedNet(net.eval(), input_size=(1, 4))
 
 
 @pytest.mark.parametrize("device", [None, "meta"])

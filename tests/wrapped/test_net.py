@@ -1118,8 +1118,9 @@ def test_versions_of_modules_are_kept() -> None:
 
 
 def test_one_of_size_and_data_is_needed() -> None:
-    """Passing neither of input_size and input_data, or both, is rejected."""
-    with pytest.raises(ArgumentError, match=r"^give input_size or input_data$"):
+    """Passing neither of input_size and input_data, or both, is rejected; keyword arguments alone are accepted."""
+    assert RecordedNet(toy(), input_kwargs={"input": X}).summary.total_params == 39
+    with pytest.raises(ArgumentError, match=r"^give input_size, input_data or input_kwargs$"):
         RecordedNet(toy())
     with pytest.raises(ArgumentError, match=r"^give input_size or input_data, not both$"):
         RecordedNet(toy(), input_size=(2, 5), input_data=X)
