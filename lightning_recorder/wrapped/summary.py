@@ -79,7 +79,8 @@ class Summary:
     """The calls of a net in one run, in the order in which they began, with totals.
 
     Multiply-adds are half of the floating-point operations that torch's ``FlopCounterMode`` has formulas for (matrix
-    products, convolutions, attention), plus fused attention and LSTM on CPUs. Bias additions and elementwise operations
+    products, convolutions, attention), plus the fused forms of attention, ``nn.TransformerEncoderLayer`` and LSTM that
+    it does not know. Bias additions and elementwise operations
     are not counted.
 
     Note:

@@ -289,6 +289,23 @@ def test_fused_attention_counts_its_products() -> None:
     assert fused == plain == 2 * 3 * 5 * 7 * (4 + 4)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_fused_modules_count_their_products(inference: bool) -> None:
+    """In eval mode torch computes attention and encoder layers in one operation, which counts like its parts."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    cases: list[tuple[nn.Module, list[Tensor]]] = [
+        (nn.TransformerEncoder(layer, 2), [torch.ones(2, 3, 8)]),
+        (nn.MultiheadAttention(8, 2, batch_first=True), [torch.ones(2, 3, 8)] * 3),
+    ]
+    # Four projections and the feed-forward layers of 2 × 3 tokens, and two products of 3 × 3 × 8 in each sample.
+    attention = 2 * 3 * 4 * 8 * 8 + 2 * 2 * 3 * 3 * 8
+    for (net, data), expected in zip(cases, (2 * (attention + 2 * 2 * 3 * 8 * 16), attention), strict=True):
+        for mode in (net.train, net.eval):
+            mode()
+            with torch.inference_mode(inference):
+                assert RecordedNet(net, input_data=data).summary.mult_adds == expected
+
+
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
 def test_an_lstm_counts_its_products(layers: int, bidirectional: bool) -> None:
     """An LSTM counts the same as in double precision, where it is decomposed into matrix products."""
