@@ -80,6 +80,11 @@ class TensorOrigins:
         """Return True if the node that gave a tensor its values was observed."""
         return self.is_bound(tensor) or self.known(tensor) is not None
 
+    def is_input(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is an input of the model, with the values that it had then."""
+        node = self.known_tensors.of(tensor)
+        return node is not None and node >= 0 and self._builder.nodes[node].kind == "input"
+
     def of_inputs(
         self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int
     ) -> tuple[list[int], list[TensorMeta], list[int]]:

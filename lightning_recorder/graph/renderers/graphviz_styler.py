@@ -179,7 +179,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
-    if node.kind in ("module", "op") and (about := labels.class_and_size(node)):
+    if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
     if node.note == NEVER_CALLED and "note" not in details:
         lines.append(small(node.note))
