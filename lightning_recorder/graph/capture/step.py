@@ -382,9 +382,9 @@ class StepRecording:
             old.difference_update(map(id, written))
         given = [result] if type(result) is Tensor else tensors_in([result])
         outputs = [each for each in given if id(each) not in old]
-        if not outputs and not written:
-            if name not in _READS or not inputs or not self._origins.is_input(inputs[0]):
-                return None
+        reads = name in _READS and bool(inputs) and self._origins.is_input(inputs[0])
+        if not outputs and not written and not reads:
+            return None
         if written and name in _ZEROES:
             self.gradients.note_zeroed(written)
         # A function that takes nothing but tensors needs no further look at its arguments.

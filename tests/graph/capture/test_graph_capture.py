@@ -203,7 +203,7 @@ def test_inputs_of_any_structure() -> None:
 _UNSEEN = torch.ones(3)
 
 
-class _Slotted:
+class Slotted:
     """An output that is no container, with tensors in a slot and in a dictionary in an attribute of its attribute."""
 
     __slots__ = ("mean", "others")
@@ -216,7 +216,7 @@ class _Slotted:
 @pytest.mark.parametrize(
     "make",
     [
-        _Slotted,
+        Slotted,
         lambda a, b: torch.distributions.Normal(a, b, validate_args=False),
         lambda a, b: torch.distributions.Independent(
             torch.distributions.Normal(a, b, validate_args=False), 1, validate_args=False
@@ -249,7 +249,7 @@ def test_an_output_object_is_a_node_with_its_class(make: Any) -> None:
     ],
 )
 def test_an_input_whose_value_is_read_has_a_function(read: Any, name: str) -> None:
-    """An input that the model turns into a number or an array is used by that function; a result that is read is not."""
+    """An input that the model turns into a number or an array is used by that function; a result is not."""
 
     def forward(_: Net, x: Tensor, number: Tensor) -> Tensor:
         result = x.exp() * float(read(number))
