@@ -33,6 +33,7 @@ from lightning_recorder.errors import (
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizStyler, record
 from lightning_recorder.graph.capture.call_arguments import prepare
+from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import check_direction
 from lightning_recorder.inputs import as_arguments
 from lightning_recorder.outputs import GraphOutput
@@ -139,6 +140,8 @@ class GraphRecorder(RecorderCallback):
             raise ArgumentError(f"stage must be one of {', '.join(_STAGES)}, got {stage!r}{hint}")
         if styler is not None and not isinstance(styler, GraphvizStyler):
             raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
+        if styler is not None and not costs:
+            check_measured(getattr(styler, "color_by", None))
         given: object = timeout_s
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")

@@ -6,9 +6,11 @@ import copy
 import gc
 import json
 import pickle
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from torch import nn
@@ -23,10 +25,12 @@ from lightning_recorder.graph import (
     capture_graph,
     collapse,
     draw,
+    fold_repeats,
     make_dot,
     record,
 )
-from tests.graph.nets import Net, X, linear
+from lightning_recorder.graph.model import Kind, Repetition
+from tests.graph.nets import Net, X, linear, stack
 from tests.graph.queries import only
 
 
@@ -155,6 +159,26 @@ def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
     for function in (draw, make_dot, record):
         with pytest.raises(ArgumentError, match=r"got a path: write Graph\.from_json\('.*graph\.json'\) to read"):
             function(path)  # type: ignore[operator]
+
+
+def test_the_schema_describes_every_graph() -> None:
+    """The published schema accepts recorded graphs and their views, has every field, and rejects wrong values."""
+    schema = json.loads(resources.files("lightning_recorder.graph").joinpath("schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    costs = record(nn.Sequential(linear(), linear(), linear(), nn.Tanh()), input_data=X, costs=True)
+    for graph in (nested(), collapse(nested(), 1), fold_repeats(costs), fold_repeats(capture_graph(stack(4), X))):
+        data = json.loads(json.dumps(graph.to_json()))
+        validator.validate(data)
+        assert data["nodes"][0].keys() == schema["$defs"]["node"]["properties"].keys()
+        assert data["edges"][0].keys() == schema["$defs"]["edge"]["properties"].keys()
+        assert data["unused"].keys() == schema["properties"]["unused"]["properties"].keys()
+        assert data.keys() == schema["properties"].keys()
+        for wrong in ({"version": 4}, {"nodes": []}, {"nodes": [{**data["nodes"][0], "kind": "layer"}]}):
+            assert not validator.is_valid({**data, **wrong})
+    assert set(schema["$defs"]["node"]["properties"]["kind"]["enum"]) == set(get_args(Kind))
+    words = schema["$defs"]["edge"]["properties"]["across"]["items"]["prefixItems"][1]["enum"]
+    assert set(words) == set(get_args(Repetition))
 
 
 def test_lookup_by_id() -> None:
