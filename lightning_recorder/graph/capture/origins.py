@@ -32,6 +32,8 @@ class Call:
     node: int
     module: nn.Module
     start_s: float = 0.0
+    inputs: tuple[TensorMeta, ...] | None = None
+    """The tensors in its positional arguments as they were before, if these include containers that it may change."""
 
 
 @dataclass

@@ -167,8 +167,8 @@ class StepRecording:
 
     # Module calls.
 
-    def enter_call(self, module: nn.Module) -> None:
-        """Record the beginning of a module call."""
+    def enter_call(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
+        """Record the beginning of a module call with these positional arguments."""
         self._origins.leave_custom()
         self._failure = None
         caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=2)
@@ -187,7 +187,8 @@ class StepRecording:
             self._builder.nodes[node].call = number
         if registered:
             self._called.note(node, module)
-        self._calls.append(Call(node, module, self._clock() if self._times else 0.0))
+        given = None if _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
+        self._calls.append(Call(node, module, self._clock() if self._times else 0.0, given))
 
     def _clock(self) -> float:
         """Return the time in seconds, without the time that the recording itself has taken if that is known."""
@@ -221,6 +222,9 @@ class StepRecording:
         draft = self._builder.nodes[node]
         self._called.leave(node, module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
+        if call.inputs is not None:
+            by_keyword = inputs[1] if len(inputs) > 1 else {}
+            draft.inputs = (*call.inputs, *metas_of(tensors_in(by_keyword.values())))
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3
         empty = node == len(self._builder.nodes) - 1

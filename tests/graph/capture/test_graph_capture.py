@@ -264,6 +264,20 @@ def test_an_input_whose_value_is_read_has_a_function(read: Any, name: str) -> No
     assert sum(node.name == name for node in graph.nodes) == 1
 
 
+def test_inputs_in_a_list_are_those_before_the_call() -> None:
+    """A module that replaces the items of its list, as a detection head does, is described with what it was given."""
+
+    def head(net: Any, features: list[Tensor], *, scale: Tensor) -> list[Tensor]:
+        for place, each in enumerate(features):
+            features[place] = net.layer(each) * scale
+        return features
+
+    net = Net(lambda net, x: net.head([x, x[:1]], scale=x[0, 0]), head=Net(head, layer=linear(4, 3)))
+    node = only(capture_graph(net, X), "head")
+    assert [str(meta) for meta in node.inputs] == ["2×4", "1×4", "scalar"]
+    assert [str(meta) for meta in node.outputs] == ["2×3", "1×3"]
+
+
 def test_keyword_inputs_alone() -> None:
     """The inputs of a model that takes only keyword arguments are named by their keywords."""
     assert outline(capture_graph(Net(lambda _, *, a, b: a @ b.T), a=X, b=X.clone())) == text(
