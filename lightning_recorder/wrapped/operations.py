@@ -37,7 +37,8 @@ def _layer_operations(query: Shape, key: Shape, value: Shape, *args: Any, **kwar
 
 def _encoder_operations(source: Shape, *args: Any, **kwargs: Any) -> int:
     """Return the FLOPs of a whole ``nn.TransformerEncoderLayer``: attention and two linear layers of equal size."""
-    return _layer_operations(source, source, source) + 2 * 2 * prod(source[:-1]) * prod(args[_LINEAR])
+    linear: Shape = args[_LINEAR]
+    return _layer_operations(source, source, source) + 2 * 2 * prod(source[:-1]) * prod(linear)
 
 
 _LINEAR = 13  # the place of the weight of the first linear layer behind the input

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import pickle
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -156,9 +157,10 @@ def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(SOUND))
     assert Graph.from_json(path) == Graph.from_json(str(path)) == Graph.from_json(SOUND)
-    for function in (draw, make_dot, record):
+    functions: tuple[Callable[..., Any], ...] = (draw, make_dot, record)
+    for function in functions:
         with pytest.raises(ArgumentError, match=r"got a path: write Graph\.from_json\('.*graph\.json'\) to read"):
-            function(path)  # type: ignore[operator]
+            function(path)
 
 
 def test_the_schema_describes_every_graph() -> None:
@@ -174,7 +176,12 @@ def test_the_schema_describes_every_graph() -> None:
         assert data["edges"][0].keys() == schema["$defs"]["edge"]["properties"].keys()
         assert data["unused"].keys() == schema["properties"]["unused"]["properties"].keys()
         assert data.keys() == schema["properties"].keys()
-        for wrong in ({"version": 4}, {"nodes": []}, {"nodes": [{**data["nodes"][0], "kind": "layer"}]}):
+        wrongs: list[dict[str, Any]] = [
+            {"version": 4},
+            {"nodes": []},
+            {"nodes": [{**data["nodes"][0], "kind": "layer"}]},
+        ]
+        for wrong in wrongs:
             assert not validator.is_valid({**data, **wrong})
     assert set(schema["$defs"]["node"]["properties"]["kind"]["enum"]) == set(get_args(Kind))
     words = schema["$defs"]["edge"]["properties"]["across"]["items"]["prefixItems"][1]["enum"]

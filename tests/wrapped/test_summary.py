@@ -188,8 +188,9 @@ def test_a_scripted_part_that_raises_is_no_call_in_progress() -> None:
 
 def test_tied_weights_count_once() -> None:
     """A layer whose weight is that of another layer is marked, and the shares of the layers add up to 100 %."""
-    net = nn.Sequential(nn.Embedding(10, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 10, bias=False)))
-    net[1][1].weight = net[0].weight
+    table, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = table.weight
+    net = nn.Sequential(table, nn.Sequential(nn.Tanh(), head))
     wrapped = RecordedNet(net, input_data=torch.tensor([[1, 2]]))
     assert {row.name: (row.parameters, row.tied) for row in wrapped.summary.rows if row.parameters} == {
         "": (40, 0),

@@ -57,7 +57,7 @@ def test_flops_under_vmap() -> None:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         own = net.layer(x[0, 0])
-        return torch.vmap(torch.vmap(lambda row: net.layer(row) + net.layer(own)))(x)
+        return torch.vmap(torch.vmap(lambda row: net.layer(row) + net.layer(own)))(x)  # type: ignore[no-any-return]
 
     graph = record(Net(forward, layer=linear()), input_data=torch.ones(3, 2, 4), costs=True)
     counts = [node.flops for node in graph.nodes if node.name == "linear"]
