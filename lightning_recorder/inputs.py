@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 from lightning_recorder.errors import ArgumentError, InputError, InputTypeError, check_integer
 from lightning_recorder.internals.preserve_state import own_copies
 
-__all__ = ["arguments", "checked_depth", "checked_device", "make_inputs", "shapes_in"]
+__all__ = [
+    "arguments",
+    "as_arguments",
+    "checked_depth",
+    "checked_device",
+    "make_inputs",
+    "shapes_in",
+    "way_out",
+]
+
+_TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # the error of batch norm for one sample
 
 
 def checked_depth(name: str, depth: object) -> int | None:
@@ -73,6 +84,42 @@ def arguments(
         "input_data takes a tensor, a tuple or list of positional arguments, or a dictionary of keyword arguments, got "
         + type(data).__name__
     )
+
+
+def as_arguments(net: nn.Module, data: Any) -> Any:
+    """Return the data in a list if it is a tuple, list or dictionary that the net takes as its only argument."""
+    return [data] if isinstance(data, (tuple, list, Mapping)) and _takes_one(net, *arguments(data, None)) else data
+
+
+def way_out(net: nn.Module, error: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, in_eval: str) -> str:
+    """Return a message about an error of a call with the way to avoid it, if that is known.
+
+    Args:
+        net: The net.
+        error: The error, or the message about it.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        in_eval: The way to call the net in eval mode.
+    """
+    if _TOO_FEW_VALUES in str(error):
+        return f"{error}; {in_eval}, or give a batch of two samples"
+    if _takes_one(net, args, kwargs):
+        return f"{error}; if the whole batch is the only argument, write input_data=[batch]"
+    return str(error)
+
+
+def _takes_one(net: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a net accepts one argument, but not these."""
+    try:
+        signature = inspect.signature(net.forward)
+        signature.bind(object())
+    except (TypeError, ValueError):  # it takes another number of arguments, or has no signature
+        return False
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return True
+    return False
 
 
 def make_inputs(

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["describe_unknown", "iter_tensors", "register_container"]
+__all__ = ["describe_unknown", "held_tensors", "iter_tensors", "register_container"]
 
 # Beyond these limits an object is not a plausible output. A linked list of a thousand cells must not end in a
 # RecursionError, nor a nest of shared halves in an endless walk.
@@ -28,11 +28,17 @@ _MAX_PARTS = 100_000
 # The number of attributes of an unknown object, and of entries of each, that are checked for tensors.
 _MAX_LOOKS = 100
 
+# The levels of objects and containers around a tensor that an unknown object holds.
+_MAX_NESTED = 6
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+
 _Parts = Callable[[Any], Iterable[tuple[str, Any]]]
 _Unknown = Callable[[str, Any, Exception | None], object]
 
 
-def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = None) -> Iterator[tuple[str, Tensor]]:
+def iter_tensors(
+    value: Any, path: str = "out", *, unknown: _Unknown | None = None, deep: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in a nested value.
 
     Supported containers are tuples, named tuples, lists, deques, mappings, dataclasses (including the ``ModelOutput``
@@ -47,6 +53,7 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
             tensors, either as an attribute or in a list, tuple or dictionary in an attribute. The check runs no code of
             the object, and skips functions, classes and modules. Also called with the path, the object and the error
             for each container that raises while it is traversed; it is then ignored.
+        deep: Also call ``unknown`` for objects that hold tensors inside of further objects; see :func:`held_tensors`.
 
     Raises:
         Exception: Any error of a container while it is traversed, if ``unknown`` is not given.
@@ -61,7 +68,7 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
         no tensors of out[0] Normal(loc: torch.Size([2]), scale: torch.Size([2]))
         []
     """
-    return _Walk(unknown).through(value, path, ())
+    return _Walk(unknown, held_tensors if deep else _holds_tensors).through(value, path, ())
 
 
 def register_container(kind: type | str, parts: _Parts) -> None:
@@ -123,8 +130,9 @@ def describe_unknown(name: str, path: str, value: object, error: Exception | Non
 class _Walk:
     """One traversal of a value, with the number of parts that it may still visit."""
 
-    def __init__(self, unknown: _Unknown | None) -> None:
+    def __init__(self, unknown: _Unknown | None, holds_tensors: Callable[[object], object]) -> None:
         self._unknown = unknown
+        self._holds_tensors = holds_tensors
         self._left = _MAX_PARTS
 
     def through(self, value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +159,7 @@ class _Walk:
                 # Collected eagerly, so that a container that raises half-way yields no parts, not a varying number of
                 # them.
                 return [(path + suffix, part) for suffix, part in islice(parts(value), self._left + 1)]
-            if self._unknown is not None and _holds_tensors(value):
+            if self._unknown is not None and self._holds_tensors(value):
                 self._unknown(path, value, None)
         except Exception as error:
             if self._unknown is None:
@@ -257,6 +265,27 @@ def _holds_tensors(value: object) -> bool:
         if any(issubclass(type(each), Tensor) for each in (attribute, *islice(contents, _MAX_LOOKS))):
             return True
     return False
+
+
+def held_tensors(value: object) -> list[Tensor]:
+    """Return the tensors that an object holds in attributes, lists, tuples and dictionaries, at any depth.
+
+    No code of the object runs. Functions, classes and modules are skipped.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo = [(value, 0)]
+    while todo and len(seen) < _MAX_LOOKS:
+        each, depth = todo.pop()
+        kind: type = type(each)
+        if issubclass(kind, Tensor):
+            found[id(each)] = each  # type: ignore[assignment]  # not isinstance; see _Walk
+        elif id(each) not in seen and depth < _MAX_NESTED and not issubclass(kind, _NO_CONTAINERS):
+            seen.add(id(each))
+            read = next((read for known, read in _CONTENTS.items() if issubclass(kind, known)), None)
+            inside = [*islice(_held(each) if read is None else read(each), _MAX_LOOKS)]
+            todo += [(part, depth + 1) for part in reversed(inside) if type(part) not in _PLAIN]
+    return list(found.values())
 
 
 def _held(value: object) -> Iterator[object]:

@@ -68,8 +68,8 @@ def never_fused(modules: Mapping[str, nn.Module], root: nn.Module) -> dict[str, 
     An ``nn.TransformerEncoderLayer`` in eval mode takes no fused path if it, or a module inside of it, has a hook. Then
     its values differ in the last bits, and in rows that are masked completely.
     """
-    layers = (each for each in root.modules() if isinstance(each, nn.TransformerEncoderLayer))
-    fused = {id(inner) for layer in layers for inner in layer.modules()}
+    layers = (each for each in nn.Module.modules(root) if isinstance(each, nn.TransformerEncoderLayer))
+    fused = {id(inner) for layer in layers for inner in nn.Module.modules(layer)}
     return {name: each for name, each in modules.items() if id(each) not in fused}
 
 

@@ -33,7 +33,9 @@ from lightning_recorder.errors import (
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizStyler, record
 from lightning_recorder.graph.capture.call_arguments import prepare
+from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import check_direction
+from lightning_recorder.inputs import as_arguments
 from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.schedule import STAGE_SYNONYMS
@@ -138,6 +140,8 @@ class GraphRecorder(RecorderCallback):
             raise ArgumentError(f"stage must be one of {', '.join(_STAGES)}, got {stage!r}{hint}")
         if styler is not None and not isinstance(styler, GraphvizStyler):
             raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
+        if styler is not None and not costs:
+            check_measured(getattr(styler, "color_by", None))
         given: object = timeout_s
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
@@ -284,7 +288,7 @@ class GraphRecorder(RecorderCallback):
             )
         example = pl_module.transfer_batch_to_device(example, pl_module.device, 0)
         with trainer.precision_plugin.forward_context():
-            self._keep(trainer, record(pl_module, input_data=example, costs=self.costs))
+            self._keep(trainer, record(pl_module, input_data=as_arguments(pl_module, example), costs=self.costs))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
         if self.enabled:

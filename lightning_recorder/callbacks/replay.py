@@ -109,7 +109,7 @@ def _unchanged(
 ) -> Iterator[None]:
     """Restore everything that running a step may change."""
     copies = [(each, each.detach().clone()) for each in parameters]
-    state = ModuleState(pl_module.modules())
+    state = ModuleState(nn.Module.modules(pl_module))
     loggers = trainer.loggers
     with ExitStack() as stack:
         # Recorders of this step must not see the replay, but it needs gradients.

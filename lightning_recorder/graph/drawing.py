@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +18,11 @@ from lightning_recorder.errors import ArgumentError, InputError, check_integer, 
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.picture import fitted_renderer
-from lightning_recorder.graph.record import record
+from lightning_recorder.graph.record import check_model, record
+from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
+from lightning_recorder.graph.renderers.mermaid import to_mermaid
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.fit import view_at_depth
@@ -83,12 +86,16 @@ def make_dot(
         4
     """
     recorded = rec if graph is None else graph
+    if isinstance(recorded, (str, Path)):
+        raise ArgumentError(f"make_dot takes a graph, got a path: write Graph.from_json({str(recorded)!r}) to read it")
     if not isinstance(recorded, Graph):
         raise ArgumentError(f"make_dot takes a graph, such as the result of record(…), got {recorded!r}")
     view = collapse(recorded, checked_depth("render_depth", render_depth), leaves=False)
     if styler_cls is not None and not callable(styler_cls):
         raise ArgumentError(f"styler_cls must be a subclass of GraphvizStyler, got {styler_cls!r}")
-    return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
+    styler = (styler_cls or GraphvizStyler)(**styler_args)
+    check_measured(getattr(styler, "color_by", None), recorded)
+    return GraphvizRenderer(view, styler).render()
 
 
 def render_network(
@@ -152,11 +159,18 @@ class Drawing:
     def save(self, path: str | os.PathLike[str], *, timeout_s: float = 60.0) -> Path:
         """Write the picture; the suffix selects the format: ``.svg``, ``.png``, ``.pdf``.
 
+        ``.mmd`` writes the view as Mermaid instead, and ``.json`` the whole graph, for :meth:`Graph.from_json`.
+
         Raises:
             RenderError: If no renderer is installed, or the renderer fails or needs more than ``timeout_s`` seconds. A
                 smaller view takes less time: use ``max_nodes``, ``depth``, ``fold`` or ``roll``.
         """
-        return _write(self.visual_graph, Path(path), timeout_s)
+        path = Path(path)
+        if path.suffix.lower() in _TEXTS:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_TEXTS[path.suffix.lower()](self) + "\n", encoding="utf-8")
+            return path
+        return _write(self.visual_graph, path, timeout_s)
 
     @with_replacements(_RESIZE)
     def resize_graph(self, scale: float = 1.0) -> None:
@@ -186,6 +200,12 @@ class Drawing:
         height = min(_NOTEBOOK_PX, math.ceil(float(size[2]) * 4 / 3) + 24) if size else _NOTEBOOK_PX
         html = f"<!doctype html><style>svg{{max-width:100%;height:auto}}</style>{svg}"
         return framed(html, repr(self), height_px=height)
+
+
+_TEXTS: dict[str, Callable[[Drawing], str]] = {
+    ".json": lambda drawing: json.dumps(drawing.graph.to_json()),
+    ".mmd": lambda drawing: to_mermaid(drawing.view),
+}
 
 
 @with_replacements(_TORCHVIEW)
@@ -250,7 +270,8 @@ def draw(
         styler: The styler that decides how nodes and edges look.
 
     Raises:
-        ArgumentError: If an argument is invalid; an :class:`InputError` if it is about the run of the model.
+        ArgumentError: If an argument is invalid, or the styler colors by costs that were not measured; an
+            :class:`InputError` if it is about the run of the model.
         UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
             arguments of torchview's ``draw_graph``.
         ForwardError: If the model raises. It names the module and holds the graph recorded until then.
@@ -271,6 +292,7 @@ def draw(
     if isinstance(model, Graph):
         graph = replace(model, name=graph_name or model.name)
     else:
+        check_model(model)
         sizes = _sizes(input_size, input_data, input_kwargs)
         graph = record(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
@@ -278,6 +300,7 @@ def draw(
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
     whole = rolled(graph) if roll else graph
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
+    check_measured(getattr(styler, "color_by", None), graph)
 
     def render(view: Graph) -> GraphvizRenderer:
         view = view if hide_inner_tensors else show_tensors(view)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_recorder.errors import ArgumentError
@@ -23,9 +24,10 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
 ``module``
     one call of a module;
 ``op``
-    one call of a torch function, or of a custom ``autograd.Function``;
+    one call of a torch function, or of a custom ``autograd.Function``. Functions that return no tensor are left out,
+    except for those that read the values of an input, such as ``item``;
 ``input``, ``output``
-    an input or output tensor of the model, named by its path;
+    an input or output tensor of the model, or an output object with tensors inside, named by its path;
 ``parameter``, ``buffer``
     a tensor of the model, inside the call of the module that owns it;
 ``tensor``
@@ -116,9 +118,9 @@ class Node:
             dotted name of a tensor.
         parent: The ``id`` of the enclosing module call; ``None`` for the root only.
         depth: The number of enclosing module calls; 0 for the root.
-        type_name: The class of a module; empty for other kinds.
+        type_name: The class of a module, or of an output that is an object with tensors inside; empty for other kinds.
         call: The number of this call of the module, starting at 1.
-        outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself.
+        outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself, or those inside of it.
         parameters: The number of parameter elements that the module of a call owns itself, and those of its submodules
             if their calls are not observed, as in a fused layer. For an op of a view, those of the layer that it is.
         total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
@@ -409,11 +411,16 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
-        """Return the graph for the output of :meth:`to_json`.
+        """Return the graph for the output of :meth:`to_json`, or for the path of such a file, as ``graph.json``.
 
         Raises:
-            ArgumentError: If the data has another version, or is not a graph.
+            ArgumentError: If the data has another version, or is not a graph, or the file cannot be read.
         """
+        if isinstance(data, (str, Path)):
+            try:
+                data = json.loads(Path(data).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ArgumentError(f"{data} is not a graph written by lightning_recorder: {error}") from error
         version = data.get("version") if isinstance(data, Mapping) else None
         if version not in _READABLE:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")

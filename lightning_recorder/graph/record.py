@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,13 +14,13 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError, ForwardError, InputError
 from lightning_recorder.graph.capture.capture_call import capture_call
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.inputs import arguments, checked_device, make_inputs
+from lightning_recorder.inputs import arguments, checked_device, make_inputs, way_out
 from lightning_recorder.internals.autograd import fake_mode
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["record"]
+__all__ = ["check_model", "record"]
 
 
 def record(
@@ -74,19 +75,24 @@ def record(
         >>> [(node.name, str(node.outputs[0])) for node in graph.module_calls()]
         [('0', '2×8'), ('1', '2×8')]
     """
-    _check(net, mode)
+    check_model(net)
+    if mode not in (None, "train", "eval"):
+        raise InputError(f"mode must be 'train', 'eval' or None to keep the mode of each module, got {mode!r}")
     fake = fake_mode() if str(device) == "meta" else None
     place = None if fake else checked_device(net, device)
     # Under the fake mode, inputs made from shapes take no memory.
     with fake or nullcontext():
         args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes, place)
     tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
-    state = ModuleState(net.modules())
+    state = ModuleState(nn.Module.modules(net))
     with same_random_numbers({tensor.device for tensor in tensors}), same_gradients(state.parameters.values()):
         try:
-            for module in net.modules() if mode else ():
+            for module in nn.Module.modules(net) if mode else ():
                 module.training = mode == "train"
             graph = _fake_graph(net, args, kwargs, fake, costs) if fake else _real_graph(net, args, kwargs, costs)
+        except ForwardError as error:
+            message = way_out(net, error, args, kwargs, in_eval="record with mode='eval'")
+            raise ForwardError(message, error.graph) from error.__cause__
         finally:
             state.restore()
     if name:
@@ -94,13 +100,15 @@ def record(
     return graph
 
 
-def _check(net: object, mode: object) -> None:
-    """Raise an error for a model or mode that cannot be recorded."""
+def check_model(net: object) -> None:
+    """Raise an error for a model that cannot be recorded."""
+    if isinstance(net, (str, Path)):
+        raise ArgumentError(
+            f"the model must be an nn.Module or a graph, got a path: write Graph.from_json({str(net)!r}) to read it"
+        )
     if not isinstance(net, nn.Module):
         called = f"the class {net.__name__}: create an instance first" if isinstance(net, type) else repr(net)
         raise ArgumentError(f"the model must be an nn.Module, got {called}")
-    if mode not in (None, "train", "eval"):
-        raise InputError(f"mode must be 'train', 'eval' or None to keep the mode of each module, got {mode!r}")
 
 
 def _arguments(

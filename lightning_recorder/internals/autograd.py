@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -58,6 +59,7 @@ __all__ = [
     "version_counter",
     "version_of",
     "versions_of",
+    "vmap_numel",
     "without_functions",
 ]
 
@@ -129,6 +131,17 @@ except ImportError:
 
     def get_unwrapped(tensor: Tensor) -> Tensor:
         return tensor
+
+
+try:
+    from torch._C._functorch import maybe_get_bdim, maybe_get_level
+except ImportError:
+
+    def maybe_get_bdim(tensor: Tensor) -> int:
+        return -1
+
+    def maybe_get_level(tensor: Tensor) -> int:
+        return -1
 
 
 try:
@@ -386,6 +399,24 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
         tensor = inner
     return tensor
+
+
+def vmap_numel(tensors: Iterable[Tensor]) -> int:
+    """Return the number of calls for which one call of a function with these tensors stands, under ``torch.vmap``.
+
+    Fallback: 1.
+    """
+    sizes: dict[int, int] = {}
+    if not in_transform():
+        return 1
+    for each in tensors:
+        tensor = each
+        while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
+            dimension = maybe_get_bdim(tensor)
+            if dimension >= 0:
+                sizes[maybe_get_level(tensor)] = inner.shape[dimension]
+            tensor = inner
+    return math.prod(sizes.values())
 
 
 # Creates a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's. Under a mode even

@@ -161,11 +161,11 @@ def compiled_modules(root: nn.Module) -> set[nn.Module]:
     if "torch._dynamo" not in sys.modules:
         return set()
     if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning on a compiled LightningModule
-        return set(root.modules())
+        return set(nn.Module.modules(root))
     found: set[nn.Module] = set()
-    for module in root.modules():
+    for module in nn.Module.modules(root):
         if is_compiled(module):
-            found.update(module.modules())
+            found.update(nn.Module.modules(module))
     return found
 
 

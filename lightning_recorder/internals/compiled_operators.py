@@ -235,7 +235,7 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
             return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
     wanted = set(modules)
     for top in [root] if is_whole else compiled.values():
-        for module in top.modules():
+        for module in nn.Module.modules(top):
             if _was_compiled(module, wanted):
                 return (
                     f"{type(module).__name__} was compiled before the hooks were registered, or by a run without this "
@@ -247,7 +247,7 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
 def _was_compiled(module: nn.Module, wanted: set[nn.Module]) -> bool:
     """Return True if a method of a module has compiled code that calls wanted modules without their hooks."""
     # The hooks of a module that is itself compiled are called outside of the compiled code.
-    if not any(each in wanted for each in module.modules() if each is not module):
+    if not any(each in wanted for each in nn.Module.modules(module) if each is not module):
         return False
     entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
     return any("ACTIVE" not in str(entry.guard_manager) for code in _codes(module) for entry in entries(code))

@@ -92,7 +92,7 @@ class ModuleState:
                     self._values.setdefault(id(value), (value, value.detach().clone()))
             elif isinstance(value, nn.Module):
                 # A module in a plain list is not a submodule, but may be called like one.
-                for each in value.modules():
+                for each in nn.Module.modules(value):
                     if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
                         self.take(each)
             elif isinstance(value, torch.Generator):

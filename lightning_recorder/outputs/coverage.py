@@ -193,7 +193,7 @@ class Coverage:
         return "backward passes no longer reach it" if parameter.requires_grad else "frozen, requires_grad is False"
 
     def _is_part(self, name: str) -> bool:
-        return any(each is self.modules[name] for each in self.root.modules())
+        return any(each is self.modules[name] for each in nn.Module.modules(self.root))
 
     def without_gradients(self, sites: Collection[Site]) -> list[str]:
         """Return the names of the recorded parameters that had no gradient in any recorded step."""

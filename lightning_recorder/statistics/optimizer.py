@@ -312,7 +312,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
         theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        present = None if self.root is None else {id(each) for each in self.root.modules()}
+        present = None if self.root is None else {id(each) for each in nn.Module.modules(self.root)}
         found = []
         for name, module in self._modules.items():
             # The optimizer may still have the parameters of a module that was replaced.

@@ -106,14 +106,14 @@ class StateKeeper:
         self._copies: dict[tuple[int, str], tuple[Tensor, int | None, Tensor]] = {}
         self._tables = [
             (each._buffers, name)
-            for each in module.modules()
+            for each in nn.Module.modules(module)
             if not isinstance(each, torch.jit.ScriptModule)
             for name, buffer in each._buffers.items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = max_bytes
         self._must_copy = False
-        self._counters = Counters(module.modules())
+        self._counters = Counters(nn.Module.modules(module))
 
     def keep(self, batch: Any, batch_idx: int, *, step: int, epoch: int) -> KeptBatch:
         """Return the state before a batch."""

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import RecordingError, warn
+from lightning_recorder.inputs import way_out
 from lightning_recorder.internals.autograd import in_backward, version_of
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
@@ -147,8 +149,8 @@ class _OpenCall(NamedTuple):
     """A call in progress."""
 
     call: Call
-    kwargs: dict[str, Any]
-    """The dictionary that torch creates for this call and passes to all its hooks."""
+    kwargs: dict[str, Any] | None
+    """The dictionary that torch creates for this call and passes to all its hooks; None for a TorchScript module."""
     handled: BaseException | None
     """The exception that was being handled when the call began."""
 
@@ -160,7 +162,7 @@ class CallWatch:
     eagerly meanwhile, because hooks on compiled code never fire.
 
     Args:
-        modules: The modules by name. TorchScript modules, which do not support these hooks, are ignored.
+        modules: The modules by name. What TorchScript modules call is not observed.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -191,11 +193,19 @@ class CallWatch:
         self._in_backward = in_backward()
         try:
             self._stance.hold()
+            scripts: dict[int, str] = {}
             for name, module in self.modules.items():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    before, after = _CallHook(self, name, self._before), _CallHook(self, name, self._after)
-                    self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                    self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripts[id(module)] = name
+                    continue
+                before, after = _CallHook(self, name, self._before), _CallHook(self, name, self._after)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            if scripts:
+                # These modules accept no hooks with keyword arguments. Global hooks see their calls.
+                begin, end = _ScriptHook(self, scripts, self._before), _ScriptHook(self, scripts, self._after)
+                self._handles.append(register_module_forward_pre_hook(begin))
+                self._handles.append(register_module_forward_hook(end, always_call=True))
         except BaseException:
             self._leave()
             raise
@@ -216,15 +226,16 @@ class CallWatch:
     def _watching(self) -> bool:
         return threading.get_ident() == self._thread and in_backward() == self._in_backward
 
-    def _before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
         call = Call(name, self._counts[name])
         self.calls.append(call)
-        self.begin(call, args, kwargs)
+        self.begin(call, args, kwargs or {})
         self._open.append(_OpenCall(call, kwargs, sys.exc_info()[1]))
 
-    def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        found = next((each for each in reversed(self._open) if each.kwargs is kwargs), None)
+    def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> Any:
+        of_call = (each for each in reversed(self._open) if each.kwargs is kwargs and each.call.name == name)
+        found = next(of_call, None)
         # The start of the call was not seen because another hook raised before.
         if found is None:
             return None
@@ -249,6 +260,19 @@ class _CallHook(ModuleHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         # Another thread may have fetched the hook before its removal, and may call it without the keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None
+
+
+class _ScriptHook(ModuleHook):
+    """A global hook of a watch, for the TorchScript modules of the net."""
+
+    def __init__(self, watch: CallWatch, names: Mapping[int, str], see: Callable[..., Any]) -> None:
+        self._watch = watch
+        self._names = names
+        self._see = see
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *output: Any) -> Any:
+        name = self._names.get(id(module))
+        return self._see(name, args, None, *output) if name is not None and self._watch._watching else None
 
 
 class SavedOutput:
@@ -344,7 +368,7 @@ def run_without_trace(
         except Exception as error:
             module, where = _raised_in(error, watch.modules) or (net, "the net itself")
             message = f"the labeling run failed in {where} ({type(module).__name__}): {type(error).__name__}: {error}"
-            raise RecordingError(message) from error
+            raise RecordingError(way_out(net, message, args, kwargs, in_eval="call net.eval() before")) from error
         finally:
             snapshot.restore()
 

@@ -62,7 +62,7 @@ class RecordedNet(nn.Module):
             created on the device of the net's first parameter or buffer.
         input_data: The input itself, instead of ``input_size``: a tensor, a tuple or list of positional arguments, or a
             dictionary of keyword arguments. The net receives a copy.
-        input_kwargs: Keyword arguments in addition to either.
+        input_kwargs: Keyword arguments, in addition to either or alone.
         dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
             first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
         device: The device of the inputs, which must be the net's; by default those of ``input_data`` stay where they
@@ -74,7 +74,7 @@ class RecordedNet(nn.Module):
             the recorded ones are required.
 
     Raises:
-        ArgumentError: If not exactly one of ``input_size`` and ``input_data`` is given, or an argument has an invalid
+        ArgumentError: If no input or both ``input_size`` and ``input_data`` are given, or an argument has an invalid
             value.
         UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
             arguments of torchinfo's ``summary``.
@@ -139,8 +139,10 @@ class RecordedNet(nn.Module):
         super().__init__()
         if not isinstance(net, nn.Module):
             raise ArgumentError(f"net must be a torch.nn.Module, got {type(net).__name__}")
-        if (input_size is None) == (input_data is None):
-            raise InputError("give input_size or input_data" + (", not both" if input_size is not None else ""))
+        if input_size is not None and input_data is not None:
+            raise InputError("give input_size or input_data, not both")
+        if input_size is None and input_data is None and input_kwargs is None:
+            raise InputError("give input_size, input_data or input_kwargs")
         self._net = net
         self._depth = checked_depth("depth", depth)
         self._columns = check_some("col_names", col_names, tuple(COLUMNS))
@@ -149,7 +151,7 @@ class RecordedNet(nn.Module):
         self._records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
         device = checked_device(net, device)
         data = make_inputs(net, input_size, dtypes, device) if input_size is not None else input_data
-        self._label(*arguments(data, input_kwargs, device))
+        self._label(*arguments(() if data is None else data, input_kwargs, device))
         self.register_state_dict_post_hook(remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there

@@ -28,12 +28,29 @@ def _lstm_operations(x: Shape, weight_ih: Shape, weight_hh: Shape, *args: Any, *
     return 2 * x[0] * x[1] * (prod(weight_ih) + prod(weight_hh))
 
 
-# Fused CPU operations that torch has no formula for.
+def _layer_operations(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of attention over ``[batch, length, features]`` with its four projections."""
+    features = query[-1]
+    projections = features * (2 * prod(query) + prod(key) + prod(value))
+    return 2 * projections + 2 * prod(query[:-1]) * key[-2] * 2 * features
+
+
+def _encoder_operations(source: Shape, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of a whole ``nn.TransformerEncoderLayer``: attention and two linear layers of equal size."""
+    linear: Shape = args[_LINEAR]
+    return _layer_operations(source, source, source) + 2 * 2 * prod(source[:-1]) * prod(linear)
+
+
+_LINEAR = 13  # the place of the weight of the first linear layer behind the input
+
+# Fused operations that torch has no formula for.
 _MORE_FORMULAS = {
     getattr(torch.ops.aten, name): formula
     for name, formula in (
         ("_scaled_dot_product_flash_attention_for_cpu", _attention_operations),
         ("mkldnn_rnn_layer", _lstm_operations),
+        ("_native_multi_head_attention", _layer_operations),
+        ("_transformer_encoder_layer_fwd", _encoder_operations),
     )
     if hasattr(torch.ops.aten, name)
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -41,7 +42,7 @@ _SHOWN_SHAPES = 3
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One call of a module, or a container that is not called itself, such as a ``ModuleList``."""
+    """One call of a module, or a container in its caller that is not called itself, such as a ``ModuleList``."""
 
     label: Label
     """``(depth, idx)``."""
@@ -69,6 +70,8 @@ class SummaryRow:
     """The number of those parameter elements that require a gradient."""
     kernel_shape: Shape = ()
     """The ``kernel_size`` of the module, if it has one."""
+    tied: int = 0
+    """The number of those parameter elements that count for another module, because they are tied to its parameters."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Summary:
     """The calls of a net in one run, in the order in which they began, with totals.
 
     Multiply-adds are half of the floating-point operations that torch's ``FlopCounterMode`` has formulas for (matrix
-    products, convolutions, attention), plus fused attention and LSTM on CPUs. Bias additions and elementwise operations
+    products, convolutions, attention), plus the fused forms of attention, ``nn.TransformerEncoderLayer`` and LSTM that
+    it does not know. Bias additions and elementwise operations
     are not counted.
 
     Note:
@@ -197,7 +201,11 @@ class Summary:
             return "Partial" if 0 < row.trainable < row.parameters else str(row.trainable > 0)
         if row.is_repeated:
             return "(recursive)" if column == "num_params" else "--"
-        return f"{row.parameters:,}" if column == "num_params" else f"{100 * row.parameters / self.total_params:.2f}%"
+        if column == "params_percent":
+            own = row.parameters - row.tied
+            return f"{100 * own / self.total_params:.2f}%" if own else "--"
+        tied = f" ({'' if row.tied == row.parameters else f'{row.tied:,} '}tied)" if row.tied else ""
+        return f"{row.parameters:,}{tied}"
 
 
 def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
@@ -283,7 +291,9 @@ class SummaryWatch(CallWatch):
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments."""
-        self._snapshot.take(self.modules[call.name])
+        module = self.modules[call.name]
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._snapshot.take(module)
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
         if not call.name and call.number == 1:
             self._input_bytes = sum(map(_bytes, given))
@@ -317,13 +327,14 @@ class SummaryWatch(CallWatch):
 
     def summary(self, net: nn.Module) -> Summary:
         """Return the summary of the observed calls and the net's parameters."""
-        labels = self.labels(net)
+        labels = self._shown(self.labels(net))
         callers = self._callers(labels)
         parameters = [each for each in net.parameters() if not is_uninitialized(each)]
+        owners = self._owners()
         seen: set[str] = set()
         rows = []
         for label, call in labels.items():
-            rows.append(self._row(call, label, callers[label], call.name in seen))
+            rows.append(self._row(call, label, callers[label], call.name in seen, owners))
             seen.add(call.name)
         return Summary(
             rows=tuple(rows),
@@ -333,6 +344,37 @@ class SummaryWatch(CallWatch):
             input_bytes=self._input_bytes,
             mult_adds=self._counter.operations // 2,
         )
+
+    def _shown(self, labels: Mapping[Label, Call]) -> dict[Label, Call]:
+        """Return the labels of calls, and of containers inside the module that makes the next call.
+
+        Other labels belong to titles of a call inside that another module makes. Their row would show a module inside
+        of one that does not contain it.
+        """
+        called = {call.name for call in self.calls}
+        shown: dict[Label, Call] = {}
+        containers: list[tuple[Label, Call]] = []
+        for label, call in labels.items():
+            if not call.number:
+                containers.append((label, call))
+                continue
+            maker = self._seen[call].caller
+            inside = f"{maker.name}." if maker is not None and maker.name else ""
+            shown |= {
+                each: title for each, title in containers if title.name not in called and title.name.startswith(inside)
+            }
+            shown[label] = call
+            containers.clear()
+        return shown
+
+    def _owners(self) -> dict[int, nn.Module]:
+        """Return the module for which each tied parameter counts, by id: the first one that is called."""
+        found: dict[int, list[nn.Module]] = {}
+        for name in dict.fromkeys([*(call.name for call in self.calls), *self.modules]):
+            module = self.modules[name]
+            for each in module.parameters(recurse=False):
+                found.setdefault(id(each), []).append(module)
+        return {parameter: modules[0] for parameter, modules in found.items() if len(modules) > 1}
 
     def _callers(self, labels: Mapping[Label, Call]) -> dict[Label, Label | None]:
         """Return the row that contains each row: its caller, or the container of the module in between."""
@@ -354,11 +396,15 @@ class SummaryWatch(CallWatch):
             new.clear()
         return found
 
-    def _row(self, call: Call, label: Label, caller: Label | None, is_repeated: bool) -> SummaryRow:
+    def _row(
+        self, call: Call, label: Label, caller: Label | None, is_repeated: bool, owners: Mapping[int, nn.Module]
+    ) -> SummaryRow:
         module = self.modules[call.name]
         seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
         kernel = getattr(module, "kernel_size", ())
         parameters = [each for each in module.parameters() if not is_uninitialized(each)]
+        inside = set(map(id, nn.Module.modules(module))) if owners else set()
+        tied = [each for each in parameters if id(each) in owners and id(owners[id(each)]) not in inside]
         return SummaryRow(
             label=label,
             name=call.name,
@@ -373,6 +419,7 @@ class SummaryWatch(CallWatch):
             mult_adds=seen.operations // 2,
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
             kernel_shape=tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) if kernel else (),
+            tied=sum(each.numel() for each in tied),
         )
 
 

@@ -284,6 +284,28 @@ def test_the_example_input(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_an_example_that_is_the_only_argument(tmp_path: Path, kind: type) -> None:
+    """If the model takes the whole batch as its one argument, the example is passed as a whole."""
+
+    class Taking(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            images, labels = torch.ones(2, 1, 8, 8), torch.zeros(2)
+            parts = {"x": images, "y": labels}
+            self.example_input_array = parts if kind is dict else kind(parts.values())
+
+        def forward(self, batch: Any) -> Tensor:
+            if isinstance(batch, Tensor):
+                return super().forward(batch)
+            return super().forward(batch["x"] if isinstance(batch, dict) else batch[0])
+
+    recorder = GraphRecorder(stage="example", formats=(), strict=True)
+    fit(Taking(), tmp_path, [recorder], logger=False)
+    assert recorder.graph is not None
+    assert flow(recorder.graph)[0] == f"input{'.x' if kind is dict else '[0]'} -> conv2d"
+
+
 def test_without_an_example_input_the_error_names_the_fix(tmp_path: Path) -> None:
     """``stage="example"`` without an ``example_input_array`` raises at fit start."""
     with pytest.raises(ArgumentError, match=r"stage='example' needs Classifier.example_input_array.*set it, or leave"):

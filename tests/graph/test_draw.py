@@ -11,9 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder import ArgumentError, ForwardError, RenderError
+from lightning_recorder import ArgumentError, ForwardError, GraphRecorder, RenderError
 from lightning_recorder.errors import InputError
-from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit_view, record
+from lightning_recorder.graph import (
+    Direction,
+    Drawing,
+    Graph,
+    GraphvizStyler,
+    draw,
+    fit_view,
+    make_dot,
+    record,
+    to_mermaid,
+)
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -398,6 +408,29 @@ def test_saving(name: str, magic: bytes, tmp_path: Path) -> None:
     assert draw(small(), X).save(str(path)) == path
     assert path.read_bytes().startswith(magic)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_saving_the_graph_and_mermaid(tmp_path: Path) -> None:
+    """A ``.json`` file has the whole graph, and a ``.mmd`` file the view as Mermaid."""
+    drawing = draw(nn.Sequential(small(), small()), X, depth=1)
+    path = drawing.save(tmp_path / "new" / "graph.json")
+    assert Graph.from_json(path) == drawing.graph
+    assert drawing.save(tmp_path / "graph.mmd").read_text(encoding="utf-8") == to_mermaid(drawing.view) + "\n"
+
+
+def test_colors_need_measured_costs(tmp_path: Path) -> None:
+    """Colors by a cost that was not measured are an error that says how to measure it."""
+    for detail in ("duration_ms", "flops", "saved_bytes"):
+        styler = GraphvizStyler(color_by=detail)
+        for make in (
+            lambda styler=styler: draw(small(), X, styler=styler),
+            lambda detail=detail: make_dot(record(small(), input_data=X), color_by=detail),
+            lambda styler=styler: GraphRecorder(styler=styler),
+        ):
+            with pytest.raises(ArgumentError, match=rf"color_by='{detail}' .* not measured: record with costs=True"):
+                make()
+        draw(record(small(), input_data=X, costs=True), styler=styler)
+        GraphRecorder(styler=styler, costs=True)
 
 
 @pytest.mark.parametrize("name", ["graph", ".svg", "graph."])

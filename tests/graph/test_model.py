@@ -6,15 +6,32 @@ import copy
 import gc
 import json
 import pickle
-from typing import Any
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
 
+import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from torch import nn
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph, collapse
-from tests.graph.nets import Net, X, linear
+from lightning_recorder.graph import (
+    Edge,
+    Graph,
+    GraphCapture,
+    Node,
+    TensorMeta,
+    capture_graph,
+    collapse,
+    draw,
+    fold_repeats,
+    make_dot,
+    record,
+)
+from lightning_recorder.graph.model import Kind, Repetition
+from tests.graph.nets import Net, X, linear, stack
 from tests.graph.queries import only
 
 
@@ -133,6 +150,42 @@ def test_json_that_is_no_object(data: Any) -> None:
     """A JSON value that is not an object is rejected."""
     with pytest.raises(ArgumentError):
         Graph.from_json(data)
+
+
+def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
+    """``from_json`` reads a file; where a path is given instead of a graph, the error says so."""
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(SOUND))
+    assert Graph.from_json(path) == Graph.from_json(str(path)) == Graph.from_json(SOUND)
+    functions: tuple[Callable[..., Any], ...] = (draw, make_dot, record)
+    for function in functions:
+        with pytest.raises(ArgumentError, match=r"got a path: write Graph\.from_json\('.*graph\.json'\) to read"):
+            function(path)
+
+
+def test_the_schema_describes_every_graph() -> None:
+    """The published schema accepts recorded graphs and their views, has every field, and rejects wrong values."""
+    schema = json.loads(resources.files("lightning_recorder.graph").joinpath("schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    costs = record(nn.Sequential(linear(), linear(), linear(), nn.Tanh()), input_data=X, costs=True)
+    for graph in (nested(), collapse(nested(), 1), fold_repeats(costs), fold_repeats(capture_graph(stack(4), X))):
+        data = json.loads(json.dumps(graph.to_json()))
+        validator.validate(data)
+        assert data["nodes"][0].keys() == schema["$defs"]["node"]["properties"].keys()
+        assert data["edges"][0].keys() == schema["$defs"]["edge"]["properties"].keys()
+        assert data["unused"].keys() == schema["properties"]["unused"]["properties"].keys()
+        assert data.keys() == schema["properties"].keys()
+        wrongs: list[dict[str, Any]] = [
+            {"version": 4},
+            {"nodes": []},
+            {"nodes": [{**data["nodes"][0], "kind": "layer"}]},
+        ]
+        for wrong in wrongs:
+            assert not validator.is_valid({**data, **wrong})
+    assert set(schema["$defs"]["node"]["properties"]["kind"]["enum"]) == set(get_args(Kind))
+    words = schema["$defs"]["edge"]["properties"]["across"]["items"]["prefixItems"][1]["enum"]
+    assert set(words) == set(get_args(Repetition))
 
 
 def test_lookup_by_id() -> None:

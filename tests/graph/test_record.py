@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recorder import ArgumentError, ForwardError
+from lightning_recorder import ArgumentError, ForwardError, RecordedNet, RecordingError
 from lightning_recorder.graph import capture_graph, record
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -317,6 +317,37 @@ def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> N
     assert calls == []
 
 
+@pytest.mark.parametrize("batch", [{"x": X}, (X, X)], ids=["dict", "tuple"])
+def test_a_batch_that_is_the_only_argument(batch: Any) -> None:
+    """A dictionary or tuple that is the only argument of a model is given in a list; otherwise the error says so."""
+
+    class Taking(nn.Module):
+        def forward(self, batch: Any) -> Tensor:
+            return (batch["x"] if isinstance(batch, dict) else batch[1]).exp()  # type: ignore[no-any-return]
+
+    way_out = r"argument.*; if the whole batch is the only argument, write input_data=\[batch\]$"
+    with pytest.raises(ForwardError, match=way_out):
+        record(Taking(), input_data=batch)
+    with pytest.raises(RecordingError, match=way_out):
+        RecordedNet(Taking(), input_data=batch)
+    RecordedNet(Taking(), input_data=[batch])
+    graph = record(Taking(), input_data=[batch])
+    assert outline(graph) == "input.x\nexp <- input.x" if isinstance(batch, dict) else "input[1]\nexp <- input[1]"
+
+
+def test_a_batch_of_one_for_batch_norm() -> None:
+    """If batch norm refuses a batch of one sample, the error names the mode in which it accepts it."""
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    with pytest.raises(ForwardError, match=r"Expected more than 1 value .*; record with mode='eval', or give a batch"):
+        record(net, input_shapes=(1, 4))
+    record(net, input_shapes=(1, 4), mode="eval")
+    with pytest.raises(
+        RecordingError, match=r"Expected more than 1 value .*; call net\.eval\(\) before, or give a batch"
+    ):
+        RecordedNet(net, input_size=(1, 4))
+    RecordedNet(net.eval(), input_size=(1, 4))
+
+
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_a_model_that_raises(device: Literal["meta"] | None) -> None:
     """The error names the module and the original error, which is its cause, and holds the graph until then."""
@@ -349,3 +380,23 @@ def test_an_interrupt_is_no_error_of_the_model() -> None:
     with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
         record(net, input_data=X)
     assert net.norm.num_batches_tracked.item() == 0  # type: ignore[union-attr, operator]  # a buffer
+
+
+class Shadowing(nn.Module):
+    """A model with an attribute that hides a method of ``nn.Module``, which torch itself does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.modules = [self.layer]  # type: ignore[method-assign, assignment]  # on purpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules[0](x)  # type: ignore[index, no-any-return]
+
+
+def test_a_model_may_have_an_attribute_named_modules() -> None:
+    """A list named ``modules`` is no obstacle to a recording, a summary, or a picture of a part with such a list."""
+    for net in (Shadowing(), nn.Sequential(Shadowing())):
+        graph = record(net, "net", (2, 4), mode="eval")
+        assert [node.name for node in graph.nodes if node.kind == "op"] == ["linear"]
+        assert RecordedNet(net, input_size=(2, 4)).summary.total_params == 20

@@ -1118,8 +1118,9 @@ def test_versions_of_modules_are_kept() -> None:
 
 
 def test_one_of_size_and_data_is_needed() -> None:
-    """Passing neither of input_size and input_data, or both, is rejected."""
-    with pytest.raises(ArgumentError, match=r"^give input_size or input_data$"):
+    """Passing neither of input_size and input_data, or both, is rejected; keyword arguments alone are accepted."""
+    assert RecordedNet(toy(), input_kwargs={"input": X}).summary.total_params == 39
+    with pytest.raises(ArgumentError, match=r"^give input_size, input_data or input_kwargs$"):
         RecordedNet(toy())
     with pytest.raises(ArgumentError, match=r"^give input_size or input_data, not both$"):
         RecordedNet(toy(), input_size=(2, 5), input_data=X)
@@ -1363,13 +1364,16 @@ def test_recorders_see_nothing_of_the_labelling_run() -> None:
 
 
 def test_a_net_with_a_scripted_part_is_wrapped() -> None:
-    """A TorchScript module, which does not support hooks, has no label; the other modules have theirs."""
+    """A TorchScript module has a label like any other module, and its output is recorded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13; scripting still works
         net = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.ReLU())
-    wrapped = wrap(net, "1")
+    wrapped = wrap(net, "0")
     assert torch.equal(wrapped(X), net(X))
-    assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "1"}
+    assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "0", (1, 2): "1"}
+    recorded = wrapped.activations[1, 1]
+    assert isinstance(recorded, Tensor)
+    assert torch.equal(recorded, net[0](X))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's encoder itself uses

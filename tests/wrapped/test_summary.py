@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from lightning_recorder.wrapped.net import RecordedNet
 from lightning_recorder.wrapped.summary import SummaryRow
+from tests.graph.nets import Net
 
 
 def rows(wrapped: RecordedNet) -> dict[tuple[int, int], SummaryRow]:
@@ -109,17 +111,17 @@ class Parts(nn.Module):
 
 
 PARTS = """\
-Layer (type (name)):depth-idx  Input shape    Output shape                       Param #  Param %  Mult-adds
-============================================================================================================
-Parts: 0-1                     [[2, 4], [1]]  [[2, 4], [2, 4], [2, 4], ...]          204  100.00%        384
-├─ Linear (stem): 1-1          [2, 4]         [2, 4]                                  20    9.80%         32
-├─ Linear (stem): 1-2          [2, 4]         [2, 4]                         (recursive)       --         32
-├─ ModuleList (blocks): 1-3    --             --                                      20    9.80%         --
-│  └─ Sequential (0): 2-1      [2, 4]         [2, 4]                                  20    9.80%         32
-│     ├─ Linear (0): 3-1       [2, 4]         [2, 4]                                  20    9.80%         32
-│     └─ Tanh (1): 3-2         [2, 4]         [2, 4]                                  --       --         --
-├─ LSTM (lstm): 1-4            [2, 4]         [[2, 4], [1, 4], [1, 4]]               160   78.43%        256
-└─ Linear (head): 1-5          [2, 4]         [2, 4]                                  20    9.80%         32
+Layer (type (name)):depth-idx  Input shape    Output shape                        Param #  Param %  Mult-adds
+=============================================================================================================
+Parts: 0-1                     [[2, 4], [1]]  [[2, 4], [2, 4], [2, 4], ...]           204  100.00%        384
+├─ Linear (stem): 1-1          [2, 4]         [2, 4]                                   20    9.80%         32
+├─ Linear (stem): 1-2          [2, 4]         [2, 4]                          (recursive)       --         32
+├─ ModuleList (blocks): 1-3    --             --                                       20    9.80%         --
+│  └─ Sequential (0): 2-1      [2, 4]         [2, 4]                                   20    9.80%         32
+│     ├─ Linear (0): 3-1       [2, 4]         [2, 4]                                   20    9.80%         32
+│     └─ Tanh (1): 3-2         [2, 4]         [2, 4]                                   --       --         --
+├─ LSTM (lstm): 1-4            [2, 4]         [[2, 4], [1, 4], [1, 4]]                160   78.43%        256
+└─ Linear (head): 1-5          [2, 4]         [2, 4]                         20 (16 tied)    1.96%         32
 """
 
 
@@ -132,6 +134,73 @@ def test_a_table_with_everything() -> None:
     row = rows(wrapped)[1, 4]
     assert row.output_shapes == ((2, 4), (1, 4), (1, 4))
     assert (row.caller, row.is_leaf, row.is_repeated, row.output_bytes) == ((0, 1), True, False, 64)
+
+
+class Block(nn.Module):
+    """A layer and an activation, which may be that of other blocks, in a list or not."""
+
+    def __init__(self, act: nn.Module, listed: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.act = nn.ModuleList([act]) if listed else act
+
+    def forward(self, x: Tensor) -> Tensor:
+        act: Any = self.act
+        return (act[0] if isinstance(act, nn.ModuleList) else act)(self.layer(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_shared_activation_shows_no_block_inside_of_another(listed: bool) -> None:
+    """The call of a shared module is a row of the block that calls it, and every block has one row."""
+    act = nn.ReLU()
+    net = nn.Sequential(*(Block(act, listed) for _ in range(3)))
+    found = [row for row in RecordedNet(net, input_size=(1, 4)).summary.rows if row.type_name != "ModuleList"]
+    callers = {row.label: row for row in found}
+    assert [(row.name, row.caller and callers[row.caller].name) for row in found] == [
+        ("", None),
+        *(each for at in "012" for each in ((at, ""), (f"{at}.layer", at), (f"0.act{'.0' * listed}", at))),
+    ]
+    assert [row.parameters for row in found if row.type_name == "Block" and not row.is_repeated] == [20] * 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.13; scripting still works
+def test_a_scripted_part_has_a_row() -> None:
+    """A TorchScript module has the row of its call, with shapes and operations."""
+    part = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    row = rows(RecordedNet(nn.Sequential(nn.Linear(4, 4), part), input_size=(2, 4)))[1, 2]
+    assert (row.name, row.caller, row.input_shapes, row.output_shapes) == ("1", (0, 1), ((2, 4),), ((2, 3),))
+    assert (row.parameters, row.mult_adds) == (15, 24)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.13; scripting still works
+def test_a_scripted_part_that_raises_is_no_call_in_progress() -> None:
+    """The call of a TorchScript module that raises an error, which the net handles, contains no later call."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with suppress(Exception):
+            net.part(x, x)
+        return net.head(x)  # type: ignore[no-any-return]
+
+    net = Net(forward, part=torch.jit.script(nn.Linear(4, 4)), head=nn.Linear(4, 4))
+    found = RecordedNet(net, input_size=(2, 4)).summary.rows
+    assert [(row.name, row.caller) for row in found] == [("", None), ("part", (0, 1)), ("head", (0, 1))]
+
+
+def test_tied_weights_count_once() -> None:
+    """A layer whose weight is that of another layer is marked, and the shares of the layers add up to 100 %."""
+    table, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = table.weight
+    net = nn.Sequential(table, nn.Sequential(nn.Tanh(), head))
+    wrapped = RecordedNet(net, input_data=torch.tensor([[1, 2]]))
+    assert {row.name: (row.parameters, row.tied) for row in wrapped.summary.rows if row.parameters} == {
+        "": (40, 0),
+        "0": (40, 0),
+        "1": (40, 40),
+        "1.1": (40, 40),
+    }
+    lines = [line.split("  ") for line in repr(wrapped).splitlines() if "Linear" in line or "Embedding" in line]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert [line[-3:] for line in cells] == [["40", "100.00%", "--"], ["40 (tied)", "--", "80"]]
 
 
 COLUMNS = """\
@@ -219,6 +288,23 @@ def test_fused_attention_counts_its_products() -> None:
     sizes = [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)]
     fused, plain = (RecordedNet(Attend(fused), input_size=sizes).summary.mult_adds for fused in (True, False))
     assert fused == plain == 2 * 3 * 5 * 7 * (4 + 4)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_fused_modules_count_their_products(inference: bool) -> None:
+    """In eval mode torch computes attention and encoder layers in one operation, which counts like its parts."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    cases: list[tuple[nn.Module, list[Tensor]]] = [
+        (nn.TransformerEncoder(layer, 2), [torch.ones(2, 3, 8)]),
+        (nn.MultiheadAttention(8, 2, batch_first=True), [torch.ones(2, 3, 8)] * 3),
+    ]
+    # Four projections and the feed-forward layers of 2 × 3 tokens, and two products of 3 × 3 × 8 in each sample.
+    attention = 2 * 3 * 4 * 8 * 8 + 2 * 2 * 3 * 3 * 8
+    for (net, data), expected in zip(cases, (2 * (attention + 2 * 2 * 3 * 8 * 16), attention), strict=True):
+        for mode in (net.train, net.eval):
+            mode()
+            with torch.inference_mode(inference):
+                assert RecordedNet(net, input_data=data).summary.mult_adds == expected
 
 
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of
-from lightning_recorder.graph.capture.function_calls import PLAIN
+from lightning_recorder.graph.capture.function_calls import PLAIN, tensors_in
 from lightning_recorder.graph.capture.origins import TensorOrigins
 from lightning_recorder.graph.model import TensorMeta
-from lightning_recorder.internals.autograd import saved_tensors
+from lightning_recorder.internals.autograd import saved_tensors, vmap_numel
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import same_random_numbers
 from lightning_recorder.internals.storage import address_of, storage_of
@@ -26,6 +26,17 @@ class _Shape(NamedTuple):
     """Stands for a tensor among the arguments of a function."""
 
     meta: TensorMeta
+
+
+class _Call(NamedTuple):
+    """A call of a function whose operations are counted at the end."""
+
+    node: int
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    times: int
+    """The number of calls for which it stands, under ``torch.vmap``."""
 
 
 class Costs:
@@ -45,7 +56,7 @@ class Costs:
         self._builder = builder
         self._origins = origins
         self._root = root
-        self._calls: list[tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[_Call] = []
         self._own: set[int] | None = None
         """The addresses of the model's tensors."""
         self._saved: set[int] = set()
@@ -65,7 +76,9 @@ class Costs:
         draft = self._builder.nodes[node]
         draft.duration_ms = (draft.duration_ms or 0.0) + seconds * 1e3
         with contextlib.suppress(_UnknownArgumentError):
-            self._calls.append((node, func, _shapes(args), {name: _shapes(each) for name, each in kwargs.items()}))
+            shapes = {name: _shapes(each) for name, each in kwargs.items()}
+            times = vmap_numel(tensors_in((*args, *kwargs.values())))
+            self._calls.append(_Call(node, func, _shapes(args), shapes, times))
 
     def note_saved(self, node: int, results: Iterable[Tensor]) -> None:
         """Add the memory that the part of the backward graph of a node keeps; ``results`` are its outputs."""
@@ -90,13 +103,13 @@ class Costs:
         if not calls:
             return
         with pause_recording(), same_random_numbers(()):
-            for number, func, args, kwargs in calls:
+            for number, func, args, kwargs, times in calls:
                 key = repr((func, args, kwargs))
                 if key not in known:
                     known[key] = _count(func, args, kwargs)
                 counted = known[key]
                 if counted is not None:
-                    nodes[number].flops = (nodes[number].flops or 0) + counted
+                    nodes[number].flops = (nodes[number].flops or 0) + times * counted
         for number in range(len(nodes) - 1, 0, -1):
             node = nodes[number]
             around = None if node.parent is None else nodes[node.parent]

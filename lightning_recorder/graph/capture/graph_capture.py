@@ -273,7 +273,7 @@ class GraphCapture:
             return
         try:
             if self._is_part(module):
-                self._recording.enter_call(module)
+                self._recording.enter_call(module, args)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             self._break(error)
         if not module.training and is_fused(module) and self._active:

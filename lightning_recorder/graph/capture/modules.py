@@ -72,7 +72,7 @@ class ModelNames:
     def of_stranger(self, module: nn.Module) -> str | None:
         """Give a name to a called module that has none, and return it; ``None`` if it must stay unnamed."""
         # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
-        wraps = any(each is not module and self.of(each) is not None for each in module.modules())
+        wraps = any(each is not module and self.of(each) is not None for each in nn.Module.modules(module))
         if isinstance(module, torch.jit.ScriptModule) or wraps:
             return None
         self._welcome(type(module).__name__, module)

@@ -32,6 +32,8 @@ class Call:
     node: int
     module: nn.Module
     start_s: float = 0.0
+    inputs: tuple[TensorMeta, ...] | None = None
+    """The tensors in its positional arguments as they were before, if these include containers that it may change."""
 
 
 @dataclass
@@ -79,6 +81,11 @@ class TensorOrigins:
     def is_known(self, tensor: Tensor) -> bool:
         """Return True if the node that gave a tensor its values was observed."""
         return self.is_bound(tensor) or self.known(tensor) is not None
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is an input of the model, with the values that it had then."""
+        node = self.known_tensors.of(tensor)
+        return node is not None and node >= 0 and self._builder.nodes[node].kind == "input"
 
     def of_inputs(
         self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int

@@ -38,7 +38,7 @@ def count_own(module: nn.Module) -> int:
 
 def count_below(module: nn.Module) -> int:
     """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-    found = {id(each): each for inner in module.modules() for each in own_parameters(inner)}
+    found = {id(each): each for inner in nn.Module.modules(module) for each in own_parameters(inner)}
     return count(found.values())
 
 

@@ -26,7 +26,7 @@ from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import held_tensors, iter_tensors
 
 __all__ = ["StepRecording"]
 
@@ -35,6 +35,10 @@ _LIKE_ANOTHER = ("reshape_as", "view_as", "expand_as", "type_as")
 
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
+
+# The functions that return the values of a tensor as numbers. They are nodes for an input of the model only, which
+# would vanish otherwise: a metric of a loss is not part of the computation.
+_READS = ("item", "tolist", "numpy", "array", "bool", "int", "float", "index", "complex")
 
 _TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
@@ -138,14 +142,33 @@ class StepRecording:
     def note_outputs(self, outputs: Any, name: str) -> None:
         """Add an output node for each tensor that the model returned, named by its path."""
         self._origins.leave_custom()
-        for path, tensor in iter_tensors(outputs, name):
-            ((origin, meta, place),) = self._origins.of_each([tensor])
-            self._origins.connect(origin, self._builder.add("output", path, 0, (meta,)), meta, output=place)
+        objects: dict[str, object] = {}
+
+        def note_object(path: str, value: object, error: Exception | None) -> None:
+            if error is not None:
+                raise error
+            objects[path] = value
+
+        for path, tensor in iter_tensors(outputs, name, unknown=note_object, deep=True):
+            self._note_output(path, [tensor])
+        for path, value in objects.items():
+            inside = [each for each in held_tensors(value) if self._origins.is_known(each)]
+            if inside:
+                self._note_output(path, inside, type(value).__name__)
+
+    def _note_output(self, path: str, tensors: list[Tensor], type_name: str = "") -> None:
+        """Add an output node with a tensor, or for an object of this class with all tensors inside of it."""
+        origins = self._origins.of_each(tensors)
+        node = self._builder.add("output", path, 0, tuple(meta for _, meta, _ in origins))
+        if type_name:
+            self._builder.nodes[node].type_name = type_name
+        for origin, meta, place in origins:
+            self._origins.connect(origin, node, meta, output=place)
 
     # Module calls.
 
-    def enter_call(self, module: nn.Module) -> None:
-        """Record the beginning of a module call."""
+    def enter_call(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
+        """Record the beginning of a module call with these positional arguments."""
         self._origins.leave_custom()
         self._failure = None
         caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=2)
@@ -164,7 +187,8 @@ class StepRecording:
             self._builder.nodes[node].call = number
         if registered:
             self._called.note(node, module)
-        self._calls.append(Call(node, module, self._clock() if self._times else 0.0))
+        given = None if _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
+        self._calls.append(Call(node, module, self._clock() if self._times else 0.0, given))
 
     def _clock(self) -> float:
         """Return the time in seconds, without the time that the recording itself has taken if that is known."""
@@ -198,6 +222,9 @@ class StepRecording:
         draft = self._builder.nodes[node]
         self._called.leave(node, module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
+        if call.inputs is not None:
+            by_keyword = inputs[1] if len(inputs) > 1 else {}
+            draft.inputs = (*call.inputs, *metas_of(tensors_in(by_keyword.values())))
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3
         empty = node == len(self._builder.nodes) - 1
@@ -359,7 +386,8 @@ class StepRecording:
             old.difference_update(map(id, written))
         given = [result] if type(result) is Tensor else tensors_in([result])
         outputs = [each for each in given if id(each) not in old]
-        if not outputs and not written:
+        reads = name in _READS and bool(inputs) and self._origins.is_input(inputs[0])
+        if not outputs and not written and not reads:
             return None
         if written and name in _ZEROES:
             self.gradients.note_zeroed(written)

@@ -9,12 +9,13 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.labels import short_count
 
-__all__ = ["Detail", "check_details", "describe_detail", "detail_color"]
+__all__ = ["Detail", "check_details", "check_measured", "describe_detail", "detail_color"]
 
 Detail = Literal["arguments", "inputs", "duration_ms", "flops", "output_bytes", "saved_bytes", "note"]
 """A field of :class:`Node` that labels, tooltips and colors can show."""
 
-_NUMBERS = ("duration_ms", "flops", "output_bytes", "saved_bytes")
+_MEASURED = ("duration_ms", "flops", "saved_bytes")
+_NUMBERS = (*_MEASURED, "output_bytes")
 # From white to the vermilion of Okabe and Ito, which is still light enough for black text at its end.
 _LIGHT, _DARK = (255, 255, 255), (240, 150, 90)
 # For notes: grey for what is frozen or never called, yellow for a missing gradient, vermilion where a gradient stops.
@@ -35,6 +36,20 @@ def check_details(name: str, details: Collection[str]) -> None:
     """
     if unknown := [each for each in details if each not in get_args(Detail)]:
         raise ArgumentError(f"{name} must be one of {', '.join(get_args(Detail))}; got {unknown[0]!r}")
+
+
+def check_measured(detail: str | None, graph: Graph | None = None) -> None:
+    """Raise an error for colors by a detail that was not measured, or is not if there is no graph.
+
+    Raises:
+        ArgumentError: The message says how to measure it.
+    """
+    if detail not in _MEASURED:
+        return
+    # With costs, operations may be unknown for all functions, but not their times.
+    if graph is not None and any(getattr(node, each) is not None for node in graph.nodes for each in _MEASURED):
+        return
+    raise ArgumentError(f"color_by={detail!r} shows costs, which were not measured: record with costs=True")
 
 
 def describe_detail(node: Node, detail: str) -> str:

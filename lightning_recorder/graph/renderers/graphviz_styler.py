@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
@@ -45,6 +45,17 @@ _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,
 # An edge backwards must not pull its source above its target.
 _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 
+# From https://graphviz.org/docs/nodes; dot ignores any other attribute in silence.
+_ATTRIBUTES = frozenset(
+    (
+        *("area", "class", "color", "colorscheme", "comment", "distortion", "fillcolor", "fixedsize", "fontcolor"),
+        *("fontname", "fontsize", "gradientangle", "group", "height", "href", "id", "image", "imagepos", "imagescale"),
+        *("label", "labelloc", "layer", "margin", "nojustify", "ordering", "orientation", "penwidth", "peripheries"),
+        *("pin", "pos", "rects", "regular", "root", "samplepoints", "shape", "shapefile", "showboxes", "sides", "skew"),
+        *("sortv", "style", "target", "tooltip", "URL", "vertices", "width", "xlabel", "xlp", "z"),
+    )
+)
+
 LOSS = "loss"  # prefix of the scopes of losses
 
 
@@ -81,6 +92,7 @@ class GraphvizStyler:
 
     Raises:
         ArgumentError: If ``shapes``, ``details`` or ``color_by`` is not one of its values.
+        UnknownArgumentError: If Graphviz has no such attribute of nodes.
     """
 
     def __init__(
@@ -97,6 +109,12 @@ class GraphvizStyler:
         check_details("color_by", [color_by] if color_by else [])
         if shapes not in get_args(Shapes):
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
+        for name in attributes.keys() - _ATTRIBUTES:
+            near = closest(name, (*_ATTRIBUTES, "shapes", "details", "color_by", "link"))
+            raise UnknownArgumentError(
+                f"{type(self).__name__} has no argument {name}, nor has Graphviz such an attribute of nodes"
+                + (f": did you mean {near}?" if near else "")
+            )
         self.shapes = shapes
         self.details = details
         self.color_by = color_by
@@ -179,7 +197,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
-    if node.kind in ("module", "op") and (about := labels.class_and_size(node)):
+    if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
     if node.note == NEVER_CALLED and "note" not in details:
         lines.append(small(node.note))

@@ -54,10 +54,18 @@ def _shortened(name: str) -> str:
 
 
 def own_name(node: Node, graph: Graph) -> str:
-    """Return a name relative to the call around it; empty for a frame of repeated nodes, which has no name."""
+    """Return a name relative to the call around it; empty for a frame of repeated nodes, which has no name.
+
+    Inside a call that does not contain it, a module or tensor has its whole name, with the class of the model if it is
+    a part of the model itself: its name would look like that of a part of the call.
+    """
     name = node.name or ("" if node.kind == "module" else node.kind)
     if node.kind in ("module", "parameter", "buffer"):
         around = next((call.name for call in graph.ancestors(node) if call.name), "")
+        is_own = not around or name.startswith(f"{around}.")
+        is_registered = name.partition("#")[0] != node.type_name  # others are named by their class
+        if not is_own and name and "." not in name and graph.root.type_name and is_registered:
+            return f"{graph.root.type_name}.{name}"
         return name.removeprefix(f"{around}.") if around else name
     return name
 

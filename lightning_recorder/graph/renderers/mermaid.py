@@ -76,7 +76,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     @override
     def render_node(self, canvas: list[str], node: Node) -> None:
         left, right, _ = _LOOKS[node.kind]
-        what = class_and_size(node) if node.kind in ("module", "op") else ""
+        what = class_and_size(node) if node.kind in ("module", "op") else node.type_name
         lines = [self._name(node), what, tied_to(node), shown_shapes(node)]
         self._put(canvas, node, f"n{node.id}{left}{mermaid_label(lines)}{right}:::{node.kind}")
         if node.failed:

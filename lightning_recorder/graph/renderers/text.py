@@ -101,7 +101,7 @@ class TextRenderer(BaseRenderer[list[str]]):
     def _line(self, node: Node) -> str:
         name = " ".join(part for part in ("✗" * node.failed, self._shown[node.id], shown_times(node)) if part)
         kind = "" if node.kind == node.name else node.kind
-        what = class_and_size(node) if node.kind in ("module", "op") else kind
+        what = class_and_size(node) if node.kind in ("module", "op") else node.type_name or kind
         return "  ".join(part for part in (name, printable(what), printable(tied_to(node)), shown_shapes(node)) if part)
 
     def _sources(self, node: Node) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set
-from dataclasses import replace
+from itertools import count, takewhile
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
@@ -181,30 +181,56 @@ def _folded(view: Graph, whole: Graph, contents: _Contents) -> Graph:
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:
-    """Draw at most ``max_nodes`` nodes; the excess is replaced by one node that shows the number of nodes removed."""
+    """Draw at most ``max_nodes`` nodes; each stretch of removed ones is replaced by one that shows their number.
+
+    Functions and tensors are removed first, from the middle of the computation on, and then calls of modules.
+    """
     check_integer("max_nodes", max_nodes, 1)
     drawn = drawn_nodes(graph)
     if len(drawn) <= max_nodes:
         return graph
+    nodes: list[Node] = []
+    target = {node.id: node.id for node in graph.nodes}
+    runs = {run[0].id: run for run in _surplus(drawn, max_nodes)}
+    for run in runs.values():
+        target |= dict.fromkeys((node.id for node in run), run[0].id)
+    for node in graph.nodes:
+        if node.id in runs:
+            nodes.append(_more(runs[node.id], graph))
+        elif target[node.id] == node.id:
+            nodes.append(node)
+    return drop_empty_calls(rebuilt(graph, nodes, target))
+
+
+def _surplus(drawn: list[Node], max_nodes: int) -> list[list[Node]]:
+    """Return the stretches of nodes to remove, such that each can be replaced by one node."""
     # Keep two thirds at the start and one third at the end, so that both ends of the computation are visible.
     head = (max_nodes - 1) * 2 // 3
-    tail = max_nodes - 1 - head
-    surplus = drawn[head : len(drawn) - tail]
-    more = replace(
-        surplus[0],
-        kind="op",
-        name=f"… {len(surplus)} more",
-        parent=graph.root.id,
-        depth=1,
-        outputs=(),
-        parameters=0,
-        repeats=1,
-        call=1,
-    )
-    gone = {node.id for node in surplus}
-    target = {node.id: more.id if node.id in gone else node.id for node in graph.nodes}
-    kept = [more if node.id == more.id else node for node in graph.nodes if target[node.id] == node.id]
-    return drop_empty_calls(rebuilt(graph, kept, target))
+    middle = range(head, len(drawn) - (max_nodes - 1 - head))
+    outside = [*range(head - 1, -1, -1), *range(middle.stop, len(drawn))]
+    first = [place for place in (*middle, *outside) if drawn[place].kind in _CUT_FIRST]
+    gone: set[int] = set()
+    number = len(drawn)
+    for place in dict.fromkeys((*first, *middle, *outside)):
+        if number <= max_nodes:
+            break
+        gone.add(place)
+        # It is replaced by a node of its own, or joins one or two others.
+        number -= (place - 1 in gone) + (place + 1 in gone)
+    # A single node stays, since a node would replace it.
+    places = [place for place in sorted(gone) if {place - 1, place + 1} & gone]
+    starts = [place for place in places if place - 1 not in gone]
+    return [[drawn[place] for place in takewhile(gone.__contains__, count(start))] for start in starts]
+
+
+_CUT_FIRST: tuple[Kind, ...] = ("op", "tensor", *_MODEL_TENSORS)
+
+
+def _more(run: list[Node], graph: Graph) -> Node:
+    """Return the node that replaces several nodes; outside of the loss unless all of them belong to it."""
+    scopes = sorted({node.scope for node in run}, key=lambda scope: scope.startswith("loss"))
+    name, parent = f"… {len(run)} more", graph.root.id
+    return Node(run[0].id, "op", name, parent, 1, scope=scopes[0], source=run[0].source)
 
 
 def drawn_nodes(graph: Graph) -> list[Node]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms", "operands"]
+__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms", "operands", "without_numbers"]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
@@ -130,9 +130,15 @@ def _label(node: Node) -> Key:
     # A module differs from its siblings by its name, and a parameter by its name before the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
-    tied = tuple(re.sub(r"\d+", "#", each) for each in node.tied)  # the names of blocks differ in their numbers
+    tied = tuple(map(without_numbers, node.tied))  # the names of blocks differ in their numbers
     about = node.parameters, node.failed, node.repeats, node.parallel, node.shared, tied
     return node.kind, name, node.type_name, sizes, _settings(node), *about
+
+
+def without_numbers(name: str) -> str:
+    """Return a name of a module or tensor in which the names of equal blocks agree."""
+    # Of several modules that are not registered, all but the first have a number: Block, Block#2.
+    return re.sub("[0-9]+", "#", re.sub("#[0-9]+", "", name))
 
 
 def _label_without_sizes(node: Node) -> Key:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from lightning_recorder.graph.views.forms import without_numbers
 from lightning_recorder.graph.views.wiring import (
     FARTHEST,
     Key,
@@ -125,7 +126,7 @@ def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> i
 
 
 def _without_numbers(names: Iterable[str]) -> set[str]:
-    return {re.sub("[0-9]+", "#", name) for name in names}
+    return set(map(without_numbers, names))
 
 
 def _move(graph: MutableGraph, name: str, after: str, is_late: bool) -> int | None:

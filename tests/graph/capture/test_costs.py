@@ -52,6 +52,18 @@ def test_flops_equal_those_of_torch(name: str) -> None:
     assert record(net, input_data=x, costs=True).root.flops == counter.get_total_flops()
 
 
+def test_flops_under_vmap() -> None:
+    """A function under ``vmap`` counts once for each slice of its tensors, and once if they have no slices."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        own = net.layer(x[0, 0])
+        return torch.vmap(torch.vmap(lambda row: net.layer(row) + net.layer(own)))(x)  # type: ignore[no-any-return]
+
+    graph = record(Net(forward, layer=linear()), input_data=torch.ones(3, 2, 4), costs=True)
+    counts = [node.flops for node in graph.nodes if node.name == "linear"]
+    assert counts == [2 * 4 * 4, 3 * 2 * 2 * 4 * 4, 2 * 4 * 4]
+
+
 def test_flops_of_an_lstm() -> None:
     """The products inside a fused function count: four gates of 6 units, 4 inputs, 6 states, 5 steps and 2 rows."""
     net = Net(lambda net, x: net.cell(x)[0], cell=nn.LSTM(4, 6))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Node, TensorMeta, capture_graph
+from lightning_recorder.graph import Node, TensorMeta, capture_graph, draw, drop_isolated, to_mermaid, to_text
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
 from tests.graph.queries import only
@@ -196,6 +198,84 @@ def test_inputs_of_any_structure() -> None:
         add <- mul, input.scale
         """
     )
+
+
+_UNSEEN = torch.ones(3)
+
+
+class Slotted:
+    """An output that is no container, with tensors in a slot and in a dictionary in an attribute of its attribute."""
+
+    __slots__ = ("mean", "others")
+
+    def __init__(self, mean: Tensor, other: Tensor) -> None:
+        self.mean = mean
+        self.others = SimpleNamespace(by_name={"other": [other]}, unseen=_UNSEEN)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Slotted,
+        lambda a, b: torch.distributions.Normal(a, b, validate_args=False),
+        lambda a, b: torch.distributions.Independent(
+            torch.distributions.Normal(a, b, validate_args=False), 1, validate_args=False
+        ),
+    ],
+    ids=["class of its own", "distribution", "nested distribution"],
+)
+def test_an_output_object_is_a_node_with_its_class(make: Any) -> None:
+    """A model may return an object that holds tensors; it is one output with its class and all of the tensors."""
+    graph = capture_graph(Net(lambda net, x: {"d": make(net.layer(x), x.exp())}, layer=linear()), X)
+    (node,) = (node for node in graph.nodes if node.kind == "output")
+    assert (node.name, len(node.outputs)) == ("output.d", 2)
+    assert {graph[edge.source].name for edge in graph.into(node)} == {"linear", "exp"}
+    assert not graph.unused.parameters
+    name = node.type_name
+    assert name == type(make(X, X.exp())).__name__
+    for shown in (to_text(graph), "\n".join(draw(graph).visual_graph.body), to_mermaid(graph)):
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (Tensor.item, "item"),
+        (Tensor.tolist, "tolist"),
+        (Tensor.numpy, "numpy"),
+        (np.asarray, "array"),
+        (float, "float"),
+        (bool, "bool"),
+    ],
+)
+def test_an_input_whose_value_is_read_has_a_function(read: Any, name: str) -> None:
+    """An input that the model turns into a number or an array is used by that function; a result is not."""
+
+    def forward(_: Net, x: Tensor, number: Tensor) -> Tensor:
+        result = x.exp() * float(read(number))
+        read(result.sum().detach())
+        return result
+
+    graph = drop_isolated(capture_graph(Net(forward), X, torch.ones(())))
+    assert [(node.name, [graph[edge.source].name for edge in graph.into(node)]) for node in graph.nodes][3:5] == [
+        ("exp", ["input[0]"]),
+        (name, ["input[1]"]),
+    ]
+    assert sum(node.name == name for node in graph.nodes) == 1
+
+
+def test_inputs_in_a_list_are_those_before_the_call() -> None:
+    """A module that replaces the items of its list, as a detection head does, is described with what it was given."""
+
+    def head(net: Any, features: list[Tensor], *, scale: Tensor) -> list[Tensor]:
+        for place, each in enumerate(features):
+            features[place] = net.layer(each) * scale
+        return features
+
+    net = Net(lambda net, x: net.head([x, x[:1]], scale=x[0, 0]), head=Net(head, layer=linear(4, 3)))
+    node = only(capture_graph(net, X), "head")
+    assert [str(meta) for meta in node.inputs] == ["2×4", "1×4", "scalar"]
+    assert [str(meta) for meta in node.outputs] == ["2×3", "1×3"]
 
 
 def test_keyword_inputs_alone() -> None:

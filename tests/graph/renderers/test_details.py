@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError
-from lightning_recorder.graph import Graph, GraphvizStyler, Node, TensorMeta, draw, record
+from lightning_recorder.errors import ArgumentError, UnknownArgumentError
+from lightning_recorder.graph import Graph, GraphvizStyler, Node, TensorMeta, draw, make_dot, record
 from lightning_recorder.graph.renderers.details import describe_detail
 from tests.graph.nets import X
 
@@ -92,6 +92,24 @@ def test_unknown_details(options: dict[str, Any]) -> None:
     """An unknown detail is an error that lists the known ones."""
     with pytest.raises(ArgumentError, match="arguments, inputs, duration_ms, flops"):
         GraphvizStyler(**options)
+
+
+def test_unknown_attributes() -> None:
+    """A misspelt attribute, which Graphviz would ignore, is an error with the closest one, also in a subclass."""
+
+    class Own(GraphvizStyler):
+        pass
+
+    for kind in (GraphvizStyler, Own):
+        with pytest.raises(
+            UnknownArgumentError, match=rf"^{kind.__name__} has no argument filcolor, .*mean fillcolor\?"
+        ):
+            kind(filcolor="red")
+    with pytest.raises(UnknownArgumentError, match=r"has no argument colour_by, .*: did you mean color_by\?$"):
+        GraphvizStyler(colour_by="flops")
+    with pytest.raises(UnknownArgumentError, match=r"has no argument qqq, nor has Graphviz .* of nodes$"):
+        make_dot(_measured(), qqq="1")
+    assert _attributes(GraphvizStyler(fontname="Lato", URL="a"), "0")["fontname"] == "Lato"
 
 
 def test_an_older_graph_opens() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_recorder.graph import Edge, Graph, Node, capture_graph, fit_view
 from lightning_recorder.graph.model import Kind
@@ -20,7 +23,7 @@ from lightning_recorder.graph.renderers.labels import (
     times,
     title,
 )
-from tests.graph.nets import Net, X, stack
+from tests.graph.nets import Net, X, linear, stack
 from tests.graph.sketch import Sketch
 
 
@@ -140,3 +143,17 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
 def test_tied_tensors(kind: Kind, shown: str) -> None:
     """A function, or a call of ``torch.autograd.grad``, uses the parameter of another module."""
     assert tied_to(Node(1, kind, "grad", 0, 1, tied=("a.weight",))) == shown
+
+
+def test_a_module_of_another_call_has_its_whole_name() -> None:
+    """Inside a call that does not contain it, a module has a name that no part of the call has."""
+    shared, stranger = linear(), nn.Tanh()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return stranger(net.get_submodule("1")(shared(x)))  # type: ignore[no-any-return]
+
+    around = Net(forward)
+    around.add_module("1", nn.ReLU())
+    graph = capture_graph(nn.Sequential(nn.ReLU(), shared, around), X)
+    inside = [node for node in graph.module_calls() if node.depth == 2]
+    assert [short_name(node, graph) for node in inside] == ["Sequential.1 (call 2)", "1", "Tanh"]

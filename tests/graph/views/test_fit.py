@@ -16,6 +16,7 @@ from lightning_recorder import ArgumentError
 from lightning_recorder.graph import (
     Edge,
     Graph,
+    GraphCapture,
     capture_graph,
     fit_view,
     truncate,
@@ -24,7 +25,7 @@ from lightning_recorder.graph import (
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, block, linear, stack
 from tests.graph.outline import outline, text
-from tests.graph.queries import assert_sound, joined, reaches
+from tests.graph.queries import assert_sound, joined, only, reaches
 from tests.graph.random_nets import graphs
 
 
@@ -43,8 +44,32 @@ def test_truncate_keeps_both_ends(max_nodes: int) -> None:
     assert len(names) == max_nodes
     assert names.count(f"… {51 - max_nodes + 1} more") == 1
     more = names.index(f"… {51 - max_nodes + 1} more")
-    assert more == (max_nodes - 1) * 2 // 3
+    assert more == (max(1, (max_nodes - 1) * 2 // 3) if max_nodes > 1 else 0)  # the input stays longest
     assert joined(view) >= {(names[more], "exp")} if more < max_nodes - 1 else True
+
+
+@pytest.mark.parametrize("max_nodes", [1, 4, 7, 8, 12, 30])
+def test_truncate_removes_modules_last(max_nodes: int) -> None:
+    """Functions between modules go first; a node outside of the loss stands for those of the model before it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in (net.a, net.b, net.c):
+            x = layer(x)
+            for _ in range(9):
+                x = x.sin()
+        return x
+
+    net = Net(forward, a=linear(), b=linear(), c=linear())
+    with GraphCapture(net, X, scope="training_step") as recording:
+        net(X).sum().backward()
+    view = truncate(fit_view(recording.graph(), 40, fold=False), max_nodes)
+    drawn = drawn_nodes(view)
+    assert len(drawn) <= max_nodes
+    layers = [node.name for node in drawn if node.kind == "module"]
+    assert layers == ["a", "b", "c"] if max_nodes > 7 else len(layers) < 3
+    stretches = [node for node in drawn if "more" in node.name]
+    assert {node.scope for node in stretches if node.id < only(recording.graph(), "c").id} <= {"training_step"}
+    assert all(edge.source < edge.target for edge in view.edges)
 
 
 def test_truncate_leaves_what_fits() -> None:

@@ -1071,3 +1071,20 @@ def test_settings_that_differ_between_blocks() -> None:
     assert dict(drop.arguments)["p"] == "0.1…0.4"
     (product,) = (node for node in view.nodes if node.name == "mul")
     assert dict(product.arguments)["other"] == "1.1…1.4"
+
+
+def test_blocks_that_are_not_registered_are_folded_from_the_first_on() -> None:
+    """Of modules of one class that the model does not register, only the first has no number; it is like the others."""
+    blocks = [nn.Sequential(linear(), nn.Tanh()) for _ in range(4)]
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return net.head(x)  # type: ignore[no-any-return]
+
+    view = fold_repeats(bare(Net(forward, head=linear()), X))
+    calls = {node.name: (node.repeats, node.members) for node in view.module_calls() if node.depth == 1}
+    assert calls == {
+        "Sequential": (4, ("Sequential", "Sequential#2", "Sequential#3", "Sequential#4")),
+        "head": (1, ()),
+    }
