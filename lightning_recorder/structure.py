@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -185,7 +185,23 @@ def _parts_of(kind: type) -> _Parts | None:
 
 
 def _attributes(*names: str) -> _Parts:
-    return lambda value: [(f".{name}", getattr(value, name, None)) for name in names]
+    return lambda value: [(f".{name}", _stored(value, name)) for name in names]
+
+
+def _stored(value: Any, name: str) -> Any:
+    """Return an attribute, from the instance itself if it is there: a property of its class may do anything."""
+    stored = getattr(value, "__dict__", None) if type(value).__getattribute__ is object.__getattribute__ else None
+    if type(stored) is dict and name in stored:
+        return stored[name]
+    with _foreign_code():
+        return getattr(value, name, None)
+
+
+def _foreign_code() -> AbstractContextManager[None]:
+    # Imported only when it is used, since it needs NumPy.
+    from lightning_recorder.internals.random_states import foreign_code
+
+    return foreign_code()
 
 
 def _entries(value: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -194,7 +210,13 @@ def _entries(value: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     seen: Counter[str] = Counter()
-    for key, part in value.items():
+    # A dictionary is read without the methods of its class. Those of any other mapping may draw random numbers.
+    if isinstance(value, dict):
+        pairs = list(dict.items(value))
+    else:
+        with _foreign_code():
+            pairs = list(value.items())
+    for key, part in pairs:
         suffix = _key(key)
         seen[suffix] += 1
         # Unequal keys can have the same text.

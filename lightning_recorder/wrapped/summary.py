@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
@@ -319,7 +320,7 @@ class SummaryWatch(CallWatch):
         """Return the summary of the observed calls and the net's parameters."""
         labels = self.labels(net)
         callers = self._callers(labels)
-        parameters = [each for each in net.parameters() if not is_uninitialized(each)]
+        parameters = [each for each in parameters_of(net) if not is_uninitialized(each)]
         seen: set[str] = set()
         rows = []
         for label, call in labels.items():
@@ -358,7 +359,7 @@ class SummaryWatch(CallWatch):
         module = self.modules[call.name]
         seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
         kernel = getattr(module, "kernel_size", ())
-        parameters = [each for each in module.parameters() if not is_uninitialized(each)]
+        parameters = [each for each in parameters_of(module) if not is_uninitialized(each)]
         return SummaryRow(
             label=label,
             name=call.name,
