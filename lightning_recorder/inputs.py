@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, InputError, InputTypeError, check_integer
+from lightning_recorder.internals.module_tree import buffers_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 
 __all__ = [
@@ -50,7 +51,7 @@ def checked_device(net: nn.Module, device: torch.device | str | None) -> torch.d
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputTypeError(f"device takes a device such as 'cpu' or 'cuda:0', got {device!r}") from error
-    there = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+    there = {tensor.device for tensor in (*parameters_of(net), *buffers_of(net))}
     if there and all(each.type != wanted.type or wanted.index not in (None, each.index) for each in there):
         found = " and ".join(sorted(map(str, there)))
         raise InputError(
@@ -133,7 +134,7 @@ def make_inputs(
         ArgumentError: If a shape or dtype is invalid. The message calls the shapes ``name``.
     """
     sizes = shapes_in(input_size, name)
-    tensors = [*net.parameters(), *net.buffers()]
+    tensors = [*parameters_of(net), *buffers_of(net)]
     device = device or (tensors[0].device if tensors else torch.get_default_device())
     default = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.get_default_dtype())
     if isinstance(dtypes, (tuple, list)):

@@ -10,6 +10,8 @@ from functools import lru_cache
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_recorder.internals.module_tree import ModuleMap, children_of, named_modules_of, named_parameters_of
+
 __all__ = [
     "RUNNING_STATISTICS",
     "closest_names",
@@ -49,7 +51,7 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
         >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
         [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
     """
-    return without_wrappers(dict(module.named_modules(remove_duplicate=remove_duplicate)))
+    return without_wrappers(dict(named_modules_of(module, remove_duplicate=remove_duplicate)))
 
 
 def without_wrappers(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -79,7 +81,7 @@ def default_modules(module: nn.Module) -> list[str]:
         >>> default_modules(nn.ModuleDict({"block": block}))
         ['block', 'block.0', 'block.1.0']
     """
-    found: dict[nn.Module, str] = {}
+    found: ModuleMap[str] = ModuleMap()
     closed: list[str] = []  # modules below which nothing is recorded
     for name, each in named_submodules(module, remove_duplicate=False).items():
         if not name or each in found or is_never_called(each) or any(name.startswith(prefix) for prefix in closed):
@@ -89,7 +91,7 @@ def default_modules(module: nn.Module) -> list[str]:
             continue
         if isinstance(each, _OPAQUE):
             closed.append(name + ".")
-        elif any(child != "parametrizations" for child, _ in each.named_children()) and not _owns_parameters(each):
+        elif any(child != "parametrizations" for child, _ in children_of(each)) and not _owns_parameters(each):
             continue
         found[each] = name
     return list(found.values())
@@ -109,10 +111,10 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         >>> [name for name, _ in own_parameters(net)]
         ['scales.0', 'scales.1']
     """
-    yield from module.named_parameters(recurse=False)
-    for name, child in module.named_children():
+    yield from named_parameters_of(module, recurse=False)
+    for name, child in children_of(module):
         if name == "parametrizations" or isinstance(module, _OPAQUE):
-            yield from child.named_parameters(prefix=name)
+            yield from named_parameters_of(child, prefix=name)
         elif is_never_called(child):
             for path, parameter in own_parameters(child):
                 yield f"{name}.{path}", parameter

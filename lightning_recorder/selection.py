@@ -18,6 +18,8 @@ from lightning_recorder.errors import (
     describe_call,
     imported,
 )
+from lightning_recorder.internals.module_tree import ModuleMap, ModuleSet, children_of
+from lightning_recorder.internals.preserve_state import read_extra_repr
 from lightning_recorder.names import closest_names, compile_glob, default_modules, is_never_called, named_submodules
 
 __all__ = ["SelectedModules", "Selection", "is_of_types"]
@@ -151,7 +153,7 @@ class Selection:
             if not matched:
                 raise SelectionError(f"no module matches {pattern!r}; {closest_names(pattern, tree.modules)}")
             found |= matched
-        first_names: dict[nn.Module, str] = {}
+        first_names: ModuleMap[str] = ModuleMap()
         for name in tree.opened(found):
             first_names.setdefault(tree.modules[name], name)
         if not first_names:
@@ -239,10 +241,10 @@ class SelectedModules(dict[str, nn.Module]):
 
 def _described(module: nn.Module) -> str:
     kind = type(module).__name__
-    if any(True for _ in module.children()):
+    if any(True for _ in children_of(module)):
         return kind
     # Some classes format their arguments over several lines.
-    return f"{kind}({' '.join(module.extra_repr().split())})"
+    return f"{kind}({' '.join(read_extra_repr(module).split())})"
 
 
 class _Place(NamedTuple):
@@ -259,10 +261,10 @@ class _Tree:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.modules = named_submodules(root, remove_duplicate=False)
-        self.names: dict[nn.Module, list[str]] = {}
+        self.names: ModuleMap[list[str]] = ModuleMap()
         for name, each in self.modules.items():
             self.names.setdefault(each, []).append(name)
-        self.places: dict[nn.Module, _Place] = {}
+        self.places: ModuleMap[_Place] = ModuleMap()
         self._widths: Counter[int] = Counter()
         for index, (each, (name, *_)) in enumerate(self.names.items()):
             depth = name.count(".") + 1 if name else 0
@@ -302,10 +304,10 @@ class _Tree:
         found = set(names)
         for name, each in self.modules.items():
             if name in found and is_never_called(each):
-                found |= {f"{name}.{child}" if name else child for child, _ in each.named_children()}
+                found |= {f"{name}.{child}" if name else child for child, _ in children_of(each)}
         return [name for name, each in self.modules.items() if name in found and not is_never_called(each)]
 
-    def at_indices(self, indices: Iterable[int]) -> set[nn.Module]:
+    def at_indices(self, indices: Iterable[int]) -> ModuleSet:
         """Return the modules at these indices."""
         modules = list(self.names)
         for index in indices:
@@ -313,7 +315,7 @@ class _Tree:
                 raise SelectionError(f"no module has the index {index}; the model has {_counted(len(modules))}")
         return self._meant(modules[index] for index in indices)
 
-    def at_labels(self, labels: Iterable[tuple[int, int]]) -> set[nn.Module]:
+    def at_labels(self, labels: Iterable[tuple[int, int]]) -> ModuleSet:
         """Return the modules with these labels."""
         labeled = {place.labels: each for each, place in self.places.items()}
         for label in labels:
@@ -322,8 +324,8 @@ class _Tree:
                 raise SelectionError(f"no module has the label {label}; depth {label[0]} has {there}")
         return self._meant(labeled[label] for label in labels)
 
-    def _meant(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
-        return {self.modules[name] for name in self.opened(self.names[each][0] for each in modules)}
+    def _meant(self, modules: Iterable[nn.Module]) -> ModuleSet:
+        return ModuleSet(self.modules[name] for name in self.opened(self.names[each][0] for each in modules))
 
 
 def _counted(count: int) -> str:

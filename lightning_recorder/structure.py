@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -193,7 +194,34 @@ def _parts_of(kind: type) -> _Parts | None:
 
 
 def _attributes(*names: str) -> _Parts:
-    return lambda value: [(f".{name}", getattr(value, name, None)) for name in names]
+    return lambda value: [(f".{name}", _stored(value, name)) for name in names]
+
+
+def _stored(value: Any, name: str) -> Any:
+    """Return an attribute, from the instance itself if it is there: a property of its class may do anything."""
+    with suppress(AttributeError):  # an object with slots has no dictionary
+        stored = object.__getattribute__(value, "__dict__")
+        if name in stored:
+            return stored[name]
+    kind: type = type(value)
+    if _is_field(kind, name):
+        return getattr(value, name, None)
+    with _foreign_code():
+        return getattr(value, name, None)
+
+
+@lru_cache(maxsize=1024)
+def _is_field(kind: type, name: str) -> bool:
+    """Return True if an attribute is a slot of a class, or a field of a named tuple."""
+    found = inspect.getattr_static(kind, name, None)
+    return type(found) in (MemberDescriptorType, GetSetDescriptorType) or type(found).__name__ == "_tuplegetter"
+
+
+def _foreign_code() -> AbstractContextManager[None]:
+    # Imported only when it is used, since it needs NumPy.
+    from lightning_recorder.internals.random_states import foreign_code
+
+    return foreign_code()
 
 
 def _entries(value: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -202,7 +230,13 @@ def _entries(value: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     seen: Counter[str] = Counter()
-    for key, part in value.items():
+    # A dictionary is read without the methods of its class. Those of any other mapping may draw random numbers.
+    if isinstance(value, dict):
+        pairs = list(dict.items(value))
+    else:
+        with _foreign_code():
+            pairs = list(value.items())
+    for key, part in pairs:
         suffix = _key(key)
         seen[suffix] += 1
         # Unequal keys can have the same text.

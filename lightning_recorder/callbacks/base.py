@@ -23,6 +23,7 @@ from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
 from lightning_recorder.errors import DumpError, check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.page import summary_html
 from lightning_recorder.portable import Lost, Portable, unwrap
 from lightning_recorder.recordings import open_recording
@@ -152,7 +153,7 @@ class RecorderCallback(GuardedCallback):
 
     def _skip_compiled(self, pl_module: LightningModule, modules: dict[str, nn.Module]) -> list[str]:
         """Remove compiled modules if they are to be skipped, and return their names."""
-        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
+        compiled = compiled_modules(pl_module) if self.compiled == "skip" else ModuleSet()
         skipped = [name for name, module in modules.items() if module in compiled]
         for name in skipped:
             del modules[name]

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.internals.module_tree import named_modules_of
 from lightning_recorder.outputs import RunFindings
 from lightning_recorder.sinks import Sink
 
@@ -37,7 +38,7 @@ def findings_of(
         found = _findings[trainer] = RunFindings(
             directory,
             log=rank_zero_info,
-            types={name: type(module).__name__ for name, module in pl_module.named_modules()},
+            types={name: type(module).__name__ for name, module in named_modules_of(pl_module)},
             graph=partial(_graph, weakref.ref(trainer)),  # the trainer must not be kept alive by its own entry
             strict=strict,
         )

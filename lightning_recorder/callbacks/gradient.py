@@ -15,6 +15,7 @@ from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor
 from lightning_recorder.internals.autograd import adds_to, graph_task
+from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
@@ -49,7 +50,7 @@ class _LossPasses:
             return False
         if task != self._known[0]:
             with pause_recording():
-                self._known = task, not any(map(adds_to, self._pl_module.parameters()))
+                self._known = task, not any(map(adds_to, parameters_of(self._pl_module)))
         return self._known[1]
 
 

@@ -13,6 +13,7 @@ from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some
+from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
@@ -205,13 +206,13 @@ class ParameterRecorder(StatisticsCallback):
         return True
 
 
-def _owners(root: nn.Module) -> set[nn.Module]:
+def _owners(root: nn.Module) -> ModuleSet:
     """Return the root and default modules that own a parameter which no earlier one owns.
 
     Unlike for activations, the root is included: its parameters can be read without knowing what a call of it means.
     """
     named = named_submodules(root, remove_duplicate=False)
-    found: set[nn.Module] = set()
+    found = ModuleSet()
     seen: set[int] = set()
     for name in ["", *default_modules(root)]:
         own = {id(parameter) for _, parameter in own_parameters(named[name])}

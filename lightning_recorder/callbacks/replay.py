@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.autograd import has_accumulate_hooks
+from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, named_parameters_of, parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.names import named_submodules
@@ -87,7 +88,7 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
     """
     if any(each.is_changed for each in batches):
         raise ReplayError("the step changed its batch in place")
-    parameters = list(pl_module.parameters())
+    parameters = list(parameters_of(pl_module))
     device = pl_module.device
     for index, kept in enumerate(batches):
         is_last = index == len(batches) - 1
@@ -109,7 +110,7 @@ def _unchanged(
 ) -> Iterator[None]:
     """Restore everything that running a step may change."""
     copies = [(each, each.detach().clone()) for each in parameters]
-    state = ModuleState(nn.Module.modules(pl_module))
+    state = ModuleState(modules_of(pl_module))
     loggers = trainer.loggers
     with ExitStack() as stack:
         # Recorders of this step must not see the replay, but it needs gradients.
@@ -151,8 +152,8 @@ def _run(
     *,
     by_backward: bool,
 ) -> Origin | None:
-    known: dict[str, Tensor] = {f"parameter {name}": each for name, each in pl_module.named_parameters()}
-    known |= {f"buffer {name}": each for name, each in pl_module.named_buffers()}
+    known: dict[str, Tensor] = {f"parameter {name}": each for name, each in named_parameters_of(pl_module)}
+    known |= {f"buffer {name}": each for name, each in named_buffers_of(pl_module)}
     batch = own_copies({"batch": kept.batch})["batch"]
     known |= dict(iter_tensors(batch, "batch"))
     modules = dict(named_submodules(pl_module))

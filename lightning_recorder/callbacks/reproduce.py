@@ -25,6 +25,7 @@ from lightning_recorder.callbacks.replay import Replay, replay
 from lightning_recorder.callbacks.watched_run import Discovery
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.graph import Graph, to_text
+from lightning_recorder.internals.module_tree import named_modules_of, parameters_of
 from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
 
@@ -74,7 +75,7 @@ def save_incident(
 
 def _state_before(pl_module: LightningModule, kept: KeptBatch, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the parameters and buffers from before a batch, by the names of ``state_dict``."""
-    before = {id(each): value for each, value in zip(pl_module.parameters(), parameters, strict=True)}
+    before = {id(each): value for each, value in zip(parameters_of(pl_module), parameters, strict=True)}
     before |= {id(table[name]): value for table, name, value in kept.buffers if table.get(name) is not None}
     state = pl_module.state_dict(keep_vars=True)
     return {name: before.get(id(each), each) for name, each in state.items() if isinstance(each, Tensor)}
@@ -123,7 +124,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "precision": str(trainer.precision),
         "accelerator": str(pl_module.device.type),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "eval": [name for name, module in pl_module.named_modules() if not module.training],
+        "eval": [name for name, module in named_modules_of(pl_module) if not module.training],
         "rank": trainer.global_rank,
         "losses": [repr(float(each)) for each in kept.losses],
         "counters": _counters(pl_module, kept),
@@ -132,7 +133,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
 
 def _counters(pl_module: LightningModule, kept: KeptBatch) -> dict[str, dict[str, int | float]]:
     """Return the attributes of modules that change from batch to batch, such as counts of calls."""
-    names = {id(vars(module)): name for name, module in pl_module.named_modules()}
+    names = {id(vars(module)): name for name, module in named_modules_of(pl_module)}
     found: dict[str, dict[str, int | float]] = {}
     for (owner, key), value in kept.counters:
         if id(owner) in names and math.isfinite(value):

@@ -17,6 +17,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
+from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.selection import SelectedModules
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, StatisticsRecorder
 from lightning_recorder.taps import Tap
@@ -30,12 +31,12 @@ class TensorsCallback(StatisticsCallback):
     """Base class of the recorders of the inputs and outputs of modules, or of their gradients."""
 
     per_call: bool
-    _traced: frozenset[nn.Module] = frozenset()
+    _traced: ModuleSet = ModuleSet()
 
     @override
     def _idle(self) -> dict[str, Any]:
         # The modules that are recorded inside compiled code, and the time of all compilations before the current step.
-        return {**super()._idle(), "_traced": frozenset(), "_compiled_s": 0.0}
+        return {**super()._idle(), "_traced": ModuleSet(), "_compiled_s": 0.0}
 
     def _choose_tensors(self, tensors: object, per_call: object) -> None:
         """Check and keep the arguments of these names."""
@@ -76,19 +77,19 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
-        compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else set()
+        compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else ModuleSet()
         if modules is not None and compiled and self._pipeline.coverage is not None:
             way = self._way_to_record(pl_module, modules, compiled)
             self._pipeline.coverage = self._pipeline.coverage.having(compiled=way)
         return modules
 
-    def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: set[nn.Module]) -> str:
+    def _way_to_record(self, pl_module: LightningModule, modules: SelectedModules, compiled: ModuleSet) -> str:
         """Choose how to record compiled modules, and return this as the receipt has it."""
         if self.compiled == "eager":
             return "eager"
         why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
         if not why:
-            self._traced = frozenset(compiled)
+            self._traced = compiled
             return "inside"
         say = warn if self.compiled == "inside" else rank_zero_info
         say(f"{self} runs compiled code eagerly on recorded steps instead of recording inside it: {why}")

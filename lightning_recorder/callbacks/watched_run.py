@@ -18,6 +18,7 @@ from lightning_recorder.callbacks.trainer import largest_rate, logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.names import named_submodules
@@ -204,7 +205,7 @@ class WatchedRun:
                     self._step.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
             elif self._copies is not None:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
-                self._copies = [each.detach().clone() for each in self._pl_module.parameters()]
+                self._copies = [each.detach().clone() for each in parameters_of(self._pl_module)]
         self._step.optimizer_steps += 1
 
     def _norm(self, gradients: list[Tensor]) -> tuple[Tensor | float, list[Tensor]]:
@@ -346,7 +347,7 @@ class WatchedRun:
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
                 self.unnamed = finding  # another rank may name it
                 return
-        values = copies or ([each.detach() for each in self._pl_module.parameters()] if is_known else None)
+        values = copies or ([each.detach() for each in parameters_of(self._pl_module)] if is_known else None)
         # A bad batch or constant is no consequence of the steps before.
         is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
         self._report(finding if is_given else self._with_rise(finding), reading, batch, values)
@@ -368,7 +369,7 @@ class WatchedRun:
             return None, "in manual optimization, the values must be read before the optimizer steps"
         self._replays += 1
         steps = self._step.optimizer_steps
-        parameters = list(self._pl_module.parameters())
+        parameters = list(parameters_of(self._pl_module))
         with other_values(parameters, copies) if copies else nullcontext():
             found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
         if found.origin is None:
@@ -385,7 +386,7 @@ class WatchedRun:
         if not is_known:
             because = because or "the optimizer had stepped when the values arrived from the device"
             option = _WAIT
-        names = {id(each): name for name, each in self._pl_module.named_parameters()}
+        names = {id(each): name for name, each in named_parameters_of(self._pl_module)}
         bad = [names.get(id(parameter), "") for parameter in _bad_parameters(reading)]
         modules = [name for name in names.values() if name in bad]
         return finding_without_origin(

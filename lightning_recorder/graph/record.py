@@ -16,6 +16,13 @@ from lightning_recorder.graph.capture.capture_call import capture_call
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, checked_device, make_inputs, way_out
 from lightning_recorder.internals.autograd import fake_mode
+from lightning_recorder.internals.module_tree import (
+    buffers_of,
+    modules_of,
+    named_buffers_of,
+    named_parameters_of,
+    parameters_of,
+)
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
@@ -83,11 +90,11 @@ def record(
     # Under the fake mode, inputs made from shapes take no memory.
     with fake or nullcontext():
         args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes, place)
-    tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
-    state = ModuleState(nn.Module.modules(net))
+    tensors = (*parameters_of(net), *buffers_of(net), *(tensor for _, tensor in iter_tensors((args, kwargs))))
+    state = ModuleState(modules_of(net))
     with same_random_numbers({tensor.device for tensor in tensors}), same_gradients(state.parameters.values()):
         try:
-            for module in nn.Module.modules(net) if mode else ():
+            for module in modules_of(net) if mode else ():
                 module.training = mode == "train"
             graph = _fake_graph(net, args, kwargs, fake, costs) if fake else _real_graph(net, args, kwargs, costs)
         except ForwardError as error:
@@ -132,13 +139,13 @@ def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], c
 
 def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, costs: bool) -> Graph:
     """Return the graph of a call in which all parameters, buffers and inputs have shapes but no values."""
-    lazy = [name for name, each in (*net.named_parameters(), *net.named_buffers()) if is_uninitialized(each)]
+    lazy = [name for name, each in (*named_parameters_of(net), *named_buffers_of(net)) if is_uninitialized(each)]
     if lazy:
         raise ArgumentError(
             f"device='meta' needs the shape of {lazy[0]!r}, which is known after the first run of the model"
         )
     stand = _Stand(net, costs)
-    own = {name: fake.from_tensor(tensor) for name, tensor in (*stand.named_parameters(), *stand.named_buffers())}
+    own = {name: fake.from_tensor(tensor) for name, tensor in (*named_parameters_of(stand), *named_buffers_of(stand))}
     copies = own_copies({**dict(enumerate(args)), **kwargs}, fake.from_tensor)
     try:
         with fake:

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
+from lightning_recorder.internals.module_tree import stored_attribute
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "vmap_numel",
+    "without_class",
     "without_functions",
 ]
 
@@ -471,11 +473,24 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
 _WITH_VERSION = (Tensor, nn.Parameter)
 
 
+def without_class(tensor: Tensor) -> Tensor:
+    """Return a tensor of a user's class as a plain one, without calling the methods of the class.
+
+    These may need attributes that a new tensor of the class does not have. A class that implements the operations
+    itself, such as ``DTensor``, holds other values than its memory, so that its tensors stay as they are.
+    """
+    kind = type(tensor)
+    if kind in _WITH_VERSION or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    with DisableTorchFunction():
+        return Tensor.as_subclass(tensor, Tensor)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return any(stored_attribute(module, name) is not None for name in ("_orig_mod", "_compiled_call_impl"))
 
 
 def is_wrapped_for_backward(module: nn.Module) -> bool:
     """Return True if torch wraps the inputs and outputs of a module, because it has backward hooks."""
-    return any(getattr(module, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
+    return any(stored_attribute(module, name) for name in ("_backward_hooks", "_backward_pre_hooks"))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.internals.autograd import MODULE_CALLS, is_compiled
+from lightning_recorder.internals.module_tree import ModuleSet, modules_of, named_modules_of, stored_attribute
 
 __all__ = [
     "CompiledCallObserver",
@@ -146,7 +147,7 @@ def describe_compiled(function: Callable[..., Any]) -> str:
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def compiled_modules(root: nn.Module) -> set[nn.Module]:
+def compiled_modules(root: nn.Module) -> ModuleSet:
     """Return the modules whose calls run compiled code, including all their submodules.
 
     They are compiled by ``torch.compile(module)``, by ``module.compile()``, or as an entire LightningModule. Compiled
@@ -159,13 +160,13 @@ def compiled_modules(root: nn.Module) -> set[nn.Module]:
         ['OptimizedModule', 'ReLU', 'Sequential']
     """
     if "torch._dynamo" not in sys.modules:
-        return set()
-    if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning on a compiled LightningModule
-        return set(nn.Module.modules(root))
-    found: set[nn.Module] = set()
-    for module in nn.Module.modules(root):
+        return ModuleSet()
+    if stored_attribute(root, "_compiler_ctx") is not None:  # set by Lightning on a compiled LightningModule
+        return ModuleSet(modules_of(root))
+    found = ModuleSet()
+    for module in modules_of(root):
         if is_compiled(module):
-            found.update(nn.Module.modules(module))
+            found.update(modules_of(module))
     return found
 
 
@@ -174,11 +175,11 @@ def flex_attention_users(root: nn.Module) -> list[str]:
 
     They are found by the name in the code of their ``forward``, or in the configuration of a transformers model.
     """
-    return [name for name, module in root.named_modules() if _uses_flex_attention(module)]
+    return [name for name, module in named_modules_of(root) if _uses_flex_attention(module)]
 
 
 def _uses_flex_attention(module: nn.Module) -> bool:
-    config: Any = getattr(module, "config", None)
+    config: Any = stored_attribute(module, "config")
     code = getattr(type(module).forward, "__code__", None)
     named = "flex_attention" in getattr(code, "co_names", ())
     return named or getattr(config, "_attn_implementation", None) == "flex_attention"

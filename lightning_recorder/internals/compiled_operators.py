@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.autograd import is_compiled, is_view
+from lightning_recorder.internals.module_tree import ModuleSet, modules_of, named_modules_of, stored_attribute
 
 __all__ = [
     "TraceReceiver",
@@ -225,17 +226,17 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
     """
     if not operators():
         return f"torch {torch.__version__} is older than {'.'.join(map(str, _TESTED))}"
-    is_whole = getattr(root, "_compiler_ctx", None) is not None  # set by Lightning on a compiled LightningModule
-    compiled = {name: each for name, each in root.named_modules() if is_compiled(each)}
+    is_whole = stored_attribute(root, "_compiler_ctx") is not None  # set by Lightning on a compiled LightningModule
+    compiled = {name: each for name, each in named_modules_of(root) if is_compiled(each)}
     for name, each in compiled.items():
         # torch compiles the calls inside such a module one by one, and only those that have hooks. What counts is where
         # its forward method is defined: the class itself may be one that FSDP derives from the user's.
-        if not hasattr(each, "_orig_mod") and type(each).forward.__module__.startswith("torch."):
+        if stored_attribute(each, "_orig_mod") is None and type(each).forward.__module__.startswith("torch."):
             kind = type(each).__name__
             return f"{name!r} is a {kind} on which .compile() was called; use torch.compile(module) for it"
-    wanted = set(modules)
+    wanted = ModuleSet(modules)
     for top in [root] if is_whole else compiled.values():
-        for module in nn.Module.modules(top):
+        for module in modules_of(top):
             if _was_compiled(module, wanted):
                 return (
                     f"{type(module).__name__} was compiled before the hooks were registered, or by a run without this "
@@ -244,10 +245,10 @@ def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
     return ""
 
 
-def _was_compiled(module: nn.Module, wanted: set[nn.Module]) -> bool:
+def _was_compiled(module: nn.Module, wanted: ModuleSet) -> bool:
     """Return True if a method of a module has compiled code that calls wanted modules without their hooks."""
     # The hooks of a module that is itself compiled are called outside of the compiled code.
-    if not any(each in wanted for each in nn.Module.modules(module) if each is not module):
+    if not any(each in wanted for each in modules_of(module) if each is not module):
         return False
     entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
     return any("ACTIVE" not in str(entry.guard_manager) for code in _codes(module) for entry in entries(code))
@@ -255,7 +256,8 @@ def _was_compiled(module: nn.Module, wanted: set[nn.Module]) -> bool:
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:
     """Yield the code of the methods of a module that torch.compile may have compiled."""
-    if hasattr(module, "_orig_mod") and type(module._orig_mod).__module__.startswith("torch."):
+    inner = stored_attribute(module, "_orig_mod")
+    if inner is not None and type(inner).__module__.startswith("torch."):
         wrapper: Any = sys.modules["torch._dynamo.external_utils"]
         yield from (each for each in wrapper.wrap_inline.__code__.co_consts if inspect.iscode(each))
     for kind in type(module).__mro__:

@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_recorder.internals.module_tree import (
+    ModuleSet,
+    children_of,
+    modules_of,
+    own_buffers_of,
+    own_parameters_of,
+    stored_attribute,
+)
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.internals.random_states import foreign_code
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]
+__all__ = ["ModuleState", "own_copies", "read_extra_repr", "same_gradients", "same_random_numbers"]
 
 
 class ModuleState:
@@ -30,7 +40,7 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: dict[int, Tensor] = {}
         """All parameters that were found, by id, including those of modules that are not registered."""
-        self._taken: set[nn.Module] = set()
+        self._taken = ModuleSet()
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -41,10 +51,10 @@ class ModuleState:
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
                 # A ScriptModule has its own tables and exposes no attributes.
-                self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
+                self.parameters |= {id(each): each for each in own_parameters_of(module).values()}
                 if hasattr(module, "training"):  # missing on a frozen TorchScript module
                     self._flags.append((module, module.training))
-                self._keep(module.buffers(recurse=False))
+                self._keep(own_buffers_of(module).values())
             elif not _is_lazy(module):
                 self.take(module)
             else:
@@ -92,7 +102,7 @@ class ModuleState:
                     self._values.setdefault(id(value), (value, value.detach().clone()))
             elif isinstance(value, nn.Module):
                 # A module in a plain list is not a submodule, but may be called like one.
-                for each in nn.Module.modules(value):
+                for each in modules_of(value):
                     if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
                         self.take(each)
             elif isinstance(value, torch.Generator):
@@ -127,6 +137,44 @@ class ModuleState:
                     tensor.data.copy_(values)
         for put_back, state in self._generators.values():
             put_back(state)
+
+
+def read_extra_repr(module: nn.Module) -> str:
+    """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
+    kind = type(module)
+    # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
+    # before it reads the same names from the tables.
+    parametrizations = stored_attribute(module, "parametrizations")
+    if isinstance(parametrizations, nn.Module) and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}":
+        kind = kind.__mro__[1]
+    if kind.extra_repr is nn.Module.extra_repr or isinstance(module, torch.jit.ScriptModule):
+        return ""
+    try:
+        if kind.__module__.partition(".")[0] == "torch":
+            text: object = kind.extra_repr(_stand_in(module, kind))
+        else:
+            state = ModuleState(modules_of(module))
+            try:
+                with pause_recording(), foreign_code():
+                    text = kind.extra_repr(_stand_in(module, kind))
+            finally:
+                state.restore()
+    except Exception:  # noqa: BLE001 - a class may raise anything in its representation
+        return ""
+    return text if isinstance(text, str) else ""
+
+
+def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return the module, or for a parametrized one an object of the class before, with the original tensors."""
+    if type(module) is kind:
+        return module
+    stand: nn.Module = object.__new__(kind)
+    vars(stand).update(vars(module))
+    originals: dict[str, Any] = {}
+    for name, each in children_of(vars(module)["_modules"]["parametrizations"]):
+        originals[name] = next(iter(own_parameters_of(each).values()), None)
+    vars(stand)["_parameters"] = {**vars(module)["_parameters"], **originals}
+    return stand
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

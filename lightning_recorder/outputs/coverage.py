@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+from lightning_recorder.internals.module_tree import modules_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
@@ -193,7 +194,7 @@ class Coverage:
         return "backward passes no longer reach it" if parameter.requires_grad else "frozen, requires_grad is False"
 
     def _is_part(self, name: str) -> bool:
-        return any(each is self.modules[name] for each in nn.Module.modules(self.root))
+        return any(each is self.modules[name] for each in modules_of(self.root))
 
     def without_gradients(self, sites: Collection[Site]) -> list[str]:
         """Return the names of the recorded parameters that had no gradient in any recorded step."""

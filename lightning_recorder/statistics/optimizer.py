@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, warn
+from lightning_recorder.internals.module_tree import modules_of, stored_attribute
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
@@ -289,7 +290,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         found = []
         for name in dict.fromkeys(each.site.name for each in parameters if "buffers" in self.parts):
             for path in RUNNING_STATISTICS:
-                tensor = getattr(self._modules[name], path, None)
+                tensor = stored_attribute(self._modules[name], path)
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and is_own_part(tensor):
                     found.append(_Parameter(Site(name, path), tensor, counts=True))
         return found
@@ -312,7 +313,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
         """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
         theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        present = None if self.root is None else {id(each) for each in nn.Module.modules(self.root)}
+        present = None if self.root is None else {id(each) for each in modules_of(self.root)}
         found = []
         for name, module in self._modules.items():
             # The optimizer may still have the parameters of a module that was replaced.

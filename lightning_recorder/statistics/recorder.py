@@ -11,6 +11,7 @@ from zlib import crc32
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
+from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates
@@ -63,7 +64,7 @@ class BaseStatisticsRecorder(ABC):
         """
         if not self._is_prepared:
             self._is_prepared = True
-            for device in {parameter.device for each in self.modules.values() for parameter in each.parameters()}:
+            for device in {parameter.device for each in self.modules.values() for parameter in parameters_of(each)}:
                 prepare_device(device)
 
     def install(self) -> None:  # noqa: B027 - most recorders record nothing inside compiled code

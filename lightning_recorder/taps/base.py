@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
-from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed
+from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed, without_class
 from lightning_recorder.internals.compiled import (
     EagerStance,
     compiled_owner,
@@ -318,7 +318,7 @@ class Tap(ABC):
             # The values of a tensor inside a functorch transform cannot be read here.
             if not is_transformed(tensor):
                 try:
-                    self._receive(Site(name, path), tensor.detach())
+                    self._receive(Site(name, path), without_class(tensor).detach())
                 except Exception as error:
                     with suppress(AttributeError):  # some errors do not allow new attributes
                         setattr(error, _PATH, path)

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, SelectionError, check_callable
+from lightning_recorder.internals.module_tree import children_of, named_modules_of
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.accumulators import Accumulator, ByteBudget, Fold, Metric, make_accumulator
 from lightning_recorder.selection import Selection, is_of_types
@@ -110,7 +111,7 @@ class Recorder(ABC):
         Raises:
             SelectionError: If no module matches.
         """
-        return self._register(_chosen(list(network.named_children()), types, indices))
+        return self._register(_chosen(list(children_of(network)), types, indices))
 
     def modules(
         self,
@@ -132,7 +133,7 @@ class Recorder(ABC):
         Raises:
             SelectionError: If no module matches.
         """
-        return self._register(_chosen(list(module.named_modules()), types, indices))
+        return self._register(_chosen(list(named_modules_of(module)), types, indices))
 
     def select(self, module: nn.Module, selection: Selection | str | Iterable[str] | None = None) -> Self:
         """Record the modules that a selection, or names and globs, match inside a module.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.autograd import version_of
+from lightning_recorder.internals.module_tree import modules_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
@@ -101,19 +102,19 @@ class StateKeeper:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, *, max_bytes: int = 2**28) -> None:
-        self._parameters = list(module.parameters())
+        self._parameters = list(parameters_of(module))
         self._devices = [device] if device.type != "cpu" else []
         self._copies: dict[tuple[int, str], tuple[Tensor, int | None, Tensor]] = {}
         self._tables = [
             (each._buffers, name)
-            for each in nn.Module.modules(module)
+            for each in modules_of(module)
             if not isinstance(each, torch.jit.ScriptModule)
             for name, buffer in each._buffers.items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = max_bytes
         self._must_copy = False
-        self._counters = Counters(nn.Module.modules(module))
+        self._counters = Counters(modules_of(module))
 
     def keep(self, batch: Any, batch_idx: int, *, step: int, epoch: int) -> KeptBatch:
         """Return the state before a batch."""

@@ -21,6 +21,7 @@ from lightning_recorder.inputs import way_out
 from lightning_recorder.internals.autograd import in_backward, version_of
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.module_tree import buffers_of, parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.names import named_submodules
@@ -361,7 +362,7 @@ def run_without_trace(
     with pause_recording():
         copies = own_copies({**dict(enumerate(args)), **kwargs})
         args, kwargs = tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
-        tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
+        tensors = (*parameters_of(net), *buffers_of(net), *(tensor for _, tensor in iter_tensors((args, kwargs))))
         try:
             with same_gradients(tensors), same_random_numbers({tensor.device for tensor in tensors}), watch:
                 net(*args, **kwargs)

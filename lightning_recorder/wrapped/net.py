@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_recorder.errors import ArgumentError, FlowError, InputError, check_some, warn
 from lightning_recorder.inputs import arguments, checked_depth, checked_device, make_inputs
 from lightning_recorder.internals.autograd import in_backward
+from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.names import named_submodules
 from lightning_recorder.signatures import with_replacements
@@ -213,8 +214,8 @@ class RecordedNet(nn.Module):
     @property
     def recorded_params(self) -> dict[str, nn.Parameter]:
         """The parameters of the recorded modules and of everything below them, each once, by their names in the net."""
-        recorded = {id(each) for module in self.recorded_modules.values() for each in module.parameters()}
-        return {name: each for name, each in self._net.named_parameters() if id(each) in recorded}
+        recorded = {id(each) for module in self.recorded_modules.values() for each in parameters_of(module)}
+        return {name: each for name, each in named_parameters_of(self._net) if id(each) in recorded}
 
     @property
     def activations(self) -> Mapping[Label, Tensor | dict[str, Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_recorder.internals.module_tree import modules_of, own_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
@@ -329,7 +330,7 @@ class SummaryWatch(CallWatch):
         """Return the summary of the observed calls and the net's parameters."""
         labels = self._shown(self.labels(net))
         callers = self._callers(labels)
-        parameters = [each for each in net.parameters() if not is_uninitialized(each)]
+        parameters = [each for each in parameters_of(net) if not is_uninitialized(each)]
         owners = self._owners()
         seen: set[str] = set()
         rows = []
@@ -372,7 +373,7 @@ class SummaryWatch(CallWatch):
         found: dict[int, list[nn.Module]] = {}
         for name in dict.fromkeys([*(call.name for call in self.calls), *self.modules]):
             module = self.modules[name]
-            for each in module.parameters(recurse=False):
+            for each in own_parameters_of(module).values():
                 found.setdefault(id(each), []).append(module)
         return {parameter: modules[0] for parameter, modules in found.items() if len(modules) > 1}
 
@@ -402,8 +403,8 @@ class SummaryWatch(CallWatch):
         module = self.modules[call.name]
         seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
         kernel = getattr(module, "kernel_size", ())
-        parameters = [each for each in module.parameters() if not is_uninitialized(each)]
-        inside = set(map(id, nn.Module.modules(module))) if owners else set()
+        parameters = [each for each in parameters_of(module) if not is_uninitialized(each)]
+        inside = set(map(id, modules_of(module))) if owners else set()
         tied = [each for each in parameters if id(each) in owners and id(owners[id(each)]) not in inside]
         return SummaryRow(
             label=label,

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
+from lightning_recorder.internals.autograd import without_class
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["REENTRANT", "Draft", "GraphBuilder", "described", "interned", "meta_of", "metas_of"]
@@ -337,13 +338,14 @@ def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown."""
+    tensor = without_class(tensor)
     return described(_shape(tensor), tensor.dtype, tensor.device)[0]
 
 
 def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
     """Return the shape, dtype and device of each of several tensors."""
     if len(tensors) == 1:
-        tensor = tensors[0]
+        tensor = without_class(tensors[0])
         shape = tensor.shape if type(tensor) is Tensor and not tensor.is_nested else _shape(tensor)
         return described(shape, tensor.dtype, tensor.device)
     return interned([meta_of(each) for each in tensors])

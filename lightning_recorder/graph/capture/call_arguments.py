@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
+from lightning_recorder.internals.preserve_state import read_extra_repr
 
 __all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_arguments", "prepare"]
 
@@ -147,13 +148,7 @@ def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def describe_module(module: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the settings that a module shows in ``extra_repr``, such as its stride; the first ones have no name."""
-    if type(module).extra_repr is nn.Module.extra_repr:
-        return ()
-    try:
-        text = module.extra_repr()
-    except Exception:  # noqa: BLE001 - a class may raise anything in its representation
-        return ()
-    return _parsed(text)
+    return _parsed(read_extra_repr(module))
 
 
 @lru_cache(4096)

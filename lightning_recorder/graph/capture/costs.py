@@ -15,6 +15,7 @@ from lightning_recorder.graph.capture.function_calls import PLAIN, tensors_in
 from lightning_recorder.graph.capture.origins import TensorOrigins
 from lightning_recorder.graph.model import TensorMeta
 from lightning_recorder.internals.autograd import saved_tensors, vmap_numel
+from lightning_recorder.internals.module_tree import buffers_of, parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import same_random_numbers
 from lightning_recorder.internals.storage import address_of, storage_of
@@ -83,7 +84,7 @@ class Costs:
     def note_saved(self, node: int, results: Iterable[Tensor]) -> None:
         """Add the memory that the part of the backward graph of a node keeps; ``results`` are its outputs."""
         if self._own is None:
-            tensors = (*self._root.parameters(), *self._root.buffers())
+            tensors = (*parameters_of(self._root), *buffers_of(self._root))
             self._own = {address_of(storage) for each in tensors if (storage := storage_of(each)) is not None}
         total = 0
         for each in self._origins.autograd_nodes(results, node):

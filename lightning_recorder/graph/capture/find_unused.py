@@ -10,6 +10,7 @@ from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
+from lightning_recorder.internals.module_tree import children_of
 from lightning_recorder.names import is_metric, named_submodules
 
 __all__ = ["find_unused"]
@@ -115,7 +116,7 @@ def _never_called(
         around = name.rpartition(".")[0]
         unused.add(name)
         # A container without entries has nothing to call. A metric is updated in other steps.
-        empty = type(module).forward is nn.Module.forward and not any(module.children())
+        empty = type(module).forward is nn.Module.forward and not any(children_of(module))
         if around not in unused and not empty and not is_metric(module):
             yield name
 

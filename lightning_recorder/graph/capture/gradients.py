@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import GraphBuilder
 from lightning_recorder.graph.capture.origins import TensorOrigins
 from lightning_recorder.internals.autograd import versions_of
+from lightning_recorder.internals.module_tree import parameters_of
 
 __all__ = ["Gradients"]
 
@@ -45,7 +46,7 @@ class Gradients:
     def note_backward(self, node: int) -> None:
         """Remember which parameters have no gradient when a backward pass begins, and the gradients of the others."""
         self._before = dict(self._present())
-        for each in self._root.parameters():
+        for each in parameters_of(self._root):
             if each.grad is None and (name := self._name(each)) is not None:
                 self._reset[name] = node
 
@@ -55,7 +56,7 @@ class Gradients:
 
     def _present(self) -> Iterator[tuple[str, tuple[int, int | None]]]:
         """Yield the name of each parameter that has a gradient, with the id and the version of the gradient."""
-        for each in self._root.parameters():
+        for each in parameters_of(self._root):
             if each.grad is not None and (name := self._name(each)) is not None:
                 yield name, (id(each.grad), versions_of([each.grad])[0])
 
@@ -66,7 +67,7 @@ class Gradients:
     def note_zeroed(self, tensors: Iterable[Tensor]) -> None:
         """Remember the parameters whose gradients are filled with zeros."""
         zeroed = set(map(id, tensors))
-        for each in self._root.parameters():
+        for each in parameters_of(self._root):
             if id(each.grad) in zeroed and (name := self._name(each)) is not None:
                 self._reset[name] = len(self._builder.nodes)
 
@@ -106,7 +107,7 @@ class Gradients:
 
     def _title(self, optimizer: str, names: list[str]) -> str:
         """Return the class of an optimizer, with the parts of the model that it updates if it does not update all."""
-        others = [name for each in self._root.parameters() if (name := self._name(each)) not in names]
+        others = [name for each in parameters_of(self._root) if (name := self._name(each)) not in names]
         if not names or not others:
             return optimizer
         parts = _common(names)

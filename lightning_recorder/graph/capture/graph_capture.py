@@ -36,6 +36,7 @@ from lightning_recorder.internals.compiled import (
 )
 from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.module_tree import ModuleSet, named_modules_of, stored_attribute
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.names import named_submodules, without_wrappers
 
@@ -99,8 +100,8 @@ class GraphCapture:
         eager: bool = True,
     ) -> None:
         self._is_compiled = False
-        self._left_out = set() if eager else compiled_modules(module)
-        while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
+        self._left_out = ModuleSet() if eager else compiled_modules(module)
+        while isinstance(inner := stored_attribute(module, _WRAPPERS.get(type(module).__name__, "")), nn.Module):
             self._is_compiled = self._is_compiled or _is_compiled(type(module))
             module = inner
         self.module = module
@@ -145,7 +146,7 @@ class GraphCapture:
     def _begin(self) -> None:
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
-        found = dict(self.module.named_modules())
+        found = dict(named_modules_of(self.module))
         self._is_compiled = self._is_compiled or any(map(_is_compiled, set(map(type, found.values()))))
         self._recording.name_modules(without_wrappers(found))
         # If torch._dynamo is not imported, nothing is compiled yet.

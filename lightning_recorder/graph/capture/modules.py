@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.parameters import is_initialized
 from lightning_recorder.graph.model import Kind
+from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, named_parameters_of, parameters_of
 from lightning_recorder.names import named_submodules
 
 __all__ = ["ModelNames", "is_fused", "is_opaque"]
@@ -72,7 +73,7 @@ class ModelNames:
     def of_stranger(self, module: nn.Module) -> str | None:
         """Give a name to a called module that has none, and return it; ``None`` if it must stay unnamed."""
         # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
-        wraps = any(each is not module and self.of(each) is not None for each in nn.Module.modules(module))
+        wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
         if isinstance(module, torch.jit.ScriptModule) or wraps:
             return None
         self._welcome(type(module).__name__, module)
@@ -145,7 +146,10 @@ class ModelNames:
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
         if isinstance(module, torch.jit.ScriptModule):
-            own = [("parameter", module.named_parameters("", False)), ("buffer", module.named_buffers("", False))]
+            own = [
+                ("parameter", named_parameters_of(module, recurse=False)),
+                ("buffer", named_buffers_of(module, recurse=False)),
+            ]
         elif module._buffers:
             own = [("parameter", module._parameters.items()), ("buffer", module._buffers.items())]
         else:
@@ -221,7 +225,7 @@ def is_fused(module: nn.Module) -> bool:
     """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
     if module.training or not isinstance(module, _FUSED):
         return False
-    return not (torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters()))
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters_of(module)))
 
 
 def is_opaque(module: nn.Module) -> bool:

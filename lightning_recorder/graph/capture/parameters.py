@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
+from lightning_recorder.internals.module_tree import modules_of, own_parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["around", "count", "count_below", "count_own", "is_initialized", "note_used"]
@@ -27,7 +28,7 @@ def is_initialized(parameter: Tensor) -> bool:
 def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
-        return list(module.parameters(recurse=False))
+        return list(own_parameters_of(module).values())
     return [each for each in module._parameters.values() if each is not None]
 
 
@@ -38,7 +39,7 @@ def count_own(module: nn.Module) -> int:
 
 def count_below(module: nn.Module) -> int:
     """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-    found = {id(each): each for inner in nn.Module.modules(module) for each in own_parameters(inner)}
+    found = {id(each): each for inner in modules_of(module) for each in own_parameters(inner)}
     return count(found.values())
 
 

@@ -25,6 +25,7 @@ from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
+from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import held_tensors, iter_tensors
 
@@ -261,7 +262,7 @@ class StepRecording:
         if unseen:
             self._opaque.add(call)
             whole = is_opaque(module)
-            used = list(module.parameters()) if whole else self._origins.behind(unseen)
+            used = list(parameters_of(module)) if whole else self._origins.behind(unseen)
             if whole:
                 # No submodule calls are observed, so this call counts all of the parameters.
                 self._called.note_hidden(call, count(used))

@@ -1,0 +1,196 @@
+"""The modules, parameters and buffers of a model, read without its code.
+
+A class may override ``named_modules``, ``parameters``, ``__getattr__``, ``__hash__`` or a property. Such code may draw
+random numbers, change buffers or raise, and a recorder must not cause that. The functions here read the tables that
+``nn.Module`` keeps in the instance. Only TorchScript modules, which have no such tables, are asked themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ModuleMap",
+    "ModuleSet",
+    "buffers_of",
+    "children_of",
+    "modules_of",
+    "named_buffers_of",
+    "named_modules_of",
+    "named_parameters_of",
+    "own_buffers_of",
+    "own_parameters_of",
+    "parameters_of",
+    "stored_attribute",
+]
+
+
+Value = TypeVar("Value")
+
+
+def _table(module: nn.Module, name: str) -> Iterable[tuple[str, Any]]:
+    """Return the entries of a table of a module; none if its class has not called ``nn.Module.__init__``."""
+    if isinstance(module, torch.jit.ScriptModule):
+        own: Any = {
+            "_parameters": lambda: module.named_parameters(recurse=False),
+            "_buffers": lambda: module.named_buffers(recurse=False),
+            "_modules": module.named_children,
+        }[name]()
+        return list(own)
+    return list((_attributes(module).get(name) or {}).items())
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    """Return the attributes of an instance, even if its class has a ``__dict__`` or ``__getattribute__`` of its own."""
+    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    return found
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of ``named_children()``, each module once."""
+    seen: set[int] = set()
+    for name, child in _table(module, "_modules"):
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield name, child
+
+
+def named_modules_of(
+    module: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``named_modules()`` of ``nn.Module`` yields, in its order."""
+    yield from _below(module, prefix, set() if remove_duplicate else None)
+
+
+def _below(module: nn.Module, name: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
+    if seen is not None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield name, module
+    for part, child in _table(module, "_modules"):
+        if child is not None:
+            yield from _below(child, f"{name}.{part}" if name else part, seen)
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``modules()``, beginning with the module itself."""
+    return [each for _, each in named_modules_of(module)]
+
+
+def _named_tensors(
+    module: nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
+) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    modules = named_modules_of(module, prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, module)]
+    for around, each in modules:
+        for name, tensor in _table(each, table):
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield f"{around}.{name}" if around else name, tensor
+
+
+def named_parameters_of(
+    module: nn.Module, prefix: str = "", *, recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what ``named_parameters()`` of ``nn.Module`` yields."""
+    return _named_tensors(module, "_parameters", prefix, recurse, remove_duplicate)
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module and its submodules, each once."""
+    return [each for _, each in named_parameters_of(module)]
+
+
+def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are registered on a module itself, each once."""
+    return dict(named_parameters_of(module, recurse=False))
+
+
+def named_buffers_of(module: nn.Module, prefix: str = "", *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield what ``named_buffers()`` of ``nn.Module`` yields."""
+    return _named_tensors(module, "_buffers", prefix, recurse, True)
+
+
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of a module and its submodules, each once."""
+    return [each for _, each in named_buffers_of(module)]
+
+
+def own_buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are registered on a module itself, each once."""
+    return dict(named_buffers_of(module, recurse=False))
+
+
+def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
+    """Return an attribute that an object or its class stores; a property or ``__getattr__`` is not evaluated."""
+    if isinstance(owner, torch.jit.ScriptModule):
+        return getattr(owner, name, default)
+    try:
+        attributes = _attributes(owner)
+    except AttributeError:  # an object with slots
+        attributes = {}
+    if name in attributes:
+        return attributes[name]
+    for table in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
+        if name in (attributes.get(table) or {}):
+            return attributes[table][name]
+    found = inspect.getattr_static(type(owner), name, default)
+    # What has a ``__get__``, such as a property, is code, and is computed from the instance.
+    return default if hasattr(type(found), "__get__") else found
+
+
+class ModuleMap(MutableMapping[nn.Module, Value]):
+    """A dictionary whose keys are modules by identity, since a class may define ``__eq__`` and ``__hash__``."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[nn.Module, Value]] = {}
+
+    def __getitem__(self, module: nn.Module) -> Value:
+        return self._items[id(module)][1]
+
+    def __setitem__(self, module: nn.Module, value: Value) -> None:
+        self._items[id(module)] = module, value
+
+    def __delitem__(self, module: nn.Module) -> None:
+        del self._items[id(module)]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (module for module, _ in self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class ModuleSet(MutableSet[nn.Module]):
+    """A set of modules by identity, since a class may define ``__eq__`` and ``__hash__``."""
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._modules = {id(each): each for each in modules}
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._modules
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def add(self, value: nn.Module) -> None:
+        """Add a module."""
+        self._modules[id(value)] = value
+
+    def discard(self, value: nn.Module) -> None:
+        """Remove a module, if it is in the set."""
+        self._modules.pop(id(value), None)
+
+    def update(self, modules: Iterable[nn.Module]) -> None:
+        """Add several modules."""
+        self._modules.update((id(each), each) for each in modules)

@@ -1,0 +1,287 @@
+"""Code of the user that the training does not call: it may draw, change a buffer or raise, and changes nothing."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader
+
+from lightning_recorder import Outputs, default_recorders, open_recording
+
+ROOT = str(Path(__file__).parents[2] / "lightning_recorder")
+
+
+def is_ours() -> bool:
+    """Return True if the code around a method of this file was called by the package, directly or through torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path != __file__ and "/torch/" not in path and "<string>" not in path:
+            return path.startswith(ROOT)
+        if path == __file__ and frame.f_code.co_name in ("forward", "training_step", "configure_optimizers"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def draw(module: Any) -> None:
+    """Draw a random number."""
+    torch.randn(3)
+
+
+def write(module: Any) -> None:
+    """Change a buffer that the forward pass uses."""
+    for each in (vars(module)["_buffers"].values()) if isinstance(module, nn.Module) else ():
+        each.add_(0.5)
+
+
+def fail(module: Any) -> None:
+    """Raise what nobody expects."""
+    raise KeyError("foreign")
+
+
+HARMS: dict[str, Callable[[Any], None]] = {"draws": draw, "writes": write, "raises": fail}
+
+
+def hostile(method: str, harm: Callable[[Any], None]) -> nn.Module:
+    """Return a layer that does harm in one method when the package calls it."""
+    base: Any = getattr(nn.Linear, method, None)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours():
+            harm(self)
+        if method == "extra_repr":
+            return "foreign"
+        if base is None:
+            raise AttributeError(args[0] if args else method)
+        return base(self, *args, **kwargs)
+
+    value: Any = property(called) if method in ("running_mean", "weight_mask", "kernel_size") else called
+    kind = type("Hostile", (Layer,), {method: value})
+    if method == "__eq__":
+        setattr(kind, "__hash__", nn.Module.__hash__)  # noqa: B010 - a class that defines __eq__ has no hash
+    made: nn.Module = kind()
+    return made
+
+
+class Layer(nn.Linear):
+    """A linear layer with a buffer and noise."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2) + self.get_buffer("shift")
+
+
+METHODS = (
+    "extra_repr",
+    "__repr__",
+    "__getattr__",
+    "__hash__",
+    "__eq__",
+    "named_parameters",
+    "parameters",
+    "named_buffers",
+    "buffers",
+    "named_modules",
+    "modules",
+    "named_children",
+    "children",
+    "get_submodule",
+    "running_mean",
+    "kernel_size",
+)
+
+
+class Answer(Mapping[str, Any]):
+    """An output that does harm when its items are read."""
+
+    def __init__(self, harm: Callable[[Any], None] | None, value: Tensor) -> None:
+        self.harm, self.value = harm, value
+
+    def __getitem__(self, key: str) -> Any:
+        if self.harm is not None and is_ours():
+            self.harm(self)
+        return self.value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["value"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Answering(nn.Linear):
+    """A layer whose output is a mapping."""
+
+    def __init__(self, harm: Callable[[Any], None] | None) -> None:
+        super().__init__(6, 6)
+        self.harm = harm
+
+    def forward(self, x: Tensor) -> Any:
+        return Answer(self.harm, super().forward(x))
+
+
+class Labeled(Tensor):
+    """A tensor with labels, which its methods need and a new tensor of the class does not have."""
+
+    labels: tuple[str, ...]
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]  # torch has an attribute
+        if len(self.labels):
+            return super().shape
+        return None
+
+    def detach(self) -> Any:
+        found = super().detach()
+        found.labels = self.labels
+        return found
+
+
+class Labeling(nn.Linear):
+    """A layer that returns a tensor with labels."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = super().forward(x).as_subclass(Labeled)
+        found.labels = ("a",)
+        labeled: Tensor = found
+        return labeled
+
+
+class Task(LightningModule):
+    """Layers in a row, with noise."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.layers = nn.ModuleList(layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = nn.functional.dropout(self.first(batch), 0.1)
+        for layer in self.layers:
+            y: Any = layer(x)
+            x = y["value"] if isinstance(y, Answer) else y.as_subclass(Tensor)
+        loss: Tensor = self.last(x).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in (*self._own(),) if each.requires_grad], lr=0.05)
+
+    def _own(self) -> Iterator[nn.Parameter]:
+        for module in (self.first, self.last, *self.layers):
+            yield from nn.Module.parameters(module)
+
+
+def fit(make: Callable[[], list[nn.Module]], folder: Path | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Train for four steps, all of them recorded if a folder is given; return the state and a random number."""
+    seed_everything(1, verbose=False)
+    task = Task(*make())
+    recorders: list[Callback] = []
+    if folder:
+        recorders += default_recorders(every_n_train_steps=1, outputs=Outputs(report=False))
+    trainer = Trainer(
+        max_steps=4,
+        logger=CSVLogger(folder, name="", version="") if folder else False,
+        accelerator="cpu",
+        callbacks=recorders,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(task, DataLoader(list(torch.randn(8, 6)), batch_size=2))  # type: ignore[arg-type]  # a list is fine
+    return dict(nn.Module.state_dict(task)), torch.rand(1)
+
+
+def assert_equal(one: tuple[dict[str, Tensor], Tensor], other: tuple[dict[str, Tensor], Tensor]) -> None:
+    """Compare two fits bit by bit."""
+    assert one[0].keys() == other[0].keys()
+    differing = [name for name in one[0] if not torch.equal(one[0][name], other[0][name])]
+    assert (differing, torch.equal(one[1], other[1])) == ([], True)
+
+
+def recorded(folder: Path) -> dict[str, set[str]]:
+    """Return the names of the recorded modules of each recorder."""
+    recording = open_recording(folder)
+    (run,) = (recording[name] for name in recording)
+    return {label: {name for name, _ in run[label].sites} for label in run if label != "watch"}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_foreign_methods_change_nothing(harm: str, tmp_path: Path) -> None:
+    """Training is bitwise the same, and every module is recorded, whatever the methods of some layers do."""
+
+    def make() -> list[nn.Module]:
+        return [*(hostile(method, HARMS[harm]) for method in METHODS), Layer()]
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
+    for names in recorded(tmp_path).values():
+        assert {"first", "last", *(f"layers.{number}" for number in range(len(METHODS) + 1))} <= names
+    assert (tmp_path / "recorder" / "graph.json").exists()
+
+
+@pytest.mark.parametrize("harm", ["draws", "raises"])
+def test_mappings_of_the_user(harm: str, tmp_path: Path) -> None:
+    """Reading the items of an output draws no number of the training, and an error costs this module only."""
+
+    def make() -> list[nn.Module]:
+        return [Answering(HARMS[harm]), Layer()]
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
+    for names in recorded(tmp_path).values():
+        assert {"first", "last", "layers.1"} <= names
+
+
+def test_tensors_of_a_class_whose_methods_need_attributes(tmp_path: Path) -> None:
+    """They are recorded like plain tensors."""
+
+    def make() -> list[nn.Module]:
+        return [Labeling(), Layer()]
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
+    names = recorded(tmp_path)
+    assert {"first", "last", "layers.0", "layers.1"} <= names["activations"]
+    assert {"first", "last", "layers.0", "layers.1"} <= names["gradients"]
+
+
+class Counting(nn.Module):
+    """A parametrization with a running buffer, as spectral norm has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.get_buffer("calls")
+        calls += 1
+        return x * (1 + 0.01 * calls)
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(6, 6), lambda: parametrizations.spectral_norm(nn.Linear(6, 6))])
+def test_parametrized_layers_are_evaluated_by_the_model_only(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """The representation of a layer evaluates its bias, and so its parametrization, unless it is read otherwise."""
+
+    def make() -> list[nn.Module]:
+        layer = kind()
+        parametrize.register_parametrization(layer, "bias", Counting())
+        return [layer]
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
