@@ -20,7 +20,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("privacy",),
     ("bins", "errors", "fonts", "graph.unused", "notebook", "switch", "version"),
-    ("disk", "portable", "signatures", "structure", "temporary"),
+    ("disk", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),
     ("names",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),

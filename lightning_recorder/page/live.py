@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, RecorderError, describe_error
+from lightning_recorder.errors import ArgumentError, describe_error
 from lightning_recorder.names import closest_names
 from lightning_recorder.page.data import page_data, site_data
 from lightning_recorder.page.html import encoded, page_html
@@ -181,7 +181,7 @@ class PageServer:
                 return (
                     (HTTPStatus.NO_CONTENT, "text/plain", "") if text is None else (HTTPStatus.OK, "text/plain", text)
                 )
-        except (RecorderError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - a browser gets the reason, and the next request may succeed
             return HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", describe_error(error)
         return HTTPStatus.NOT_FOUND, "text/plain", "not found"
 
@@ -191,7 +191,7 @@ class PageServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, kind, text = answer(self.path, self.headers.get("Host", ""))
-                body = text.encode()
+                body = text.encode(errors="replace")
                 self.send_response(status)
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
