@@ -81,8 +81,8 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
             text = page.text(names, request.args.get("after", ""))
             return Response(status=204) if text is None else Response(text, content_type="text/plain")
         except Exception as error:  # noqa: BLE001 - a browser gets the reason, and the next request may succeed
-            text = describe_error(error).encode(errors="replace")
-            return Response(text, status=500, content_type="text/plain")
+            reason = describe_error(error).encode(errors="replace")
+            return Response(reason, status=500, content_type="text/plain")
 
     def _opened(self) -> LivePage:
         if self._page is None:

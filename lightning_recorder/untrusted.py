@@ -44,7 +44,8 @@ def check_fields(made: Any) -> None:
     Raises:
         TypeError: Names the class and the field.
     """
-    for name, check in _checks(type(made)):
+    kind: Any = type(made)
+    for name, check in _checks(kind):
         if not check(getattr(made, name)):
             raise TypeError(f"{name} of a {type(made).__name__.lower()} has a wrong value")
 
@@ -60,7 +61,7 @@ def is_finite(value: object) -> bool:
 
 
 @cache
-def _checks(kind: type[Any]) -> list[tuple[str, _Check]]:
+def _checks(kind: Any) -> list[tuple[str, _Check]]:
     hints = get_type_hints(kind)
     return [(each.name, _check_of(hints[each.name])) for each in fields(kind) if each.name != "modules"]
 
@@ -83,8 +84,9 @@ def _check_of(hint: Any) -> _Check:
         key, entry = map(_check_of, inner)
         return lambda value: isinstance(value, Mapping) and all(key(name) and entry(value[name]) for name in value)
     if is_dataclass(hint):
+        kind: Any = hint
         return lambda value: (
-            isinstance(value, hint) and all(check(getattr(value, name)) for name, check in _checks(hint))
+            isinstance(value, kind) and all(check(getattr(value, name)) for name, check in _checks(kind))
         )
     return lambda value: type(value) is hint
 
