@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from lightning_recorder.privacy import hide_secrets
+
 __all__ = [
     "ArgumentError",
     "DumpError",
@@ -264,9 +266,9 @@ def imported(name: str, value: object) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the class and the text of an error, or only the class if its ``__str__`` raises."""
+    """Return the class and the text of an error, without secrets, or only the class if its ``__str__`` raises."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return str(hide_secrets(f"{type(error).__name__}: {error}"))
     except Exception:  # noqa: BLE001 - an error's own __str__ may raise anything
         return type(error).__name__
 

@@ -11,7 +11,7 @@ from tensorboard.plugins import base_plugin
 from typing_extensions import override
 from werkzeug.wrappers import Request, Response
 
-from lightning_recorder.errors import RecorderError, describe_error
+from lightning_recorder.errors import describe_error
 
 if TYPE_CHECKING:
     from lightning_recorder.page.live import LivePage
@@ -80,8 +80,9 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
                 return Response(page.site(dict(request.args.lists())), content_type="text/plain")
             text = page.text(names, request.args.get("after", ""))
             return Response(status=204) if text is None else Response(text, content_type="text/plain")
-        except (RecorderError, OSError) as error:
-            return Response(describe_error(error), status=500, content_type="text/plain")
+        except Exception as error:  # noqa: BLE001 - a browser gets the reason, and the next request may succeed
+            reason = describe_error(error).encode(errors="replace")
+            return Response(reason, status=500, content_type="text/plain")
 
     def _opened(self) -> LivePage:
         if self._page is None:

@@ -18,8 +18,9 @@ ROOT = Path(lightning_recorder.__file__).parent
 
 # From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("bins", "errors", "fonts", "graph.unused", "notebook", "switch", "version"),
-    ("disk", "portable", "signatures", "structure", "temporary"),
+    ("privacy",),
+    ("bins", "errors", "fonts", "graph.unused", "internals.random_states", "notebook", "switch", "version"),
+    ("disk", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),
     ("names",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),

@@ -22,10 +22,12 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.replay import Replay, replay
+from lightning_recorder.callbacks.run_settings import logged_hparams
 from lightning_recorder.callbacks.watched_run import Discovery
-from lightning_recorder.errors import RecorderError
+from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
 from lightning_recorder.internals.module_tree import named_modules_of, parameters_of
+from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
 
@@ -111,7 +113,12 @@ def _graph_up_to(trainer: Trainer, module: str) -> str:
 def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) -> dict[str, Any]:
     """Return the settings of a run that are needed to run one of its steps again, as JSON values."""
     kind = type(pl_module)
-    hparams = {name: value for name, value in dict(pl_module.hparams).items() if _is_plain(value)}
+    # A secret is left out, so that the model gets its default instead of a wrong one.
+    hparams = {
+        name: value
+        for name, value in logged_hparams(pl_module).items()
+        if _is_plain(value) and hide_secrets(value, name) == value
+    }
     file = None
     with suppress(TypeError, OSError):
         file = str(Path(inspect.getfile(kind)).resolve())
@@ -163,7 +170,8 @@ def make_model(folder: Path) -> LightningModule:
         model: LightningModule = found(**about["hparams"])
     except Exception as error:
         raise RecorderError(
-            f"the model {about['module']}.{about['name']} cannot be made: {error}. Make it in replay.py"
+            f"the model {about['module']}.{about['name']} cannot be made: {describe_error(error)}. Make it in "
+            "replay.py: secrets, and hyperparameters that are not logged, are not in incident.json"
         ) from error
     return model
 

@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.statistics import batch_fingerprint
 
-__all__ = ["BatchFingerprints", "run_settings"]
+__all__ = ["BatchFingerprints", "logged_hparams", "run_settings"]
 
 _MOST_GROUPS = 8
 _LONGEST = 200  # characters of a value
@@ -30,20 +31,27 @@ def run_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]
 
     Returns:
         A dictionary with ``trainer``, ``optimizers`` (the class and the groups of each), ``data``, ``seeds`` and
-        ``hparams``. A part that cannot be read is left out.
+        ``hparams``. A part that cannot be read is left out, and secrets are hidden.
     """
     parts: dict[str, Callable[[], Any]] = {
         "trainer": lambda: _trainer(trainer),
         "optimizers": lambda: [_optimizer(each) for each in trainer.optimizers],
         "data": lambda: _data(trainer.train_dataloader),
         "seeds": lambda: {"seed_everything": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.random.initial_seed()},
-        "hparams": lambda: {str(key): each for key, each in pl_module.hparams.items() if _is_plain(each)},
+        "hparams": lambda: {name: _plain(each) for name, each in logged_hparams(pl_module).items() if _is_plain(each)},
     }
     found = {}
     for name, read in parts.items():
         with suppress(Exception):  # a trainer of another version, or an unusual loader
-            found[name] = read()
+            found[name] = hide_secrets(read())
     return found
+
+
+def logged_hparams(pl_module: LightningModule) -> dict[str, Any]:
+    """Return the hyperparameters that the loggers may have: none after ``save_hyperparameters(logger=False)``."""
+    # Lightning has no public name for this.
+    is_logged = getattr(pl_module, "_log_hyperparams", False)
+    return {str(name): value for name, value in pl_module.hparams.items()} if is_logged else {}
 
 
 def _trainer(trainer: Trainer) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     out.write(f"{server.address}\nThe page follows the run; Ctrl-C ends the server.\n")
     out.flush()
     if not arguments.no_browser:
-        webbrowser.open(server.address)
+        webbrowser.open(server.address_to_open_once())
     server.serve()
     return 0
 

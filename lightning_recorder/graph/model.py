@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.unused import Unused
+from lightning_recorder.untrusted import check_fields
 
 __all__ = ["Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
 
@@ -429,7 +430,9 @@ class Graph:
             edges = tuple(map(_edge, data["edges"]))
             unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
             graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused=unused)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            for each in (*nodes, *edges, graph):
+                check_fields(each)
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
         there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
@@ -439,8 +442,6 @@ class Graph:
 
 
 def _node(data: Mapping[str, Any]) -> Node:
-    if data["kind"] not in get_args(Kind):
-        raise ValueError(f"{data['kind']!r} is no kind of a node")
     given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
     tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
     words = {key: tuple(data.get(key, ())) for key in ("autograd", "tied", "members")}

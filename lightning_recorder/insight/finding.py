@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.untrusted import check_fields
 
 __all__ = [
     "FINDINGS_FORMAT",
@@ -50,6 +51,9 @@ USUAL_UNTIL = "usual_until"
 Severity = Literal["critical", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 """The severities, the worst first. A note describes something that is usually intended, so a run is healthy with it."""
+
+_RANKS: dict[str, int] = {each: place for place, each in enumerate(SEVERITIES)}
+_RANK_OF_OTHERS = SEVERITIES.index("warning")  # of a severity of a later version
 
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -147,6 +151,8 @@ def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
 def findings_from_json(data: Any) -> list[Finding]:
     """Return the findings for the output of :func:`findings_to_json`.
 
+    A rule or a severity that this version does not know is kept.
+
     Raises:
         ArgumentError: If the data has another format.
     """
@@ -154,7 +160,7 @@ def findings_from_json(data: Any) -> list[Finding]:
         raise ArgumentError(f"expected findings of the format {FINDINGS_FORMAT!r}")
     try:
         return [_finding(each) for each in data["findings"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ArgumentError(f"these are no findings written by lightning_recorder: {error!r}") from error
 
 
@@ -239,7 +245,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     begun = min((each.numbers.get(USUAL_UNTIL, each.first_step) for each in warnings), default=math.inf)
     effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
     causes = [each for each in watched if each not in effects]
-    return sorted([*causes, *others, *effects], key=lambda each: SEVERITIES.index(each.severity))
+    return sorted([*causes, *others, *effects], key=lambda each: _RANKS.get(each.severity, _RANK_OF_OTHERS))
 
 
 def _joined(spike: Finding, gradients: Finding) -> Finding:
@@ -263,7 +269,14 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     if trace is not None:
         steps, values = tuple(trace["steps"]), tuple(map(_number, trace["values"]))
         known["trace"] = Trace(trace["recorder"], trace["statistic"], steps, values, trace.get("module", ""))
-    return Finding(**known)
+        check_fields(replace(known["trace"], values=()))
+        if len(steps) != len(values):
+            raise ValueError("a trace has not one value for each step")
+    found = Finding(**known)
+    if not isinstance(found.severity, str):
+        raise TypeError("the severity is not a string")
+    check_fields(replace(found, severity="note", numbers={}, trace=None))
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recorder.disk import attempt, readable_size
-from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.errors import DumpError, describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
 from lightning_recorder.schedule import Reduce, Sampling
@@ -20,6 +20,7 @@ from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
+from lightning_recorder.untrusted import read_json
 
 __all__ = [
     "RECEIPT",
@@ -164,10 +165,10 @@ def write_receipt(directory: Path, label: str, entry: Mapping[str, Any]) -> None
     with _LOCK:
         path = directory / RECEIPT
         try:
-            others = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            others = read_json(path)
+        except (OSError, DumpError):
             others = {}
-        text = _readable({**others, label: entry}, depth=3) + "\n"
+        text = _readable({**(others if isinstance(others, dict) else {}), label: entry}, depth=3) + "\n"
         attempt(path, len(text), partial(_write, path, text))
 
 

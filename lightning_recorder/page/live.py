@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, RecorderError, describe_error
+from lightning_recorder.errors import ArgumentError, describe_error
 from lightning_recorder.names import closest_names
 from lightning_recorder.page.data import page_data, site_data
 from lightning_recorder.page.html import encoded, page_html
@@ -25,6 +25,8 @@ __all__ = ["LivePage", "PageServer"]
 
 _ADDRESS = "127.0.0.1"
 _LAST_PORT = 65535
+_LONGEST_WAIT_S = 10.0  # for the next bytes of a request, and for a browser to take those of an answer
+_MOST_CONNECTIONS = 32
 _WATCHED = ("records/*.jsonl", "graph.json", "receipt.json")
 
 
@@ -133,9 +135,8 @@ class PageServer:
         limit: The number of bytes for all statistics; the rest of a layer is sent when it is opened.
 
     Raises:
-        ArgumentError: If the port is no number from 0 to 65535.
+        ArgumentError: If the port is no number from 0 to 65535, or is taken.
         DumpError: If nothing was recorded there.
-        OSError: If the port is taken.
     """
 
     def __init__(self, paths: Sequence[str | Path], port: int = 0, limit: int = 10_000_000) -> None:
@@ -144,13 +145,27 @@ class PageServer:
         self._page = LivePage(paths, limit)
         self._page.data()  # an error is raised here and not in the browser
         self._token = secrets.token_urlsafe(16)
-        self._server = ThreadingHTTPServer((_ADDRESS, port), self._handler())
-        self._server.daemon_threads = True
+        self._once: list[str] = []
+        try:
+            self._server = _Server((_ADDRESS, port), self._handler())
+        except OSError as error:
+            raise ArgumentError(
+                f"port {port} cannot be used ({error.strerror}): choose another one with --port, or leave it out for "
+                "any that is free"
+            ) from error
 
     @property
     def address(self) -> str:
         """The address of the page, with the secret."""
         return f"http://{_ADDRESS}:{self._server.server_port}/{self._token}/"
+
+    def address_to_open_once(self) -> str:
+        """Return an address without the secret that leads to the page, at its first use only.
+
+        The address that a browser is started with can be read by all users of the machine, in the list of processes.
+        """
+        self._once.append(secrets.token_urlsafe(16))
+        return f"http://{_ADDRESS}:{self._server.server_port}/{self._once[-1]}"
 
     def serve(self) -> None:
         """Answer requests until :meth:`close` is called."""
@@ -163,9 +178,16 @@ class PageServer:
 
     def _answer(self, path: str, host: str) -> tuple[HTTPStatus, str, str]:
         """Return status, type and text of the answer to a request."""
-        address = urlsplit(path)
+        try:
+            address = urlsplit(path)
+        except ValueError:  # such as "http://["
+            return HTTPStatus.BAD_REQUEST, "text/plain", "bad request"
         parts = address.path.split("/")
         hosts = (f"{_ADDRESS}:{self._server.server_port}", f"localhost:{self._server.server_port}")
+        if host in hosts and address.path[1:] in self._once:
+            with suppress(ValueError):  # another request may use it at the same time
+                self._once.remove(address.path[1:])
+                return HTTPStatus.OK, "text/html", f'<meta http-equiv="refresh" content="0;url={self.address}">'
         # The name of another site that leads to this machine must not reach the data.
         if host not in hosts or len(parts) != 3 or not hmac.compare_digest(parts[1].encode(), self._token.encode()):
             return HTTPStatus.NOT_FOUND, "text/plain", "not found"
@@ -181,7 +203,7 @@ class PageServer:
                 return (
                     (HTTPStatus.NO_CONTENT, "text/plain", "") if text is None else (HTTPStatus.OK, "text/plain", text)
                 )
-        except (RecorderError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - a browser gets the reason, and the next request may succeed
             return HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", describe_error(error)
         return HTTPStatus.NOT_FOUND, "text/plain", "not found"
 
@@ -189,16 +211,18 @@ class PageServer:
         answer = self._answer
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = _LONGEST_WAIT_S
+
             def do_GET(self) -> None:
                 status, kind, text = answer(self.path, self.headers.get("Host", ""))
-                body = text.encode()
+                body = text.encode(errors="replace")
                 self.send_response(status)
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
-                with suppress(ConnectionError):  # the browser needs the answer no more
+                with suppress(OSError):  # the browser needs the answer no more
                     self.end_headers()
                     self.wfile.write(body)
 
@@ -207,3 +231,35 @@ class PageServer:
                 """Keep the terminal free: the address holds the secret."""
 
         return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    """A server with a limit of connections, which prints no tracebacks."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    @override
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a connection that breaks is no error of the user."""

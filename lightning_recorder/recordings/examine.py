@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_recorder.errors import DumpError, describe_error
+from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import (
     STATISTICS,
     Examination,
@@ -23,6 +22,7 @@ from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row
 from lightning_recorder.recordings.vectors import calls_of
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
+from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
     from lightning_recorder.recordings.recording import Run
@@ -57,9 +57,9 @@ def _watched(run: Run) -> list[Finding]:
     for path in run.directory.glob("incidents/*/finding.json"):
         if is_inside(path, run.log_dir):
             try:
-                found += findings_from_json(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError) as error:
-                raise DumpError(f"{path} cannot be read: {describe_error(error)}") from error
+                found += findings_from_json(read_json(path))
+            except ArgumentError as error:
+                raise DumpError(f"{path} cannot be read: {error}") from error
     return sorted(found, key=lambda each: each.first_step)
 
 

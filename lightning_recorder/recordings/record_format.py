@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lightning_recorder.recordings.packed_counts import from_base64, packed_counts, to_base64
 from lightning_recorder.taps import Site
+from lightning_recorder.untrusted import is_finite, is_whole
 
 __all__ = [
     "FORMAT",
@@ -392,6 +393,19 @@ def _check_about(about: dict[str, Any]) -> None:
     _text(about.setdefault("stage", "train"))
     if about.setdefault("loader", None) is not None:
         _whole(about["loader"])
+    _whole(about.get("ranks", 1))
+    if not all(isinstance(group, dict) and is_whole(group.get("parameters", 0)) for group in about.get("groups") or ()):
+        raise TypeError("a parameter group is not described")
+    limit = about.get("gradient_clip_val")
+    if limit is not None and not isinstance(limit, str) and not is_finite(limit):
+        raise TypeError("a limit is not a number")
+    for name in ("calls", "order"):
+        if not all(map(is_whole, about.get(name) or ())):
+            raise TypeError("a call is not a number")
+    if not all(
+        isinstance(each, list) and all(isinstance(text, str) for text in each) for each in about.get("diverged") or ()
+    ):
+        raise TypeError("a site has no name")
 
 
 def _number(value: object) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
 from lightning_recorder.recordings.history import History
 from lightning_recorder.recordings.record_format import FORMATS, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.recordings.series import Series
+from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
@@ -25,7 +25,7 @@ __all__ = ["Recording", "Run", "open_recording"]
 
 _GROUPS = ("activations", "gradients", "parameters")
 _LONGEST_HEADER = 1 << 16  # bytes
-_LONGEST_JSON = 1 << 28  # bytes of a graph or a receipt
+_DEEPEST_NODE = 200  # modules inside each other; the views of a graph call themselves for each level
 _DEEPEST = 8  # folder levels between the given folder and that of a run
 
 
@@ -333,14 +333,7 @@ class Run:
 
     def _json(self, name: str) -> Any:
         path = self.directory / name
-        if not is_inside(path, self.log_dir):
-            return None
-        try:
-            if path.stat().st_size > _LONGEST_JSON:
-                raise DumpError(f"{path} is larger than any that this package writes")
-            return json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise DumpError(f"{path} cannot be read: {describe_error(error)}") from error
+        return read_json(path) if is_inside(path, self.log_dir) else None
 
     @property
     def dumps(self) -> list[DumpEntry]:
@@ -402,15 +395,13 @@ def _order(group: str, label: str) -> tuple[int, str]:
 
 
 def _check_graph(graph: Graph) -> None:
-    """Raise an error for a graph with a node before its parent, which includes every cycle, or with mistyped fields."""
-    seen: set[int | None] = {None}
+    """Raise an error for a graph with a node before its parent, which includes every cycle, or that is too deep."""
+    depths: dict[int | None, int] = {None: -1}
     for place, node in enumerate(graph.nodes):
-        if node.parent not in seen or (place and node.parent is None) or not isinstance(node.id, int):
+        if node.parent not in depths or (place and node.parent is None):
             raise ValueError("a node comes before its parent")
-        if not all(isinstance(text, str) for text in (node.kind, node.name, node.type_name, node.scope, node.source)):
-            raise TypeError("a name is not a string")
-        if not all(isinstance(number, int) for number in (node.depth, node.call, node.parameters, node.repeats)):
-            raise TypeError("a number is not numeric")
-        seen.add(node.id)
-    if len(seen) <= len(graph.nodes):
+        depths[node.id] = depths[node.parent] + 1
+        if depths[node.id] != node.depth or node.depth > _DEEPEST_NODE:
+            raise ValueError(f"a node is at depth {node.depth}")
+    if len(depths) <= len(graph.nodes):
         raise ValueError("two nodes have the same number")

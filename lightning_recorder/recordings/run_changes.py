@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.recordings.name_map import NameMap
 from lightning_recorder.recordings.recording import Run
 
@@ -149,7 +150,7 @@ def _recorded(run: Run, label: str) -> Iterator[Mapping[str, Any]]:
     for session in run[label].sessions:
         settings = session.about.get("settings")
         if isinstance(settings, dict):
-            yield settings
+            yield hide_secrets(settings)  # those of version 0.1 have secrets
 
 
 def _of_groups(groups: object, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_recorder.disk import attempt, readable_size
 from lightning_recorder.dumps import can_hold, file_bytes, read_tensors, write_tensors
-from lightning_recorder.errors import DumpError
+from lightning_recorder.errors import DumpError, describe_error
 from lightning_recorder.insight import Finding, findings_to_json
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.temporary import write_whole
+from lightning_recorder.untrusted import is_finite, is_whole, read_json
 from lightning_recorder.watch.kept import KeptBatch
 
 __all__ = ["Incident", "read_incident", "write_finding", "write_incident"]
@@ -146,20 +147,46 @@ def read_incident(folder: Path) -> Incident:
         DumpError: If a file is damaged, or the batch was not written.
         FileNotFoundError: If there is no such folder.
     """
+    about = read_json(folder / _ABOUT)
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        raise DumpError(f"{folder / _ABOUT} was not written by lightning_recorder")
+    left_out = about.get("left_out")
+    if isinstance(left_out, dict) and "batch" in left_out:
+        raise DumpError(f"{folder} has no batch: {left_out['batch']}")
     try:
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DumpError(f"{folder / _ABOUT} is damaged: {error}") from error
-    if about.get("format") != _FORMAT:
-        raise DumpError(f"{folder} was not written by lightning_recorder")
-    if "batch" in about["left_out"]:
-        raise DumpError(f"{folder} has no batch: {about['left_out']['batch']}")
+        _check(about)
+        return _incident(folder, about)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, DumpError):
+            raise
+        raise DumpError(f"{folder / _ABOUT} is damaged: {describe_error(error)}") from error
+
+
+def _incident(folder: Path, about: dict[str, Any]) -> Incident:
     path = folder / _BATCH
     tensors = read_tensors(path, _FORMAT)[0] if path.exists() else {}
     states = read_tensors(folder / _RANDOM, _FORMAT)[0]
     path = folder / _PARAMETERS
     state = read_tensors(path, _FORMAT)[0] if path.exists() else None
     return Incident(about, _rebuilt(about["batch"], tensors), RandomStates.of(states, about["random"]), state)
+
+
+def _check(about: Mapping[str, Any]) -> None:
+    """Raise if the contents of ``incident.json`` are not those that :func:`write_incident` writes."""
+    if not all(isinstance(about["model"][name], str) for name in ("module", "name")):
+        raise TypeError("the class of the model is not named")
+    if not isinstance(about["model"]["hparams"], dict) or not isinstance(about["model"]["file"], (str, type(None))):
+        raise TypeError("the model is described wrongly")
+    numbers = ("step", "epoch", "batch_idx", "global_step", "accumulate_grad_batches")
+    if not all(is_whole(about[name]) and about[name] >= 0 for name in numbers):
+        raise TypeError("a number is not whole")
+    if not all(isinstance(about[name], str) for name in ("precision", "accelerator")):
+        raise TypeError("a setting of the trainer is not a string")
+    if not isinstance(about["eval"], list) or not all(isinstance(name, str) for name in about["eval"]):
+        raise TypeError("the modules in eval mode are not named")
+    counters = about.get("counters", {})
+    if not all(map(is_finite, (value for values in counters.values() for value in values.values()))):
+        raise TypeError("a counter is not a number")
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

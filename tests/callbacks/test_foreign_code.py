@@ -147,7 +147,7 @@ class Labeled(Tensor):
         return None
 
     def detach(self) -> Any:
-        found = super().detach()
+        found: Any = super().detach()
         found.labels = self.labels
         return found
 

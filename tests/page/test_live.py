@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import json
 import shutil
+import socket
 import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+import webbrowser
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -19,11 +22,14 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from lightning_recorder.commands import view
 from lightning_recorder.errors import DumpError
+from lightning_recorder.page import live
 from lightning_recorder.page.live import PageServer
 from lightning_recorder.recordings import RecordWriter, SiteRecord
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.browser.server import tensorboard
+from tests.commands.console import run as command
 from tests.page.test_data import written
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
@@ -125,6 +131,87 @@ def test_nothing_recorded_is_an_error_at_once(tmp_path: Path) -> None:
     """A folder without a recording is refused before there is a server."""
     with pytest.raises(DumpError, match="nothing was recorded"):
         PageServer([tmp_path])
+
+
+def sent(server: PageServer, request: bytes) -> bytes:
+    """Return the whole answer to the bytes of a request, until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", urllib.parse.urlsplit(server.address).port), timeout=60) as connection:
+        connection.sendall(request)
+        parts = iter(lambda: connection.recv(65536), b"")
+        return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GARBAGE", b"400"),
+        (b"GET http://[ HTTP/1.1", b"400"),
+        (b"GET /\xff\xfe HTTP/1.1", b"404"),
+        (b"GET / HTTP/9.9", b"505"),
+        (b"POST / HTTP/1.1", b"501"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"414"),
+        (b"GET {secret}site?run=run&recorder=activations&loader=" + b"9" * 5000 + b" HTTP/1.1", b"500"),
+        (b"GET {secret}data?run=%ED%A0%80 HTTP/1.1", b"500"),
+    ],
+    ids=lambda value: value[:20].decode("latin-1"),
+)
+def test_a_malformed_request_gets_a_status(
+    request_line: bytes, status: bytes, server: PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A malformed request is answered with a status, prints nothing, and the next request works."""
+    address = urllib.parse.urlsplit(server.address)
+    line = request_line.replace(b"{secret}", address.path.encode())
+    answer = sent(server, line + f"\r\nHost: {address.netloc}\r\n\r\n".encode())
+    assert status in answer.partition(b"\r\n")[0] + answer[:300]
+    assert asked(server.address).status == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_half_requests_end_and_connections_are_limited(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Connections beyond the limit are closed at once, those of half a request in time, and then the server answers."""
+    monkeypatch.setattr(server._server.RequestHandlerClass, "timeout", 0.5)
+    where = ("127.0.0.1", urllib.parse.urlsplit(server.address).port)
+    half = [socket.create_connection(where, timeout=60) for _ in range(live._MOST_CONNECTIONS + 8)]
+    for each in half:
+        with contextlib.suppress(ConnectionError):  # one beyond the limit
+            each.sendall(b"GET / HTT")
+    for each in half:
+        with contextlib.suppress(ConnectionError):
+            assert each.recv(100) == b""
+        each.close()
+    assert asked(server.address).status == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_time_limit_of_a_request_is_set(server: PageServer) -> None:
+    """A connection that sends nothing ends after ten seconds."""
+    assert vars(server._server.RequestHandlerClass)["timeout"] == 10.0
+
+
+def test_a_taken_port_is_named_with_the_fix(server: PageServer, tmp_path: Path) -> None:
+    """The error has the port and the option that chooses another one, and the exit status is 2."""
+    port = urllib.parse.urlsplit(server.address).port
+    said = command("view", tmp_path / "run", "--port", port, "--no-browser")
+    assert (said.status, said.err.count("\n")) == (2, 1)
+    assert f"port {port} cannot be used" in said.err
+    assert "choose another one with --port" in said.err
+
+
+def test_the_browser_is_started_without_the_secret(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that the browser is started with, which all users can list, leads to the page once and then not."""
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(view, "PageServer", lambda *args, **options: server)
+    monkeypatch.setattr(server, "serve", lambda: None)
+    assert command("view", "run").status == 0
+    (address,) = opened
+    secret = urllib.parse.urlsplit(server.address).path.strip("/")
+    assert secret not in address
+    assert f"url={server.address}" in asked(address).read().decode()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        asked(address)
 
 
 @needs_browser

@@ -13,6 +13,7 @@ from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
 from lightning_recorder.internals.preserve_state import read_extra_repr
+from lightning_recorder.privacy import hide_secrets
 
 __all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_arguments", "prepare"]
 
@@ -91,14 +92,16 @@ def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
         named["index"] = _Omitted(_index(named["index"]))
     pairs = {**named, **kwargs}.items()
     return tuple(
-        (name, _shown(value))
+        (name, _shown(value, name))
         for name, value in pairs
         if value is not None and value is not _TENSOR and name not in _WITHOUT_EFFECT
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, name: str = "") -> str:
     text = str(value) if type(value).__module__ == "torch" else repr(value)
+    if "'" in text or '"' in text:
+        text = str(hide_secrets(text, name))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
@@ -157,8 +160,10 @@ def _parsed(text: str) -> tuple[tuple[str, str], ...]:
     # The address of an object differs in each run.
     text = re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
     pairs = [re.fullmatch(r"(?:([A-Za-z_]\w*)=)?(.*)", part.strip(), re.DOTALL) for part in _split(text)]
-    found = [(each[1] or "", each[2][:_LONGEST]) for each in pairs if each is not None and each[2]]
-    return tuple(pair for pair in found if pair[0] not in _WITHOUT_EFFECT)
+    found = [(each[1] or "", each[2]) for each in pairs if each is not None and each[2]]
+    return tuple(
+        (name, str(hide_secrets(value, name))[:_LONGEST]) for name, value in found if name not in _WITHOUT_EFFECT
+    )
 
 
 def _split(text: str) -> Iterator[str]:
