@@ -323,6 +323,12 @@ class StepWatch(RecorderCallback):
 
     @guarded
     @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._run is not None:  # a run that is killed later and resumes here has no other record of these steps
+            self._run.save()
+
+    @guarded
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.flush()
