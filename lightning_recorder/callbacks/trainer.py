@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
 from lightning_recorder.disk import attempt
-from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.errors import warn
 from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecorder
 
 __all__ = [
@@ -120,25 +120,14 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
     return directory
 
 
-def make_directory(directory: Path | None, *, name: str, strict: bool, quiet: bool = False) -> Path | None:
-    """Create a folder, and return it unless that fails. A full disk is no failure, as it may have room later.
+def make_directory(directory: Path | None, *, strict: bool) -> None:
+    """Create a folder, if the run has one. After a failure, which gives one warning, each write tries it again.
 
-    Args:
-        directory: The folder, if the run has one.
-        name: The name of the recorder in the warning about a failure.
-        strict: Raise the error instead of warning.
-        quiet: Do not warn, because another recorder of the run does.
+    Raises:
+        OSError: If ``strict``, unless the disk is full.
     """
-    try:
-        if directory is not None:
-            attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
-    except OSError as error:
-        if strict:
-            raise
-        if not quiet:
-            warn(f"{name} writes no files, because their folder cannot be created: {describe_error(error)}")
-        return None
-    return directory
+    if directory is not None:
+        attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True), strict=strict)
 
 
 def _has_folder_of_run(logger: Logger) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.recordings import RecordSchema, RecordWriter, records_path
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
 from lightning_recorder.taps import Site
@@ -91,16 +90,12 @@ class StepSeries:
 
     def _write(self, rows: list[_Row]) -> None:
         if self._writer is not None:
-            try:
-                if not self._has_begun:  # with the first step, so that a run without any leaves no file
-                    self._has_begun = True
-                    self._writer.begin(label=self._label, group=self._label)
-                self._writer.write_numbers(
-                    _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
-                )
-            except OSError as error:
-                self._writer = None
-                warn(f"the loss and the gradient norm are no longer recorded: {describe_error(error)}")
+            if not self._has_begun:  # with the first step, so that a run without any leaves no file
+                self._has_begun = True
+                self._writer.begin(label=self._label, group=self._label)
+            self._writer.write_numbers(
+                _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
+            )
         if self._sink is not None:
             for step, _, loss, norm in rows:
                 if self._is_logged(step):

@@ -20,7 +20,8 @@ def read_until(folder: Path, count: int) -> list[int]:
         if path.exists() and path.read_bytes().count(b"\n") > count:  # and a header
             break
         time.sleep(0.01)
-    return open_recording(folder)["watch"].steps
+    steps: list[int] = open_recording(folder)["watch"].steps
+    return steps
 
 
 def test_a_step_is_written_without_another_one(tmp_path: Path) -> None:
