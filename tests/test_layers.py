@@ -19,7 +19,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 # From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("bins", "errors", "fonts", "graph.unused", "notebook", "switch", "version"),
-    ("disk", "portable", "signatures", "structure", "temporary"),
+    ("disk", "folder_lock", "portable", "signatures", "structure", "temporary"),
     ("internals",),
     ("names",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),
