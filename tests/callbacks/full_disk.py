@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,17 @@ class Net(LightningModule):
 
 
 class Mounted(Callback):
-    """The system mounts the disk read-only at one step, as after an error, and writable at a later step."""
+    """The disk is read-only from one step on, until a later one."""
 
     def __init__(self, disk: Path, recorder: ActivationRecorder) -> None:
         self.disk, self.recorder = disk, recorder
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        mode = {20: "ro", 40: "rw"}.get(trainer.global_step)
-        if mode is None:
-            return
-        _ = self.recorder.latest  # waits for pending writes
-        command = ["mount", "-o", f"remount,{mode}", str(self.disk)]
-        while subprocess.run(command, check=False, capture_output=True).returncode:
-            time.sleep(0.01)  # a file is being written
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs"]  # over the disk: files of it are open for writing
+        command = {20: mount, 40: ["umount"]}.get(trainer.global_step)
+        if command is not None:
+            _ = self.recorder.latest  # waits for pending writes
+            subprocess.run([*command, str(self.disk)], check=True)
 
 
 class Neighbor(Callback):
