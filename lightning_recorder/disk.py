@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 
 from lightning_recorder.errors import warn
 
@@ -21,7 +22,7 @@ __all__ = [
     "has_room",
     "is_full",
     "readable_size",
-    "warn_of_full",
+    "warn_of_error",
 ]
 
 RESERVE_BYTES = 2**28
@@ -32,6 +33,10 @@ UNKNOWN_BYTES = 2**20
 
 _VARIABLE = "LIGHTNING_RECORDER_DISK_RESERVE"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FIXES = {
+    _FULL: ". Free some space, or raise the quota or the limit of file sizes",
+    (errno.EROFS, errno.EACCES, errno.EPERM): ". Make the folder writable, or choose another one",
+}
 
 _WARNED: set[int | str] = set()
 _LOCK = threading.Lock()
@@ -72,43 +77,46 @@ def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
     return False
 
 
-def attempt(path: str | Path, nbytes: int, write: Callable[[], object]) -> bool:
+def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, strict: bool = False) -> bool:
     """Write if the disk has room, and return True if the write succeeded.
 
-    A write that fails because of a full disk, an exhausted quota or the file size limit is skipped in the same way,
-    with the same single warning per disk and run.
+    A write that the operating system refuses is skipped, too: the disk may be full after all, a network file system may
+    be away for a while, or the folder may be read-only. The caller tries again with its next write. There is a single
+    warning per disk and run.
 
     Args:
         path: The file or folder to write; it need not exist.
         nbytes: The size of the write in bytes.
         write: The function that writes; it must not leave partial output when it raises.
+        strict: Raise errors, except that of a full disk.
 
     Raises:
-        OSError: If writing fails for another reason.
+        OSError: If ``strict``, or if the error has no ``errno``, so that it does not come from the operating system.
     """
     if not has_room(path, nbytes):
         return False
     try:
         write()
     except OSError as error:
-        if not is_full(error):
+        if error.errno is None or (strict and not is_full(error)):
             raise
-        warn_of_full(path, error)
+        warn_of_error(path, error)
         return False
     return True
 
 
-def is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> TypeGuard[OSError]:
     """Return True if an error means that the disk, the quota or the file size limit is exhausted."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-def warn_of_full(path: str | Path, error: BaseException) -> None:
-    """Warn about such an error, once per disk and run."""
+def warn_of_error(path: str | Path, error: OSError) -> None:
+    """Warn about an error of the operating system, once per disk and run."""
     if _is_news(_existing(Path(path))):
+        fix = next((text for numbers, text in _FIXES.items() if error.errno in numbers), "")
         warn(
-            f"lightning_recorder could not write to {path}: {error}. Training continues. Records are lost "
-            "until writing works again. Free some space, or raise the quota or the limit of file sizes"
+            f"lightning_recorder could not write to {path}: [Errno {error.errno}] {error.strerror}. Training "
+            f"continues. Records are lost until writing works again{fix}"
         )
 
 

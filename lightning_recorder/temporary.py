@@ -28,8 +28,9 @@ _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 _LOCK = "lock"
 _FOREIGN_AGE_S = 24 * 3600
 
-# Folders that each process has cleaned before its first write.
+# Folders that each process has cleaned before its first write. To clean one again only takes the time to list it.
 _cleaned: set[tuple[int, Path]] = set()
+_MOST_CLEANED = 256
 
 
 class TemporaryFolder:
@@ -81,6 +82,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         OSError: If the file cannot be written. An existing file is left unchanged.
     """
     if (os.getpid(), path.parent) not in _cleaned:
+        if len(_cleaned) >= _MOST_CLEANED:  # a process may fit many times, each time in other folders
+            _cleaned.clear()
         _cleaned.add((os.getpid(), path.parent))
         remove_leftovers(path.parent)
     temporary, file = _make(path.parent)

@@ -32,6 +32,14 @@ _LONGEST = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Build the C code before the first test, so that all tests compute with the same code."""
+    from lightning_recorder.reductions.kernels.fused import prepare
+
+    prepare(wait=True)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first. Without `--no-loadscope-reorder`, xdist puts those with the most tests first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_a_disk_that_cannot_be_read_counts_as_free(tmp_path: Path, monkeypatch: 
 
 
 def test_an_append_that_fails_changes_nothing(tmp_path: Path) -> None:
-    """An append that meets a full disk leaves the file unchanged; other errors are raised."""
+    """An append that meets a full disk leaves the file unchanged."""
     path = tmp_path / "folder" / "a"
     assert append(path, b"12345\n") == 6
     with files_up_to(8):
@@ -79,8 +80,42 @@ def test_an_append_that_fails_changes_nothing(tmp_path: Path) -> None:
         "are lost until writing works again. Free some space, or raise the quota or the limit of file sizes"
     )
     assert path.read_bytes() == b"12345\n"
-    with pytest.raises(IsADirectoryError):
-        attempt(tmp_path, 1, lambda: append(tmp_path, b"1"))
+
+
+def refuse(number: int | None) -> None:
+    """Fail as the operating system does."""
+    raise OSError(number, os.strerror(number)) if number else OSError("not of the system")
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EIO, ""),
+        (errno.ESTALE, ""),
+        (errno.EROFS, ". Make the folder writable, or choose another one"),
+        (errno.EACCES, ". Make the folder writable, or choose another one"),
+    ],
+)
+def test_a_write_that_is_refused(number: int, fix: str, tmp_path: Path) -> None:
+    """A refused write is skipped, all of a run give one warning, and a later write succeeds."""
+    done: list[int] = []
+    (message,) = warnings_by(lambda: [attempt(tmp_path / "a", 1, lambda: refuse(number)) for _ in range(3)])
+    assert message == (
+        f"lightning_recorder could not write to {tmp_path / 'a'}: [Errno {number}] {os.strerror(number)}. Training "
+        f"continues. Records are lost until writing works again{fix}"
+    )
+    assert attempt(tmp_path / "a", 1, lambda: done.append(1))
+    assert done == [1]
+
+
+def test_errors_that_are_raised(tmp_path: Path) -> None:
+    """With ``strict``, all errors but that of a full disk are raised; an error of another origin always is."""
+    with pytest.raises(OSError, match="Input/output error"):
+        attempt(tmp_path, 1, lambda: refuse(errno.EIO), strict=True)
+    with pytest.raises(OSError, match="not of the system"):
+        attempt(tmp_path, 1, lambda: refuse(None))
+    with pytest.warns(RecorderWarning, match="No space left"):
+        assert not attempt(tmp_path, 1, lambda: refuse(errno.ENOSPC), strict=True)
 
 
 def test_a_line_ends_one_that_was_left_unfinished(tmp_path: Path) -> None:

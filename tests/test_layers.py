@@ -20,7 +20,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("privacy",),
     ("bins", "errors", "fonts", "graph.unused", "internals.random_states", "notebook", "switch", "version"),
-    ("disk", "portable", "signatures", "structure", "temporary", "untrusted"),
+    ("disk", "folder_lock", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),
     ("names",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),

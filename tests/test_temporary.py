@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_recorder import temporary
 from lightning_recorder.temporary import TemporaryFolder, remove_leftovers, write_whole
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks that end with a process")
@@ -218,3 +219,12 @@ def test_a_whole_file_has_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").touch()
     write_whole(tmp_path / "whole.txt", lambda file: file.write(b"text"))
     assert (tmp_path / "whole.txt").stat().st_mode == (tmp_path / "plain.txt").stat().st_mode
+
+
+def test_many_folders_take_no_more_memory(tmp_path: Path) -> None:
+    """A process that writes to ever more folders, such as those of 200 fits, does not remember all of them."""
+    for number in range(600):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_whole(folder / "file", lambda file: file.write(b"1"))
+    assert 0 < len(temporary._cleaned) <= 256

@@ -20,7 +20,14 @@ from lightning_recorder import disk
 from lightning_recorder.callbacks.arguments import check_compiled, check_name, check_names, checked_sinks, labels
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.messages import Silence
-from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
+from lightning_recorder.callbacks.trainer import (
+    claimed_directory,
+    exclusive_directory,
+    logged_step,
+    recorder_directory,
+    release_directory,
+    running_function,
+)
 from lightning_recorder.errors import DumpError, check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.module_tree import ModuleSet
@@ -263,6 +270,7 @@ class RecorderCallback(GuardedCallback):
             warn(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
         find = exclusive_directory if self._is_from_environment else recorder_directory
         directory = find(trainer) if trainer.world_size > 1 or not is_switched_off() else None
+        directory = claimed_directory(trainer, directory, self)
         if is_switched_off():
             self._say_switched_off(trainer)
             self._stay_away(trainer)
@@ -318,6 +326,7 @@ class RecorderCallback(GuardedCallback):
             self._report_silences(trainer)
             self._release(trainer)
         finally:
+            release_directory(trainer, self)
             self._trainer = None
             for name in (*SET_BY_LIGHTNING, "state_key"):
                 self.__dict__.pop(name, None)

@@ -214,6 +214,7 @@ class TensorDumper(RecorderCallback):
             max_upload_bytes=outputs.max_upload_bytes,
             name=str(self),
             quiet=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set in Trainer.__init__
+            strict=self.strict,
         )
         buffers = BufferPool()
         self._dumps = TensorDumps(folder, self.at, self._event, buffers=buffers, name=str(self), strict=self.strict)
@@ -285,7 +286,7 @@ class TensorDumper(RecorderCallback):
             self._ran_eagerly = len(names)
             say_ran_eagerly(trainer, names)
             directory, label = self._rank_zero_directory(trainer), self.label(trainer)
-            write_ran_eagerly(directory, label, self._step or 0, names, name=str(self))
+            write_ran_eagerly(directory, label, self._step or 0, names)
 
     @override
     def _before_evaluation(self, trainer: Trainer) -> None:

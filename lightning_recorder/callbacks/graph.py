@@ -304,9 +304,11 @@ class GraphRecorder(RecorderCallback):
             self._leave_capture()
             self._keep(trainer, graph, broken=broken)
             say_ran_eagerly(trainer, names)
-            write_ran_eagerly(self._rank_zero_directory(trainer), self.name, self._step, names, name=str(self))
-        elif self._output is not None and (self._output.picture is None or self._output.picture.done()):
-            self._show(0.0)
+            write_ran_eagerly(self._rank_zero_directory(trainer), self.name, self._step, names)
+        elif self._output is not None:
+            self._output.retry()
+            if not self._output.is_waiting and (self._output.picture is None or self._output.picture.done()):
+                self._show(0.0)
 
     def _keep(self, trainer: Trainer, graph: Graph, *, broken: bool = False) -> None:
         # A step that computed nothing, because training_step returned None at once, is not shown. After an error of the
@@ -328,6 +330,8 @@ class GraphRecorder(RecorderCallback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave_capture()
+        if self._output is not None:
+            self._output.retry(at_once=True)
 
     @guarded
     @override

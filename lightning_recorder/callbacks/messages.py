@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recorder.callbacks.trainer import logged_step
-from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.errors import warn
 from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.outputs import write_receipt
 from lightning_recorder.recordings import records_path
@@ -188,7 +188,7 @@ def say_compiled(trainer: Trainer, before_s: float, after_s: float) -> None:
         rank_zero_info(f"compiling the recorded step: {seconds:.1f} s")
 
 
-def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Collection[str], *, name: str) -> None:
+def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Collection[str]) -> None:
     """Write the names of compiled code that ran eagerly to ``receipt.json``, for a recorder without a receipt.
 
     Args:
@@ -196,13 +196,9 @@ def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Coll
         label: The label of the recorder in the file.
         step: The recorded step.
         names: The names; nothing is written if there are none.
-        name: The name of the recorder in warnings.
     """
     if names and directory is not None:
-        try:
-            write_receipt(directory, label, {"step": step, "ran_eagerly": list(names)})
-        except OSError as error:
-            warn(f"{name} could not write its receipt: {describe_error(error)}")
+        write_receipt(directory, label, {"step": step, "ran_eagerly": list(names)})
 
 
 def warn_of_unmerged(name: str, extra: Iterable[object]) -> None:

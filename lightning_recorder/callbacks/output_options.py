@@ -146,6 +146,7 @@ def consumers(
     shown: bool,
     limit: DrawingTime,
     findings: Callable[[], Sequence[Finding]] = tuple,
+    strict: bool = False,
 ) -> list[RecordConsumer]:
     """Return the consumers that receive the records of a run.
 
@@ -162,6 +163,7 @@ def consumers(
         shown: True if a sink can show pictures.
         limit: The limit of the time for drawings.
         findings: A function that returns the findings so far, which the pictures mark.
+        strict: Raise the errors of files that cannot be written.
     """
     folder = DumpFolder(
         label,
@@ -172,12 +174,15 @@ def consumers(
         max_upload_bytes=outputs.max_upload_bytes,
         name=called,
         quiet=not shown,
+        strict=strict,
     )
     dumps.begin(folder)
     found: list[RecordConsumer] = [dumps]
     if outputs.records and directory is not None:
-        file = RecordFile(directory, label, group=group, name=name, ranks=ranks, settings=results.settings)
-        found.append(file)
+        settings = results.settings
+        found.append(
+            RecordFile(directory, label, group=group, name=name, ranks=ranks, settings=settings, strict=strict)
+        )
     if outputs.plots and shown:
         found.append(
             Plotter(

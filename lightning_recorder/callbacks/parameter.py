@@ -46,7 +46,7 @@ class ParameterRecorder(StatisticsCallback):
 
     - ``parameters/<module>/weight/<statistic>``: the values before the step;
     - ``weight.grad``: the gradient that the optimizer uses: unscaled, accumulated, reduced across ranks, and before
-      clipping;
+      clipping; for LBFGS, which evaluates it several times, that of the first evaluation, at the values before it;
     - ``weight.update``: the change of the values in the step;
     - ``weight.exp_avg`` and so on: the optimizer state;
     - ``running_mean`` and ``running_var``: the running statistics of a normalization layer whose parameters the

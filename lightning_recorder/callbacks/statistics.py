@@ -155,7 +155,8 @@ class StatisticsCallback(ResumingCallback):
         modules, error, is_first = None, None, trainer.is_global_zero
         try:
             modules = self._chosen(pl_module)
-            directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
+            directory = directory if is_first else None
+            make_directory(directory, strict=self.strict)
             self._open_sinks(trainer, directory)
             self._begin_results(trainer, pl_module, directory)
             if modules is not None:
@@ -187,7 +188,7 @@ class StatisticsCallback(ResumingCallback):
     def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
         self._pipeline.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
-        why = why_no_files(trainer, self._directory) or ("" if directory else "its folder cannot be created")
+        why = why_no_files(trainer, self._directory)
         self._pipeline.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
             say_mixed(trainer, directory if self.outputs.records else None, label)
@@ -204,6 +205,7 @@ class StatisticsCallback(ResumingCallback):
                 shown=self._sink is not None and bool(self._sink.sinks),
                 limit=drawing_time_of(trainer, label),
                 findings=self._found_so_far,
+                strict=self.strict,
             )
             if trainer.state.fn == "fit":
                 self._begin_findings(trainer, pl_module, directory, label)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
-from lightning_recorder.disk import attempt
-from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.disk import attempt, fits
+from lightning_recorder.errors import warn
+from lightning_recorder.folder_lock import FolderLock, lock_folder
+from lightning_recorder.recordings.record_format import FURTHER_RUN
 from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecorder
 
 __all__ = [
     "LossScale",
     "averaged_ranks",
+    "claimed_directory",
     "decline",
     "exclusive_directory",
     "gradient_factor",
@@ -27,11 +32,13 @@ __all__ = [
     "make_directory",
     "merge_ranks",
     "recorder_directory",
+    "release_directory",
     "running_function",
     "stepped",
 ]
 
 _FOLDER_BYTES = 4096  # the size of an empty folder
+_MOST_RUNS = 10_000  # at the same time in one folder
 
 # The folder of each trainer's recordings, by :func:`recorder_directory` and by :func:`exclusive_directory`.
 _exclusive: weakref.WeakKeyDictionary[Trainer, tuple[Path, Path]] = weakref.WeakKeyDictionary()
@@ -120,25 +127,93 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
     return directory
 
 
-def make_directory(directory: Path | None, *, name: str, strict: bool, quiet: bool = False) -> Path | None:
-    """Create a folder, and return it unless that fails. A full disk is no failure, as it may have room later.
+@dataclass
+class _Claim:
+    """The folder that a trainer writes to.
 
     Args:
-        directory: The folder, if the run has one.
-        name: The name of the recorder in the warning about a failure.
-        strict: Raise the error instead of warning.
-        quiet: Do not warn, because another recorder of the run does.
+        default: The folder that it would write to alone.
+        directory: The folder that it writes to.
+        lock: The lock of this folder, on rank 0 during a run.
+        users: The ids of the recorders in the run.
     """
-    try:
-        if directory is not None:
-            attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
-    except OSError as error:
-        if strict:
-            raise
-        if not quiet:
-            warn(f"{name} writes no files, because their folder cannot be created: {describe_error(error)}")
+
+    default: Path
+    directory: Path
+    lock: FolderLock | None = None
+    users: set[int] = field(default_factory=set)
+
+
+_claims: weakref.WeakKeyDictionary[Trainer, _Claim] = weakref.WeakKeyDictionary()
+
+
+def claimed_directory(trainer: Trainer, directory: Path | None, user: object) -> Path | None:
+    """Return the folder for the recordings of a run that no other process records into at the same time.
+
+    This is the given folder, unless another process has locked it. Then it is in a new folder ``run-<number>`` beside
+    it, and a warning says so. All recorders of a trainer get the same folder, also in its further runs.
+
+    Args:
+        trainer: The trainer.
+        directory: The folder of :func:`recorder_directory`, if the run has one.
+        user: The recorder, which calls :func:`release_directory` when its run ends.
+
+    Note:
+        Must be called on every rank. Rank 0 locks the folder.
+    """
+    if directory is None:
         return None
-    return directory
+    claim = _claims.get(trainer)
+    if claim is None or claim.default != directory:
+        claim = _claims[trainer] = _Claim(directory, directory)
+    if not claim.users:
+        chosen = claim.directory
+        if trainer.is_global_zero:
+            chosen, claim.lock = _locked_directory(claim)
+        claim.directory = Path(trainer.strategy.broadcast(str(chosen)))
+    claim.users.add(id(user))
+    return claim.directory
+
+
+def release_directory(trainer: Trainer, user: object) -> None:
+    """Let other processes use the folder of a trainer when its last recorder has ended. Idempotent."""
+    claim = _claims.get(trainer)
+    if claim is not None:
+        claim.users.discard(id(user))
+        if not claim.users:
+            claim.lock = None
+
+
+def _locked_directory(claim: _Claim) -> tuple[Path, FolderLock | None]:
+    """Return the folder of the last run of the trainer, or a new one beside it, and its lock."""
+    try:
+        if not fits(claim.directory, _FOLDER_BYTES):
+            return claim.directory, None
+        lock = lock_folder(claim.directory)
+        if lock is not None:
+            return claim.directory, lock
+        for number in range(2, _MOST_RUNS):
+            other = claim.default.parent / f"{FURTHER_RUN}{number}" / claim.default.name
+            with suppress(FileExistsError):
+                other.mkdir(parents=True)
+                warn(
+                    f"another process records into {claim.directory}, so this run records into {other}. Give each "
+                    "process its own log_dir, such as another version of the logger"
+                )
+                return other, lock_folder(other)
+    except OSError:
+        pass  # the recorders report it
+    return claim.directory, None
+
+
+def make_directory(directory: Path | None, *, strict: bool) -> None:
+    """Create a folder, if the run has one. After a failure, which gives one warning, each write tries it again.
+
+    Raises:
+        OSError: If ``strict``, unless the disk is full.
+    """
+    if directory is not None:
+        attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True), strict=strict)
 
 
 def _has_folder_of_run(logger: Logger) -> bool:

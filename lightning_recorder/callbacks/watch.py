@@ -175,7 +175,7 @@ class StepWatch(RecorderCallback):
             outputs = [
                 each.outputs for each in callbacks if isinstance(each, RecorderCallback) and hasattr(each, "outputs")
             ]
-            directory = make_directory(directory, name=str(self), strict=self.strict, quiet=bool(outputs))
+            make_directory(directory, strict=self.strict)
             has_records = not outputs or any(each.records for each in outputs)
         self._open_sinks(trainer)
         if is_first:
@@ -316,10 +316,16 @@ class StepWatch(RecorderCallback):
             flag = torch.tensor(float(step), device=trainer.strategy.root_device)
             step = int(trainer.strategy.reduce(flag, reduce_op="max"))
         if step >= 0:
+            trainer.should_stop = True
             path = self._incident_path(step)
             if path is not None:
                 trainer.save_checkpoint(path / "checkpoint.ckpt")
-            trainer.should_stop = True
+
+    @guarded
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._run is not None:  # a run that is killed later and resumes here has no other record of these steps
+            self._run.save()
 
     @guarded
     @override

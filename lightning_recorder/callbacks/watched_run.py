@@ -243,6 +243,12 @@ class WatchedRun:
         self._arrive(self._queue.take(wait=True))
         self._series.flush()
 
+    def save(self) -> None:
+        """Write all steps and wait until they are written. Of a step in progress, no value is read."""
+        if self._step.has_ended:
+            self._arrive(self._queue.take(wait=True))
+        self._series.wait()
+
     def end(self) -> None:
         """Read and write everything, and remove all hooks."""
         if self._flags is not None:

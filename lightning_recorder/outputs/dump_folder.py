@@ -55,6 +55,7 @@ class DumpFolder:
         max_upload_bytes: The maximum number of bytes to upload.
         name: The name of the recorder in warnings.
         quiet: True to omit the warning about a missing folder.
+        strict: Raise the error of a dump that cannot be written, unless the disk is full.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class DumpFolder:
         max_upload_bytes: int | None = None,
         name: str = "the recorder",
         quiet: bool = False,
+        strict: bool = False,
     ) -> None:
         self.label, self.group, self.directory, self.rank = label, group, directory, rank
-        self.quiet = quiet
+        self.quiet, self._strict = quiet, strict
         self.written = 0
         """The number of dumps written."""
         self._name = name
@@ -91,11 +93,11 @@ class DumpFolder:
             reason: The reason for the manifest: ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
 
         Returns:
-            The path of the file, or ``None`` if there is no folder, ``max_total_bytes`` is reached, or the disk is
-            full.
+            The path of the file, or ``None`` if there is no folder, ``max_total_bytes`` is reached, or the file cannot
+            be written.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written; only with ``strict``.
         """
         if self.directory is None:
             if not self.quiet:
@@ -120,10 +122,10 @@ class DumpFolder:
         """Write a dump next to a checkpoint.
 
         Returns:
-            The path of the file, or ``None`` if the disk is full.
+            The path of the file, or ``None`` if it cannot be written.
 
         Raises:
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written; only with ``strict``.
         """
         path = self._beside(checkpoint)
         written = self._write(path, content, reason="checkpoint", checkpoint=checkpoint.name)
@@ -142,7 +144,7 @@ class DumpFolder:
         write = partial(write_dump, path, content.tensors, content.samples, **entries)
         # A replaced file exists until the new one is complete, so the whole new size is needed.
         nbytes = sum(each.numel() * each.dtype.itemsize + _ABOUT_BYTES for each in content.tensors.values())
-        if not attempt(path, nbytes + _ABOUT_BYTES, write):
+        if not attempt(path, nbytes + _ABOUT_BYTES, write, strict=self._strict):
             self._warned.add("disk")
             return None
         size = path.stat().st_size
@@ -163,7 +165,7 @@ class DumpFolder:
 
     @property
     def is_full(self) -> bool:
-        """True if a dump was skipped for lack of space, which causes a warning."""
+        """True if a dump was skipped because of a limit or by the disk, which causes a warning."""
         return bool({"total", "disk"} & self._warned)
 
     def _upload_dump(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:

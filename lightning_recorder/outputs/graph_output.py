@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from lightning_recorder.disk import attempt, has_room, is_full, warn_of_full
+from lightning_recorder.disk import attempt, has_room, warn_of_error
 from lightning_recorder.errors import RenderError, warn
 from lightning_recorder.graph import Graph, GraphPicture
 from lightning_recorder.sinks import Image, MultiSink
@@ -21,6 +22,8 @@ _DOCUMENT_BYTES = 2**17
 _PICTURE_BYTES = 2**20
 _SCRATCH_BYTES = 2**20
 
+_RETRY_S = 1.0
+
 
 class GraphOutput:
     """Write a graph to a sink and to files, and draw its picture in a separate process.
@@ -30,7 +33,7 @@ class GraphOutput:
         directory: The folder of the files; ``None`` writes none.
         sink: The sink for the graph and its picture; may be ``None``.
         formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. The sink receives the PNG.
-        strict: Raise errors of the renderer instead of warning about them.
+        strict: Raise errors instead of warning about them, unless the disk is full.
         options: The keyword arguments of :class:`~lightning_recorder.graph.GraphPicture`.
     """
 
@@ -49,6 +52,14 @@ class GraphOutput:
         self._name, self._directory, self._sink = name, directory, sink
         self._formats, self._strict, self._options = formats, strict, options
         self._step = 0
+        self._waiting: Graph | None = None  # the graph while its files are not complete
+        self._document = b""  # the text of its file, until that is written
+        self._retry_s = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the disk has refused a file of the graph, so that :meth:`retry` has to write it."""
+        return self._waiting is not None
 
     def write(self, step: int, graph: Graph) -> None:
         """Write the graph, and begin to draw its picture.
@@ -64,24 +75,38 @@ class GraphOutput:
         if self._sink is not None:
             self._sink.write_graph(step, {self._name: graph})
             self._sink.replay()
-        directory = self._directory
-        if directory is None:
+        if self._directory is not None:
+            self._waiting, self._document = graph, json.dumps(graph.to_json()).encode("utf-8")
+            self.retry(at_once=True)
+
+    def retry(self, *, at_once: bool = False) -> None:
+        """Write the files that the disk has refused, once per second or at once.
+
+        Raises:
+            RenderError, OSError: If the picture cannot be drawn or a file not be written; only with ``strict``.
+        """
+        graph, directory, now = self._waiting, self._directory, time.monotonic()
+        if graph is None or directory is None or (now < self._retry_s and not at_once):
             return
-        path, data = directory / f"{self._name}.json", json.dumps(graph.to_json()).encode("utf-8")
-        if not attempt(path, len(data), partial(_write, path, data)):
+        self._retry_s = now + _RETRY_S
+        path, data = directory / f"{self._name}.json", self._document
+        if data and not attempt(path, len(data), partial(_write, path, data), strict=self._strict):
             return
+        self._document = b""
+        nbytes = _DOCUMENT_BYTES + len(self._formats) * _PICTURE_BYTES
         try:
             if not self._formats or has_room(gettempdir(), _SCRATCH_BYTES):
-                nbytes = _DOCUMENT_BYTES + len(self._formats) * _PICTURE_BYTES
-                attempt(directory, nbytes, partial(self._draw, graph, directory))
+                attempt(directory, nbytes, partial(self._draw, graph, directory), strict=self._strict)
         except RenderError as error:
+            self._waiting = None
             self._warn_of_no_picture(error)
 
     def _draw(self, graph: Graph, directory: Path) -> None:
         self.picture = GraphPicture(graph, directory / f"{self._name}.dot", self._formats, **self._options)
+        self._waiting = None
 
     def show(self, wait_s: float | None) -> None:
-        """Send the picture to the sink, if there is one. A no-op if it was sent before.
+        """Send the picture to the sink, if there is one, after a last attempt to write the files.
 
         Args:
             wait_s: The maximum time to wait for the renderer, in seconds; ``None`` waits until it ends.
@@ -89,14 +114,15 @@ class GraphOutput:
         Raises:
             RenderError, OSError: If the picture cannot be drawn; only with ``strict``.
         """
+        self.retry(at_once=True)
         picture, self.picture = self.picture, None
         if picture is None:
             return
         try:
             paths = picture.finish(wait_s)
         except (RenderError, OSError) as error:
-            if is_full(error) and not self._strict:
-                warn_of_full(self._directory or Path(), error)
+            if isinstance(error, OSError) and error.errno is not None and not self._strict:
+                warn_of_error(self._directory or Path(), error)
             else:
                 self._warn_of_no_picture(error)
             return

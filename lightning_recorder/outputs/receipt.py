@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recorder.disk import attempt, readable_size
-from lightning_recorder.errors import DumpError, describe_error, warn
+from lightning_recorder.errors import DumpError
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
 from lightning_recorder.schedule import Reduce, Sampling
@@ -148,20 +148,12 @@ class CoverageReport:
         return data
 
     def write(self, directory: Path, label: str) -> None:
-        """Write the receipt under its label to the folder's ``receipt.json``. Entries of other labels stay.
-
-        Raises:
-            OSError: If the folder cannot be written.
-        """
+        """Write the receipt under its label to the folder's ``receipt.json``. Entries of other labels stay."""
         write_receipt(directory, label, self.to_json())
 
 
 def write_receipt(directory: Path, label: str, entry: Mapping[str, Any]) -> None:
-    """Write an entry under its label to the folder's ``receipt.json``. Entries of other labels stay.
-
-    Raises:
-        OSError: If the folder cannot be written.
-    """
+    """Write an entry under its label to the folder's ``receipt.json``. Entries of other labels stay."""
     with _LOCK:
         path = directory / RECEIPT
         try:
@@ -243,11 +235,7 @@ class ReceiptWriter:
         """Write the receipt to the folder."""
         self._receipt, self._is_stale = receipt, False
         if self._directory is not None:
-            try:
-                receipt.write(self._directory, self._label)
-            except OSError as error:
-                self._directory = None
-                warn(f"{self._name} could not write its receipt: {describe_error(error)}")
+            receipt.write(self._directory, self._label)
 
     def add(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
         """Update the receipt with the recorded and the missing modules of a record.

@@ -45,6 +45,7 @@ class RecordFile(RecordConsumer):
         name: The user-defined name of the recorder, or an empty string.
         ranks: The number of processes that record.
         settings: The settings of the run, which are read with the first record.
+        strict: Raise the error of a record that cannot be written, unless the disk is full.
     """
 
     takes_samples = True
@@ -58,8 +59,9 @@ class RecordFile(RecordConsumer):
         name: str = "",
         ranks: int = 1,
         settings: Mapping[str, Any] | None = None,
+        strict: bool = False,
     ) -> None:
-        self._writer = RecordWriter(records_path(directory, label))
+        self._writer = RecordWriter(records_path(directory, label), strict=strict)
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
         self._settings = {} if settings is None else settings
         self._group = group

@@ -37,6 +37,7 @@ from lightning_recorder.untrusted import is_finite, is_whole
 __all__ = [
     "FORMAT",
     "FORMATS",
+    "FURTHER_RUN",
     "RECORDER",
     "RECORDS",
     "WATCH",
@@ -53,6 +54,9 @@ __all__ = [
     "record_line",
     "records_path",
 ]
+
+FURTHER_RUN = "run-"
+"""The start of the name of the folder, inside a ``log_dir``, of a run at the same time as another one there."""
 
 RECORDER = "recorder"
 """The name of the folder, inside ``log_dir``, that holds everything recorded for a run."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
 from lightning_recorder.recordings.history import History
-from lightning_recorder.recordings.record_format import FORMATS, RECORDER, RECORDS, is_inside, parse
+from lightning_recorder.recordings.record_format import FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.untrusted import read_json
 
@@ -161,9 +161,9 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
         raise DumpError(f"nothing can be opened at {str(folder)!r}: {describe_missing(folder)}")
     # Made absolute because "." has no name. Messages and run names use relative paths only.
     here = folder.resolve()
-    only = _run_at(here, here.parent.name if here.name == RECORDER else here.name)
-    if only is not None:
-        return Recording({only.name: only})
+    runs = dict(_runs_at(here, here.parent.name if here.name == RECORDER else here.name))
+    if runs:
+        return Recording(runs)
     found = dict(_runs_below(here))
     if not found:
         raise DumpError(
@@ -183,9 +183,9 @@ def _runs_below(folder: Path) -> Iterator[tuple[str, Run]]:
         here = Path(place)
         name = here.relative_to(folder).as_posix()
         if RECORDER in folders:
-            run = _run_at(here, name)
-            if run is not None:
-                yield name, run
+            runs = list(_runs_at(here, name))
+            if runs:
+                yield from runs
                 folders.clear()
         if name.count("/") >= _DEEPEST - 1:
             folders.clear()
@@ -367,6 +367,17 @@ def _is_recorder(directory: Path) -> bool:
         next((directory / folder).glob(pattern), None) is not None
         for folder, pattern in ((RECORDS, "*.jsonl"), ("dumps", "*.jsonl"))
     )
+
+
+def _runs_at(path: Path, name: str) -> Iterator[tuple[str, Run]]:
+    """Yield the run at a path, as :func:`_run_at` returns it, and those that other processes recorded meanwhile."""
+    run = _run_at(path, name)
+    if run is not None:
+        yield name, run
+        for further in sorted(path.glob(f"{FURTHER_RUN}*"), key=lambda each: _by_number(each.name)):
+            other = _run_at(further, f"{name}/{further.name}")
+            if other is not None:
+                yield other.name, other
 
 
 def _run_at(path: Path, name: str) -> Run | None:

@@ -36,11 +36,12 @@ class RecordWriter:
 
     Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
     run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
-    the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, the
-    record is skipped, and a warning is issued once.
+    the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, or
+    refuses the write for another reason, the record is skipped, and a warning is issued once.
 
     Args:
         path: The file, as returned by :func:`records_path`. The first line creates the file and its folder.
+        strict: Raise the ``OSError`` of a record that cannot be written, unless the disk is full.
 
     Note:
         The writer holds no open file, so it can be copied, pickled and used from any thread, by one thread at a time. A
@@ -57,8 +58,8 @@ class RecordWriter:
         True
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, strict: bool = False) -> None:
+        self.path, self._strict = Path(path), strict
         self.written_bytes = 0
         """The number of bytes that this writer has written."""
         self._header = b""  # a header that did not fit on the disk; it must precede the next record
@@ -77,9 +78,6 @@ class RecordWriter:
 
         Returns:
             The number of the session in the file, starting at 1.
-
-        Raises:
-            OSError: If the file cannot be written.
         """
         versions = {
             "python": platform.python_version(),
@@ -103,7 +101,6 @@ class RecordWriter:
 
         Raises:
             ArgumentError: If the bins of a site are not valid counts.
-            OSError: If the file cannot be written.
         """
         self.write_all([(about, sites)])
 
@@ -115,7 +112,6 @@ class RecordWriter:
 
         Raises:
             ArgumentError: If the bins of a site are not valid counts.
-            OSError: If the file cannot be written.
         """
         now = time.time()
         lines = []
@@ -130,9 +126,6 @@ class RecordWriter:
         Args:
             layout: The schema of all these records.
             rows: The step, the epoch, and the values as in :class:`SiteTable` of each record.
-
-        Raises:
-            OSError: If the file cannot be written.
         """
         self._append_all(lines_of_numbers({"time": time.time(), "stage": "train", "loader": None}, layout, rows))
 
@@ -151,11 +144,11 @@ class RecordWriter:
         def write() -> None:
             self.written_bytes += append(self.path, lines, is_line=True)
 
-        return attempt(self.path, len(lines), write)
+        return attempt(self.path, len(lines), write, strict=self._strict)
 
 
 def _headers_in(path: Path) -> int:
-    """Return the number of complete header lines in a file, 0 if there is no file."""
+    """Return the number of complete header lines in a file, 0 if there is no file or if it cannot be read now."""
     start = b"\n" + _HEADER_START
     count, end = 0, b"\n"  # the end of what was read before, in which a line may begin
     try:
@@ -166,6 +159,6 @@ def _headers_in(path: Path) -> int:
                 end = text[-len(start) + 1 :]
             file.seek(-min(file.tell(), _LONGEST_HEADER), os.SEEK_END)
             last = file.read().rpartition(b"\n")[2]
-    except FileNotFoundError:
+    except OSError:
         return 0
     return count - last.startswith(_HEADER_START)  # a run was killed in the middle of a line

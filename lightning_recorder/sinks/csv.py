@@ -7,6 +7,7 @@ import io
 import locale
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -101,7 +102,8 @@ class _CsvFile:
     def add(self, step: int, values: Mapping[str, float]) -> int:
         """Append a row, and return its size in bytes, or 0 if the row was skipped."""
         with self._lock:
-            self._columns = self._columns or self._read_columns()
+            if not self._columns and not attempt(self.path, 0, self._read_columns):
+                return 0
             known = set(self._columns)
             new = [name for name in (_STEP, *values) if name not in known]
             if new and not self._widen([*self._columns, *new]):
@@ -110,12 +112,9 @@ class _CsvFile:
             row = _line(cells.get(name, "") for name in self._columns)
             return len(row) if attempt(self.path, len(row), lambda: append(self.path, row, is_line=True)) else 0
 
-    def _read_columns(self) -> list[str]:
-        try:
-            with self.path.open(newline="", encoding="utf-8") as file:
-                return next(csv.reader(file), [])
-        except FileNotFoundError:
-            return []
+    def _read_columns(self) -> None:
+        with suppress(FileNotFoundError), self.path.open(newline="", encoding="utf-8") as file:
+            self._columns = next(csv.reader(file), [])
 
     def _widen(self, columns: list[str]) -> bool:
         """Extend the header to these columns, which start with the existing ones. Return False if the disk is full."""

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
-from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_full
+from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_error
 from lightning_recorder.errors import warn
 from lightning_recorder.sinks.background import DeferredSink
 from lightning_recorder.sinks.base import Sink, UniformSink
@@ -163,7 +163,7 @@ class MultiSink(UniformSink):
         if self.strict:
             errors.append(error)
         elif is_full(error):
-            warn_of_full(destination.folder or Path(), error)
+            warn_of_error(destination.folder or Path(), error)
             return True
         elif not destination.has_failed:
             cause = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from lightning_recorder.reductions import (
 )
 from lightning_recorder.reductions.base import is_foreign
 from lightning_recorder.reductions.compact import RecycledRows
-from lightning_recorder.reductions.kernels.fused import is_fast
+from lightning_recorder.reductions.kernels.fused import is_fast, may_become_available
 from lightning_recorder.reductions.kernels.fused_cuda import add_tensor_on_device
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
@@ -133,7 +133,7 @@ class SiteStates:
         values = Values(tensor, factor)
         bank.add(site, values)
         if self._can_recycle and tensor.is_cpu and len(bank) >= _LASTING and not self._recycled.is_allocated:
-            self._can_recycle = self._recycled.allocate()
+            self._can_recycle = self._recycled.allocate() or may_become_available()
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1
         for place in range(1, len(self._banks)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,11 +72,7 @@ class Incident:
 
 
 def write_finding(folder: Path, finding: Finding) -> None:
-    """Write a finding to its folder.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a finding to its folder."""
     _write_text(folder / FINDING, json.dumps(findings_to_json([finding]), indent=1))
 
 
@@ -190,15 +186,21 @@ def _check(about: Mapping[str, Any]) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     own = {name: each.detach() for name, each in tensors.items()}
-    attempt(path, file_bytes(own, {}), partial(write_tensors, path, own, {"format": _FORMAT}))
+    _attempt(path, file_bytes(own, {}), partial(write_tensors, path, own, {"format": _FORMAT}))
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = (text + "\n").encode("utf-8", "replace")
-    attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+    _attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+
+
+def _attempt(path: Path, nbytes: int, write: Callable[[], object]) -> None:
+    def write_in_folder() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
+
+    attempt(path, nbytes, write_in_folder)
 
 
 def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

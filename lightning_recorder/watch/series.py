@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.recordings import RecordSchema, RecordWriter, records_path
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
 from lightning_recorder.taps import Site
 
 __all__ = ["StepSeries"]
 
-_AT_ONCE = 100  # steps that are written together
+# Steps are joined for at most so long. A killed process loses the steps that have not been written.
+_JOIN_S = 0.5
 
 _Row = tuple[int, int, float, float]
 
@@ -25,7 +27,7 @@ class StepSeries:
 
     All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. The
     steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. A background thread
-    writes 100 steps at a time.
+    writes each step at most half a second later, together with those that have come in between.
 
     Args:
         directory: The folder of the run's recordings, if it has one.
@@ -40,25 +42,34 @@ class StepSeries:
         self._writer = None if directory is None else RecordWriter(records_path(directory, label))
         self._sink, self._label, self._is_logged = sink, label, is_logged
         self._queue = BackgroundQueue()
-        self._rows: list[_Row] = []
+        self._lock = threading.Lock()
+        self._rows: list[_Row] = []  # if there are any, a job that writes them is queued
+        self._is_due = threading.Event()
+        self._written_s = -math.inf  # the time of the previous write
         self._has_begun = False
 
     def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
         """Add a step; NaN for a value that there is none of."""
-        self._rows.append((step, epoch, loss, norm))
-        if len(self._rows) >= _AT_ONCE:
-            self.flush()
+        with self._lock:
+            is_first = not self._rows
+            self._rows.append((step, epoch, loss, norm))
+        if is_first:
+            self._queue.submit(partial(self._write_joined, threading.get_ident()))
 
     def flush(self) -> None:
         """Begin to write all added steps."""
-        rows, self._rows = self._rows, []
-        if rows:
-            self._queue.submit(partial(self._write, rows))
+        with self._lock:
+            if self._rows:
+                self._is_due.set()
 
-    def end(self) -> None:
+    def wait(self) -> None:
         """Write all added steps and wait until they are written."""
         self.flush()
         self._queue.wait()
+
+    def end(self) -> None:
+        """Write all added steps, also to sinks that are bound to this thread, and raise the first error."""
+        self.wait()
         self.replay()
         self._queue.drain()
 
@@ -67,18 +78,24 @@ class StepSeries:
         if self._sink is not None and not self._sink.is_idle:
             self._sink.replay()
 
+    def _write_joined(self, adding_thread: int) -> None:
+        """Write the added steps when half a second has passed since the previous write, or when they are due."""
+        if adding_thread != threading.get_ident():  # the queue runs jobs there if it can start no thread
+            self._is_due.wait(max(0.0, self._written_s + _JOIN_S - time.monotonic()))
+        with self._lock:
+            rows, self._rows = self._rows, []
+            self._is_due.clear()
+        self._write(rows)
+        self._written_s = time.monotonic()
+
     def _write(self, rows: list[_Row]) -> None:
         if self._writer is not None:
-            try:
-                if not self._has_begun:  # with the first step, so that a run without any leaves no file
-                    self._has_begun = True
-                    self._writer.begin(label=self._label, group=self._label)
-                self._writer.write_numbers(
-                    _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
-                )
-            except OSError as error:
-                self._writer = None
-                warn(f"the loss and the gradient norm are no longer recorded: {describe_error(error)}")
+            if not self._has_begun:  # with the first step, so that a run without any leaves no file
+                self._has_begun = True
+                self._writer.begin(label=self._label, group=self._label)
+            self._writer.write_numbers(
+                _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
+            )
         if self._sink is not None:
             for step, _, loss, norm in rows:
                 if self._is_logged(step):

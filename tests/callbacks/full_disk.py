@@ -18,7 +18,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, Outputs
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    Outputs,
+    ParameterRecorder,
+    TensorDumper,
+)
 from tests.callbacks.small import warnings_by
 
 DISK_BYTES = 356 * 1024
@@ -46,6 +54,20 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Mounted(Callback):
+    """The disk is read-only from one step on, until a later one."""
+
+    def __init__(self, disk: Path, recorder: ActivationRecorder) -> None:
+        self.disk, self.recorder = disk, recorder
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs"]  # over the disk: files of it are open for writing
+        command = {20: mount, 40: ["umount"]}.get(trainer.global_step)
+        if command is not None:
+            _ = self.recorder.latest  # waits for pending writes
+            subprocess.run([*command, str(self.disk)], check=True)
 
 
 class Neighbor(Callback):
@@ -85,11 +107,16 @@ def run(disk: Path, scenario: str) -> dict[str, Any]:
         callbacks = [recorder, gradients, checkpoints]
     elif kind == "neighbor":
         callbacks = [recorder, Neighbor(disk / "filler", recorder, 20, 40, LOWERED_BYTES)]
+    elif kind == "late":
+        callbacks.append(Neighbor(disk / "filler", recorder, 0, 40, 0))
+    elif kind == "readonly":
+        parameters = ParameterRecorder(every_n_train_steps=1, outputs=Outputs(report=True))
+        callbacks += [Mounted(disk, recorder), TensorDumper("net.0", every_n_train_steps=1), parameters]
     elif kind == "enospc":
         callbacks.append(Neighbor(disk / "filler", recorder, 20, 40, 6_000))
     if kind in ("lowered", "neighbor"):
         os.environ["LIGHTNING_RECORDER_DISK_RESERVE"] = str(LOWERED_BYTES)
-    if kind == "enospc":
+    if kind in ("enospc", "late", "readonly"):
         os.environ["LIGHTNING_RECORDER_DISK_RESERVE"] = "0"
     if kind in ("full", "barefull"):
         fill(disk / "filler", 0)
@@ -130,6 +157,8 @@ SCENARIOS = [
     *(f"{logger}-{kind}" for logger in ("csv", "none") for kind in ("barefull", "full")),
     *(f"tensorboard-{kind}" for kind in ("neighbor", "enospc")),
     "none-enospc",
+    "none-late",
+    "none-readonly",
     "none-checkpoints",
 ]
 
@@ -140,7 +169,8 @@ def main(folder: Path) -> None:
     for scenario in SCENARIOS:
         disk = folder / "disk"
         disk.mkdir(exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)], check=True)
+        size = DISK_BYTES * (10 if scenario.endswith("readonly") else 1)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
         try:
             results[scenario] = run(disk, scenario)
             shutil.copytree(disk, folder / scenario, ignore=shutil.ignore_patterns("filler"))

@@ -424,7 +424,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(at: str, tmp_path: Path)
     model = Classifier()
     with recorded_warnings() as warned:
         fit(model, tmp_path, [dumper("head", at=at, strict=False)], logger=False, enable_checkpointing=True)
-    assert [each.partition(":")[0] for each in warned] == ["TensorDumper writes no more dumps"]
+    (message,) = warned
+    assert message.startswith(f"lightning_recorder could not write to {tmp_path}")
     assert len(model.losses) == 6
     assert (kept / "epoch=0-step=6.ckpt").is_file()
 

@@ -24,6 +24,8 @@ from lightning_recorder import (
     Outputs,
     ParameterRecorder,
     RecordingError,
+    TensorDumper,
+    open_recording,
 )
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
@@ -415,6 +417,45 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
         assert list(sink.graphs["graph"]) == [0]
     else:
         assert shown(sink) == well(kind)
+
+
+class InTheWay(Callback):
+    """A file takes the place of the folder of the recordings at one step, and is removed at a later one."""
+
+    def __init__(self, folder: Path, comes_at: int, goes_at: int) -> None:
+        self.folder, self.comes_at, self.goes_at = folder, comes_at, goes_at
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        recordings, away = self.folder / "recorder", self.folder / "away"
+        if trainer.global_step in (self.comes_at, self.goes_at):
+            trainer.save_checkpoint(self.folder / "saved.ckpt")  # waits for pending writes
+        if trainer.global_step == self.comes_at:
+            recordings.rename(away)
+            recordings.write_text("in the way", encoding="utf-8")
+        elif trainer.global_step == self.goes_at:
+            recordings.unlink()
+            away.rename(recordings)
+
+
+@pytest.mark.parametrize("comes_at", [0, 3])
+def test_a_write_error_that_passes_costs_what_was_not_written(comes_at: int, bare: Small, tmp_path: Path) -> None:
+    """When files can be written again, each recorder writes its next record, and the graph of the first step."""
+    plain: dict[str, Any] = {"every_n_train_steps": 1, "outputs": Outputs(plots=False, dumps="records", report=True)}
+    callbacks = [InTheWay(tmp_path, comes_at, 5), *(kind(**plain) for kind in KINDS), GraphRecorder(formats=())]
+    model = small()
+    dumper = TensorDumper("head", every_n_train_steps=1)
+    (message,) = warnings_by(lambda: go(tmp_path, [*callbacks, dumper], model=model))
+    assert message.startswith(f"lightning_recorder could not write to {tmp_path}")
+    assert "Training continues" in message
+    assert_unharmed(model, bare)
+    recording, expected = open_recording(tmp_path), [*range(comes_at), 5, 6, 7]
+    labels = ["activations", "gradients", "parameters", "watch"]
+    assert {label: recording[label].steps for label in labels} == dict.fromkeys(labels, expected)
+    assert recording.run.graph is not None
+    assert sorted(each.path.name for each in recording.run.dumps) == sorted(
+        f"{label}-step={step}.safetensors" for label in ("tensors", *labels[:3]) for step in expected
+    )
+    assert (tmp_path / "recorder" / "report.html").exists()
 
 
 def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,9 @@ def test_the_run_goes_as_far_as_without(scenario: str, results: dict[str, Any]) 
     assert found["recorded"] == (found["steps"] if kind != "neighbor" else 0)
     (message,) = found["warned"]
     assert message.startswith("lightning_recorder ")
-    if kind != "enospc":
+    if kind == "readonly":
+        assert "[Errno 30] Read-only file system" in message
+    elif kind not in ("enospc", "late"):
         assert message.startswith("lightning_recorder skips writes to the disk of ")
         assert "set LIGHTNING_RECORDER_DISK_RESERVE to a smaller number of bytes" in message
 
@@ -92,9 +94,9 @@ def test_writing_stops_at_the_reserve(logger: str, folder: Path, results: dict[s
     assert losses(logger, folder / f"{logger}-lowered") == losses(logger, folder / f"{logger}-bare")
 
 
-@pytest.mark.parametrize("scenario", ["tensorboard-neighbor", "tensorboard-enospc", "none-enospc"])
+@pytest.mark.parametrize("scenario", ["tensorboard-neighbor", "tensorboard-enospc", "none-enospc", "none-readonly"])
 def test_writing_continues_when_there_is_space_again(scenario: str, folder: Path) -> None:
-    """If the disk is full from step 20 to step 40, only records in between are missing."""
+    """If the disk is full or read-only from step 20 to step 40, only records in between are missing."""
     series = open_recording(of_run(folder / scenario))["activations"]
     assert series.skipped == 0
     assert {*range(20), 40, 41} <= set(series.steps)
@@ -102,6 +104,14 @@ def test_writing_continues_when_there_is_space_again(scenario: str, folder: Path
     if scenario.startswith("tensorboard"):
         events = read_events(of_run(folder / scenario)).Scalars("activations/net.0/rms")
         assert {*range(20), 40, 41} <= {event.step for event in events}
+
+
+def test_the_graph_is_written_when_there_is_space(folder: Path) -> None:
+    """The graph of a first step at which the disk was full is in its file when the disk has been freed."""
+    recording = open_recording(of_run(folder / "none-late"))
+    assert recording["activations"].steps[-20:] == list(range(40, 60))
+    assert recording.run.graph is not None
+    assert {node.name for node in recording.run.graph.nodes} >= {"net.0", "net.2"}
 
 
 def test_the_dumps_beside_checkpoints_are_left_out(folder: Path) -> None:

@@ -84,7 +84,7 @@ def steps_of(case: str) -> int:
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select the compiled function, or the torch operations that run on any device, to compute the statistics."""
     by = str(request.param)
-    if not fused.prepare() and by == "compiled":
+    if not fused.prepare(wait=True) and by == "compiled":
         pytest.skip("there is no C compiler")
     if by == "torch":
         monkeypatch.setattr(fused._Loaded, "kernel", None)
@@ -554,13 +554,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
-    """From the last checkpoint of a killed run, a resumed run records the same as the whole run."""
+    """From the last checkpoint of a killed run, a resumed run records the same as the whole run, as does the watch."""
     (tmp_path / "run.py").write_text(KILLED, encoding="utf-8")
     codes, log = forks.run(tmp_path / "run.py", tmp_path, folder=tmp_path)
     assert codes == [-signal.SIGKILL], log
     last = max(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     assert last.stem == "step=5"
+    assert open_recording(tmp_path)["watch"].steps[:5] == list(range(5))
     expected, sink = MemorySink(), MemorySink()
-    go(tmp_path, recorders(expected, reduce=3))
+    go(tmp_path / "whole", recorders(expected, reduce=3))
     go(tmp_path, recorders(sink, reduce=3), ckpt=last)
     assert shown(sink) == shown(expected, 5)
+    whole, resumed = (open_recording(each)["watch"] for each in (tmp_path / "whole", tmp_path))
+    assert whole.steps == resumed.steps == list(range(EPOCHS * BATCHES))
+    assert torch.equal(whole.values("value"), resumed.values("value"))

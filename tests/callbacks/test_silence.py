@@ -211,17 +211,6 @@ def test_the_receipt_of_a_fast_dev_run_says_that_no_file_is_written(
     assert line.endswith(" ms in step 0; fast_dev_run writes no files")
 
 
-def test_the_receipt_says_that_the_folder_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the folder cannot be created, the receipt line says so and not that it is remote."""
-    (tmp_path / "recorder").write_text("in the way", encoding="utf-8")
-    lines: list[str] = []
-    monkeypatch.setattr(statistics, "rank_zero_info", lines.append)
-    with pytest.warns(RecorderWarning, match="ActivationRecorder writes no files, because their folder cannot be"):
-        go(tmp_path, [ActivationRecorder()], max_epochs=1)
-    (line,) = lines
-    assert line.endswith(" ms in step 0; its folder cannot be created")
-
-
 def test_an_interval_alone_dumps_at_steps(tmp_path: Path) -> None:
     """A dumper with an interval but without ``at`` writes at these steps."""
     go(tmp_path, [TensorDumper("head", every_n_train_steps=2)], max_epochs=1)

@@ -15,7 +15,7 @@ SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 4e
 @pytest.fixture(autouse=True)
 def compiled() -> None:
     """Skip these tests without a C compiler."""
-    if not prepare():
+    if not prepare(wait=True):
         pytest.skip("there is no C compiler")
 
 

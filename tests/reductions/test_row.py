@@ -24,7 +24,7 @@ from lightning_recorder.reductions.row import (
     SLOTS,
 )
 
-needs_compiler = pytest.mark.skipif(not prepare(), reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(not prepare(wait=True), reason="there is no C compiler")
 
 SCRIPT = """
 import json, math, torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -202,15 +203,19 @@ def test_a_fallback_that_fails() -> None:
     assert fallback.calls == ["write_text"]
 
 
-def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
-    """A files sink that cannot write does not affect the others."""
+def test_a_folder_that_cannot_be_made_costs_the_files_alone(tmp_path: Path) -> None:
+    """A files sink that cannot write does not affect the others, and writes when it can."""
+    disk.begin_run()
     (tmp_path / "taken").write_text("a file")
     memory = MemorySink()
     multi = MultiSink([FilesSink(tmp_path / "taken"), memory])
-    with pytest.warns(RecorderWarning, match=r"FilesSink.write_scalars failed.*taken"):
+    with pytest.warns(RecorderWarning, match=r"lightning_recorder could not write to .*taken"):
         multi.write_scalars(1, {"a": 1.0})
     multi.write_scalars(2, {"a": 2.0})
-    assert memory.scalars == {"a": {1: 1.0, 2: 2.0}}
+    (tmp_path / "taken").unlink()
+    multi.write_scalars(3, {"a": 3.0})
+    assert memory.scalars == {"a": {1: 1.0, 2: 2.0, 3: 3.0}}
+    assert json.loads((tmp_path / "taken" / "scalars.jsonl").read_text()) == {"step": 3, "scalars": {"a": 3.0}}
 
 
 def test_a_sink_is_written_to_by_one_thread_at_a_time() -> None:

@@ -20,7 +20,7 @@ from lightning_recorder.statistics import sites
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.taps import Site
 
-pytestmark = pytest.mark.skipif(not prepare(), reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not prepare(wait=True), reason="there is no C compiler")
 
 SITES = [Site(f"{place}", "out") for place in range(12)]
 

@@ -1,23 +1,29 @@
 """Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
 Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
-compiler builds it in a third of a second. Without a compiler, or after any failure, torch computes the same statistics.
+compiler builds it in a third of a second, in the background. Until then, without a compiler, and after any failure,
+torch computes the same statistics. Counts, extrema and histograms are equal to the bit. Means and sums of squares are
+rounded differently, by less than 1e-12 of the root mean square.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +33,14 @@ from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.disk import fits
+from lightning_recorder.errors import describe_error
+from lightning_recorder.internals.threads import compute_alone
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "compact_states", "is_fast", "norm_of", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "compact_states", "is_fast", "may_become_available", "norm_of", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -46,7 +54,7 @@ _FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOT
 # would compete for the same cores. The build without threads is for compilers whose code needs another OpenMP library.
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
-_TIMEOUT_S = 60
+_TIMEOUT_S = 20
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
@@ -59,7 +67,12 @@ class _Loaded:
     """The compiled functions of this process."""
 
     lock = threading.Lock()
-    tried = False
+    process = 0
+    """The id of the process that has tried to load or to build them, 0 before."""
+    thread: threading.Thread | None = None
+    """The thread that builds them, if it was necessary."""
+    compiler: subprocess.Popen[bytes] | None = None
+    """The compiler that is running."""
     kernel: _Kernel | None = None
     compactor: _Compactor | None = None
     norm: _Norm | None = None
@@ -67,18 +80,32 @@ class _Loaded:
     """The parts of a row that the function does not compute."""
 
 
-def prepare() -> bool:
-    """Load the compiled function, and build it first if it is not cached. Return True if it is available.
+def prepare(*, wait: bool = False) -> bool:
+    """Load the compiled function, and return True if it is available.
 
-    The cache is ``$XDG_CACHE_HOME/lightning_recorder`` (``~/.cache/lightning_recorder``), which only the user can write
-    to. ``LIGHTNING_RECORDER_FUSED=0`` in the environment disables the function. This function never raises.
+    If it is not cached, a thread builds it, and torch computes the statistics until that is done. A compiler that takes
+    more than 20 seconds is stopped. The cache is ``$XDG_CACHE_HOME/lightning_recorder``
+    (``~/.cache/lightning_recorder``), which only the user can write to. ``LIGHTNING_RECORDER_FUSED=0`` in the
+    environment disables the function. This function never raises.
+
+    Args:
+        wait: Wait for the thread.
     """
     with _Loaded.lock:
-        if not _Loaded.tried:
-            _Loaded.tried = True
+        # A fork has no thread that builds, but keeps what its parent has loaded.
+        if _Loaded.process != os.getpid() and _Loaded.kernel is None:
+            _Loaded.process, _Loaded.thread, _Loaded.compiler = os.getpid(), None, None
             if os.environ.get("LIGHTNING_RECORDER_FUSED") != "0":
                 _load()
+    thread = _Loaded.thread
+    if wait and thread is not None:
+        thread.join()
     return _Loaded.kernel is not None
+
+
+def may_become_available() -> bool:
+    """Return True if the compiled function is available, or is being built."""
+    return _Loaded.kernel is not None or (_Loaded.thread is not None and _Loaded.thread.is_alive())
 
 
 def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
@@ -202,55 +229,129 @@ _scratch = _Scratch()
 
 
 def _load() -> None:
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
-        _log.info("there is no C compiler; torch computes the statistics")
-        return
-    if not _load_with(compiler, _FLAGS + _THREADS):
-        _load_with(compiler, _FLAGS + _NO_THREADS)
-
-
-def _load_with(compiler: str, flags: Sequence[str]) -> bool:
-    """Load the function as built with these flags. Return True if it is available."""
+    """Load the function from the cache, or begin to build it."""
     try:
-        library = _built(compiler, flags)
-        kernel = _opened(library)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
-        _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
-        return False
+        compiler = _compiler()
+        if not compiler or ctypes.sizeof(ctypes.c_void_p) != 8:
+            _log.info("there is no C compiler; torch computes the statistics")
+            return
+        libraries = {flags: _library(compiler, flags) for flags in (_FLAGS + _THREADS, _FLAGS + _NO_THREADS)}
+        if any(library.exists() and not _use(library) for library in libraries.values()):
+            return
+        thread = threading.Thread(target=_build, args=(compiler, libraries), name="lightning_recorder", daemon=True)
+        thread.start()
+        _Loaded.thread = thread
+    except Exception as error:  # noqa: BLE001 - no home folder, an open quote in CC, no further thread
+        _warn(describe_error(error))
+
+
+def _compiler() -> list[str]:
+    """Return the words of the command of the compiler, none if there is none.
+
+    Raises:
+        ValueError: If the variable ``CC`` has an open quote.
+    """
+    words = shlex.split(os.environ.get("CC", ""))  # as a shell does: "gcc -m64", "ccache gcc"
+    return words or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+
+
+def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -> None:
+    """Build the function with the first flags that work, and use it."""
+    compute_alone()  # the training has the cores
+    deadline, why = time.monotonic() + _TIMEOUT_S, ""
+    for flags, library in libraries.items():
+        try:
+            _compile(compiler, flags, library, deadline)
+            why = _use(library)
+        except subprocess.TimeoutExpired:
+            why = f"it was stopped after {_TIMEOUT_S} s"
+            break
+        except Exception as error:  # noqa: BLE001 - nobody would see the error of a thread
+            why = describe_error(error)
+        if not why:
+            return
+    _warn(f"{shlex.join(compiler)} did not build it, {why}")
+
+
+def _warn(why: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        _log.warning(
+            "torch computes the statistics on the CPU, which takes longer than the C code: %s. Set CC to a C compiler, "
+            "or LIGHTNING_RECORDER_FUSED=0 to use torch without this line",
+            why,
+        )
+
+
+def _use(library: Path) -> str:
+    """Use the functions of a library, or return the reason why not."""
+    try:
+        kernel, compactor, norm = _opened(library), _opened_compactor(library), _opened_norm(library)
+    except (OSError, AttributeError) as error:
+        return describe_error(error)
     missing = _missing(kernel)
     if missing is None:
-        _log.warning("the C function built by %s gives wrong results and is not used", compiler)
-        return False
-    _Loaded.kernel, _Loaded.missing = kernel, missing
-    _Loaded.compactor, _Loaded.norm = _opened_compactor(library), _opened_norm(library)
-    return True
+        return "its code gives wrong results"
+    # Other threads use the functions as soon as there is a kernel.
+    _Loaded.missing, _Loaded.compactor, _Loaded.norm = missing, compactor, norm
+    _Loaded.kernel = kernel
+    return ""
 
 
-def _built(compiler: str, flags: Sequence[str]) -> Path:
-    """Return the path of the library, from the cache or newly built."""
-    folder = _cache()
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:16]
-    library = folder / f"fused-{key}.so"
-    if library.exists():
-        return library
+def _library(compiler: Sequence[str], flags: Sequence[str]) -> Path:
+    """Return the path of the library in the cache."""
+    key = "\0".join([_SOURCE.read_text(), *compiler, *flags, _processor()])
+    return _cache() / f"fused-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path, deadline: float) -> None:
+    """Build a library.
+
+    Raises:
+        OSError: If the compiler does not exist, or the disk has no space.
+        RuntimeError: If the compiler fails.
+        subprocess.TimeoutExpired: If it has not ended in time.
+    """
+    folder, started = library.parent, time.monotonic()
     if not fits(folder):
         raise OSError(errno.ENOSPC, "the disk has no space for the library", str(folder))
-    started = time.perf_counter()
     with TemporaryFolder(folder) as scratch:
         object_file, made = scratch.path / "fused.o", scratch.path / "fused.so"
         # Compile and link separately. Linked without -fopenmp, the library brings no OpenMP runtime of its own and
         # uses the one that torch has loaded.
-        _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_file)])
-        _run([compiler, "-shared", str(object_file), "-o", str(made), "-lm"])
+        for arguments in (
+            [*flags, "-c", str(_SOURCE), "-o", str(object_file)],
+            ["-shared", str(object_file), "-o", str(made), "-lm"],
+        ):
+            _run([*compiler, *arguments], scratch.path / "messages.txt", deadline)
         # Atomic, because several processes may build at the same time.
         made.replace(library)
-    _log.info("built %s in %.1f s", library, time.perf_counter() - started)
-    return library
+    _log.info("built %s in %.1f s", library, time.monotonic() - started)
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S)
+def _run(command: list[str], messages: Path, deadline: float) -> None:
+    # A file instead of a pipe, which the processes that a compiler starts would keep open when it is killed.
+    with messages.open("wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    _Loaded.compiler = process
+    try:
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+        if _Loaded.compiler is not process:  # it was stopped because this process ends
+            raise SystemExit
+    finally:
+        _stop_compiler()
+    if status:
+        words = messages.read_text(errors="replace").strip()[-300:]
+        raise RuntimeError(f"it ended with status {status}" + (f": {words}" if words else ""))
+
+
+@atexit.register
+def _stop_compiler() -> None:
+    """Stop the compiler, with the processes that it has started, if it is still running."""
+    process, _Loaded.compiler = _Loaded.compiler, None
+    if process is not None and _Loaded.process == os.getpid() and process.poll() is None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(1.0)
 
 
 def _cache() -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +16,13 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_recorder.recordings import open_recording
 from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels import fused
 from tests import forks
 from tests.reductions.strategies import streams
 
-needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(not fused.prepare(wait=True), reason="there is no C compiler")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 3.4e38, 1.1754944e-38]
 
@@ -198,7 +201,7 @@ def test_small_numbers_are_left_to_the_training(tmp_path: Path) -> None:
     code = """
 import torch
 from lightning_recorder.reductions.kernels import fused
-assert fused.prepare()
+assert fused.prepare(wait=True)
 small = torch.full((100_000,), 1e-40)
 print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item() > 0)
 """
@@ -252,7 +255,7 @@ from lightning_recorder.reductions import Statistics
 from lightning_recorder.reductions.kernels import fused
 statistics = Statistics()
 statistics.update(torch.ones(3))
-print(fused.prepare(), float(statistics.compute()["count"]), flush=True)
+print(fused.prepare(wait=True), float(statistics.compute()["count"]), flush=True)
 """
 
 
@@ -295,18 +298,118 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
     [
         ({"LIGHTNING_RECORDER_FUSED": "0"}, None),
         ({"PATH": "/nonexistent", "CC": ""}, "no C compiler"),
-        ({"CC": "/bin/false"}, "did not build"),
-        ({"CC": "/nonexistent/cc"}, "did not build"),
-        ({"XDG_CACHE_HOME": "/proc/nonexistent"}, "did not build"),
+        ({"CC": "/bin/false"}, "/bin/false did not build it, RuntimeError: it ended with status 1. Set CC"),
+        ({"CC": "/nonexistent/cc -O2"}, "/nonexistent/cc -O2 did not build it, FileNotFoundError"),
+        ({"CC": "gcc '-O2"}, "ValueError: No closing quotation"),
+        ({"XDG_CACHE_HOME": "/proc/nonexistent"}, "FileNotFoundError"),
     ],
-    ids=["switched off", "no compiler", "a compiler that fails", "a compiler that is missing", "no folder"],
+    ids=["switched off", "no compiler", "one that fails", "one that is missing", "an open quote", "no folder"],
 )
 def test_without_it_torch_computes(environment: dict[str, str], warned: str | None, tmp_path: Path) -> None:
-    """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
+    """Any obstacle is logged in one line, nothing is raised, and torch computes the statistics."""
     *logged, result = prepared(tmp_path, environment)
     assert result == "False 3.0"
     assert all(warned in line for line in logged) if warned else logged == []
-    assert bool(logged) == bool(warned)
+    assert len(logged) == bool(warned)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["{} -O2", "env {}", "  {} -O2 '-DTWO WORDS=1' "])
+def test_the_compiler_may_be_a_command_of_several_words(command: str, tmp_path: Path) -> None:
+    """``CC`` is split as a shell does, such as ``gcc -O2`` or ``ccache gcc``."""
+    compiler = next(filter(shutil.which, ("cc", "gcc", "clang")))
+    *logged, result = prepared(tmp_path, {"CC": command.format(compiler)})
+    assert result == "True 3.0"
+    assert [line.split()[0] for line in logged] == ["built"]
+
+
+HANGING = """#!/bin/sh
+sleep 300 &
+echo $! >> {0}/pids
+echo $$ >> {0}/pids
+wait
+"""
+
+
+def hanging(folder: Path) -> str:
+    """Return a compiler that waits for another process, which never ends, and notes the ids of both."""
+    compiler = folder / "hanging-cc"
+    compiler.write_text(HANGING.format(folder), encoding="utf-8")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+def has_left(folder: Path) -> bool:
+    """Return True if a process of the hanging compiler is still there after a while."""
+    pids = [Path("/proc", pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 2
+    for _ in range(600):  # a killed process disappears when the system has noticed
+        if not any(map(is_running, pids)):
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_running(pid: Path) -> bool:
+    """Return True for a process that is not one that has ended and that nobody has waited for."""
+    try:
+        return (pid / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+FIT = """
+import sys
+from pathlib import Path
+from lightning_recorder import ActivationRecorder, Outputs
+from lightning_recorder.reductions.kernels import fused
+from tests.callbacks.small import go
+
+quiet = Outputs(plots=False)
+go(Path(sys.argv[1]), [ActivationRecorder(every_n_train_steps=1, outputs=quiet)])
+print("fit", fused.prepare(), fused.may_become_available(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+@pytest.mark.slow
+def test_a_fit_does_not_wait_for_a_compiler_that_hangs(tmp_path: Path) -> None:
+    """The fit is recorded while the compiler hangs, and the end of the program ends the compiler."""
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CC": hanging(tmp_path)}
+    codes, log = forks.run("-c", FIT, tmp_path, folder=tmp_path, variables=variables)
+    assert codes == [0]
+    assert log.splitlines()[-1] == "fit False True"
+    assert not has_left(tmp_path)
+    recording = open_recording(tmp_path)
+    assert recording["activations"].steps == recording["watch"].steps == list(range(8))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+@pytest.mark.slow
+def test_a_compiler_that_hangs_is_stopped(tmp_path: Path) -> None:
+    """After the time limit, one line says why torch is used; there is one attempt, and no process is left."""
+    program = PREPARE.replace("statistics =", "fused._TIMEOUT_S = 0.5\nstatistics =")
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CC": hanging(tmp_path)}
+    codes, log = forks.run("-c", program, folder=tmp_path, variables=variables)
+    logged, result = log.splitlines()
+    assert (codes, result) == ([0], "False 3.0")
+    assert f"C code: {tmp_path}/hanging-cc did not build it, it was stopped after 0.5 s. Set CC to" in logged
+    assert not has_left(tmp_path)
+    assert list((tmp_path / "cache" / "lightning_recorder").iterdir()) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [100, 40_000])
+def test_a_state_may_change_from_torch_to_c(count: int) -> None:
+    """A state to which torch has added the first tensors is what torch would have computed alone, but for rounding."""
+    tensors = [numbers(count + index, torch.float32, special=True) for index in range(4)]
+    expected = plain(tensors[1], state=plain(tensors[0]))
+    mixed = expected.clone()
+    for tensor in tensors[2:]:
+        plain(tensor, state=expected)
+        assert fused.add_statistics(mixed, Values(tensor), None)
+    assert_equal(mixed, expected)
 
 
 @pytest.mark.slow
