@@ -99,7 +99,7 @@ def test_a_finding_about_a_block_leads_to_the_layer_in_it(page: Page, tmp_path: 
     run = open_recording(tmp_path).runs[tmp_path.name]
     trace = Trace("activations", "rms", (0,), (9.0,), "layers.20")
     finding = Finding("odd", "warning", "layers", "", 0, 0, 1, "layers differs", "why", "next", "usual", trace=trace)
-    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}, findings={"run": [finding]}), "run"))
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([finding])}), "run"))
     opened(page, tmp_path / "page.html")
     assert page.locator(".strip .names .sick").all_inner_texts() == ["layers.20"]
     page.locator(".findings li button").first.click()
