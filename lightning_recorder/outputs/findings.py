@@ -300,8 +300,9 @@ class RunFindings:
         run, see = self._run, []
         if run is not None:
             path = shlex.quote(_shown(run.log_dir))
-            commands = ["doctor"] if found.bad or found.open else []
-            commands += ["view"] if self._records else []
+            has_files = next((run.directory / RECORDS).glob("*.jsonl"), None) is not None
+            commands = [name for name, is_useful in (("doctor", found.bad or found.open), ("view", True)) if is_useful]
+            commands = commands if has_files else []
             see = [f"run {' or '.join(f'`lightning-recorder {each} {path}`' for each in commands)}"] if commands else []
         if report is not None:
             see.append(f"open {_shown(report)}")

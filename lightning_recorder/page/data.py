@@ -19,7 +19,6 @@ from lightning_recorder.graph.views.wiring import MutableGraph
 from lightning_recorder.insight import Diagnosis
 from lightning_recorder.page.histograms import histograms_by_octave, packed_numbers
 from lightning_recorder.recordings import WATCH, compare
-from lightning_recorder.recordings.examine import diagnose
 from lightning_recorder.recordings.explanation import explain
 from lightning_recorder.recordings.series import SiteSeries
 
@@ -60,7 +59,7 @@ def page_data(
     """
     known = known or {}
     found = [
-        _run(name, run, limit // max(1, len(runs)), known.get(name) or diagnose(run)) for name, run in runs.items()
+        _run(name, run, limit // max(1, len(runs)), known.get(name) or run.diagnosis) for name, run in runs.items()
     ]
     return {"format": PAGE_FORMAT, "runs": found, "comparison": _comparison(runs)}
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from lightning_recorder.page.data import curves, page_data
 from lightning_recorder.page.html import PageDocument, page_html
-from lightning_recorder.recordings.examine import diagnose
 from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -57,14 +56,14 @@ def summary_html(runs: Mapping[str, Run], hint: str) -> str:
     if len(shown) == 1:
         parts = [_run(*shown[0])]
     else:
-        parts = [f"<div>{_verdict(run, diagnose(run))} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
+        parts = [f"<div>{_verdict(run, run.diagnosis)} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
         parts += [f"<div>and {len(shown) - _MOST_RUNS} more runs</div>"] if len(shown) > _MOST_RUNS else []
     hint = f'<div style="opacity:.7">The page with the graph and all layers: <code>{escape(hint)}</code></div>'
     return f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:900px">{"".join(parts)}{hint}</div>'
 
 
 def _run(name: str, run: Run) -> str:
-    found = diagnose(run)
+    found = run.diagnosis
     bad = found.bad
     items = "".join(map(_item, bad[:_MOST_FINDINGS]))
     more = f"<div>and {len(bad) - _MOST_FINDINGS} more</div>" if len(bad) > _MOST_FINDINGS else ""

@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect
 from torch import nn
 
 from lightning_recorder.graph import capture_graph
-from lightning_recorder.insight import Finding, Trace
+from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, SiteRecord, open_recording, records_path
 from tests.benchmarks.page import model
