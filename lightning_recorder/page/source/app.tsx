@@ -175,7 +175,6 @@ function App(props: { data: PageData }) {
   const changed = both?.changes ?? UNCHANGED;
   // Hundreds of elements that never change must not be compared for each step of the slider.
   const choices = useMemo(() => <datalist id="modules">{[...new Set(run.recorders.flatMap((each) => each.modules))].map((each) => <option value={each} />)}</datalist>, [run]);
-  const problems = run.data.findings.filter((each) => each.severity !== "note").length;
 
   const chooser = (
     <span class="choose">
@@ -197,7 +196,7 @@ function App(props: { data: PageData }) {
   return (
     <div class="page">
       <header>
-        <b class={`verdict ${run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy ? "✓ healthy" : `⚠ ${problems} ${problems === 1 ? "finding" : "findings"}`}</b>
+        <b class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</b>
         <span class="run" title={run.data.folder}>
           {(data.available?.length ?? 0) > 1 ? <>
             <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
@@ -283,7 +282,8 @@ function Overview(props: {
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
             {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
-          {run.data.findings.length === 0 && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
+          {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
+          {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
         </div>
         <div class="curves">

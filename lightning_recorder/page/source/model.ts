@@ -29,7 +29,7 @@ export interface GraphData {
 }
 export interface CurveData { name: string; steps: number[]; values: string }
 export interface RunData {
-  name: string; folder: string; healthy: boolean; findings: Finding[];
+  name: string; folder: string; healthy: boolean | null; verdict: string; findings: Finding[]; notExamined: string[];
   curves: CurveData[]; recorders: RecorderData[]; graph: GraphData | null;
 }
 export interface Comparison { same: boolean; sentence: string; step: number | null; module: string }
