@@ -159,7 +159,7 @@ function App(props: { data: PageData }) {
   const painted = useMemo((): { paint: Paint; scale: Scale } | null => {
     if (recorder && scale) {
       const row = recorder.rowAt(state.step);
-      const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module))).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
+      const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module), statistic)).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
       const middle = median([...values.values()]);
       const value = (module: string): number => values.get(module) ?? NaN;
       const shown = (module: string): number => recorder.shown(statistic, row, recorder.column(module));
@@ -188,7 +188,7 @@ function App(props: { data: PageData }) {
       <label><select aria-label="statistic" value={recorder ? statistic : cost} onChange={(event) => change({ statistic: event.currentTarget.value })}>
         {(recorder ? recorder.statistics : costs).map((each) => <option>{each}</option>)}
       </select></label>
-      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} />}
+      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />}
     </span>
   );
   const graph = (sideways: boolean): ComponentChildren => <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree!} paint={painted?.paint ?? null}
@@ -399,7 +399,7 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
   const recorder = run.recorders.find((each) => each.columnsOf(module).length > 0);
   if (!recorder) return null;
   const statistic = usual(recorder), row = recorder.rowAt(props.step);
-  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each)));
+  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each), statistic));
   const at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
   const alike = order.filter((each) => pattern(each) === pattern(module)), place = alike.indexOf(module);
   const near = alike.length > 2 ? alike.slice(Math.max(0, place - 2), place + 3) : order.slice(Math.max(0, at - 2), at + 3);
