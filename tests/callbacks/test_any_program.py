@@ -399,7 +399,7 @@ def test_a_selection_that_matches_nothing_does_not_end_the_program(
             train(model)
         return
     (found,) = told(lambda: train(model))
-    assert found.startswith("ActivationRecorder: no module matches 'bdy'; the closest name is 'body'")
+    assert found.startswith("ActivationRecorder: no module matches 'bdy'; the closest names are 'body'")
     assert not torch.equal(model.body[1].weight, before)
 
 
