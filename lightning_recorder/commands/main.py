@@ -168,8 +168,8 @@ def _add_doctor(commands: Any) -> None:
         "are none and 1 if there are findings.",
         "doctor lightning_logs/version_0",
         "Each finding has its rule, the numbers, the values in healthy runs, the usual cause and what to try. Notes\n"
-        "describe what is usually intended, such as frozen layers; a run with notes only is healthy. A run\n"
-        "of which too little was recorded is not called healthy: the rules that could not run are listed with the reason.",
+        "describe what is usually intended, such as frozen layers; a run with notes only is healthy. If\n"
+        "too little was recorded to call a run healthy, the rules that could not run are listed with the reason.",
     )
     doctor.add_argument("path", metavar="PATH", help=_PATH)
     doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")

@@ -60,7 +60,8 @@ class Net(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the squared error."""
         out = self.net(Box(batch)).tensor if self.boxed else self.net(batch)
-        return (out - 0.5 * batch).square().mean()
+        loss: Tensor = (out - 0.5 * batch).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam for the layers in use."""
@@ -135,7 +136,7 @@ def fit(folder: Path, case: Case) -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
         log_every_n_steps=1,
-    ).fit(Net(boxed=case.boxed), DataLoader(torch.randn(64, 4), batch_size=8))
+    ).fit(Net(boxed=case.boxed), DataLoader(list(torch.randn(64, 4)), batch_size=8))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_recorder.RecorderWarning")
