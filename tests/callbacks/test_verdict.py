@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -57,8 +57,9 @@ class Net(LightningModule):
         self.net = nn.Sequential(*layers)
         self.spare = nn.Linear(2, 2).requires_grad_(False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batches: list[Tensor], batch_idx: int) -> Tensor:
         """Return the squared error."""
+        (batch,) = batches
         out = self.net(Box(batch)).tensor if self.boxed else self.net(batch)
         loss: Tensor = (out - 0.5 * batch).square().mean()
         return loss
@@ -136,7 +137,7 @@ def fit(folder: Path, case: Case) -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
         log_every_n_steps=1,
-    ).fit(Net(boxed=case.boxed), DataLoader(list(torch.randn(64, 4)), batch_size=8))
+    ).fit(Net(boxed=case.boxed), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_recorder.RecorderWarning")
