@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs
 
 LOOK_AT = """\
 The recordings are in the run that ends with /recorder. In the tab Images, look at
@@ -112,7 +112,12 @@ def main(folder: Path) -> float:
         accelerator="cpu",
         log_every_n_steps=10,
         logger=TensorBoardLogger(folder, name="digits"),
-        callbacks=[GraphRecorder(), ActivationRecorder(), GradientRecorder("encoder.**"), progress_bar()],
+        callbacks=[
+            GraphRecorder(),
+            ActivationRecorder(outputs=Outputs(report=True)),
+            GradientRecorder("encoder.**"),
+            progress_bar(),
+        ],
         enable_model_summary=False,
     )
     trainer.fit(Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(held_out, batch_size=360))

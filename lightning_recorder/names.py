@@ -168,30 +168,39 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     return re.compile(expression)
 
 
+_CLOSE = 0.6  # the ratio of difflib from which on names are similar
+
+
 def closest_names(pattern: str, names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name or glob, with the three closest names.
+    """Return the end of a message about an unknown name or glob, with at most three names that are close to it.
 
     Example:
         >>> closest_names("encoder.conv", ["", "encoder", "encoder.conv1", "head"])
-        "the closest names are 'encoder.conv1', 'encoder', 'head'"
+        "the closest names are 'encoder.conv1', 'encoder'"
+        >>> closest_names("nosuch", ["stem", "head"])
+        "no name is similar; the names are 'stem', 'head'"
         >>> closest_names("blocks.*.attn", ["", "stem", "block", "block.0", "block.0.attn"])
-        "did you mean 'block.*.attn'? The closest names are 'block.0.attn', 'block.0', 'block'"
+        "did you mean 'block.*.attn'? The closest names are 'block.0.attn', 'block.0'"
     """
     known = [name for name in names if name]
+    if not known:
+        return "the model has no submodules"
     # Most mistakes affect one segment, so names with a similar last segment or the same first segment come before names
     # that are merely similar as a whole.
-    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=_CLOSE)
     head, tail = pattern.partition(".")[0], pattern.rpartition(".")[2]
     tails = difflib.get_close_matches(tail, {name.rpartition(".")[2] for name in known}, n=3, cutoff=0.7)
     alike = [name for each in tails for name in known if name.rpartition(".")[2] == each]
     related = [name for name in known if name.partition(".")[0] == head]
-    ordered = [*alike, *near, *related, *known] if "*" in pattern else [*near, *alike, *related, *known]
-    closest = list(dict.fromkeys(ordered))[:3]
-    if not closest:
-        return "the model has no submodules"
-    listed = "he closest names are " + ", ".join(map(repr, closest))
+    closest = list(dict.fromkeys([*alike, *near, *related] if "*" in pattern else [*near, *alike, *related]))[:3]
     glob = corrected_glob(pattern, known)
-    return f"did you mean {glob!r}? T{listed}" if glob else f"t{listed}"
+    hint = f"did you mean {glob!r}?" if glob else ""
+    if not closest:
+        names = ", ".join(map(repr, known[:3])) + (", …" if len(known) > 3 else "")
+        return hint or f"no name is similar; the names are {names}"
+    noun = "name is" if len(closest) == 1 else "names are"
+    listed = f"he closest {noun} {', '.join(map(repr, closest))}"
+    return f"{hint} T{listed}" if glob else f"t{listed}"
 
 
 def corrected_glob(pattern: str, names: Iterable[str]) -> str:

@@ -867,7 +867,7 @@ LABELS = "labels takes pairs (depth, idx) of a depth of at least 0 and a positio
 @pytest.mark.parametrize("names", ["embd", ["embed", "embd"], ["**", "embd"]])
 def test_every_single_pattern_must_match(names: object) -> None:
     """A pattern that matches nothing is an error even if others match; the message has the closest names."""
-    with pytest.raises(SelectionError, match=r"^no module matches 'embd'; the closest names are 'embed', ") as raised:
+    with pytest.raises(SelectionError, match=r"^no module matches 'embd'; the closest name is 'embed'$") as raised:
         chosen(names)
     assert isinstance(raised.value, ValueError)
 
@@ -876,7 +876,7 @@ def test_the_closest_names_share_a_segment() -> None:
     """For a wrong parent, at most three names with the same last segment are suggested."""
     with pytest.raises(SelectionError) as raised:
         chosen("encoder.stages.0.norm")
-    assert re.findall(r"'([^']*)'", str(raised.value))[1:] == ["blocks.0.norm", "blocks.1.norm", "embed"]
+    assert re.findall(r"'([^']*)'", str(raised.value))[1:] == ["blocks.0.norm", "blocks.1.norm"]
 
 
 @pytest.mark.parametrize(
@@ -896,9 +896,7 @@ def test_the_closest_names_share_a_segment() -> None:
 )
 def test_a_suggestion_keeps_the_glob(pattern: str, meant: str) -> None:
     """A misspelled segment of a glob is corrected in place, and the suggestion matches a module."""
-    with pytest.raises(
-        SelectionError, match=re.escape(f"no module matches {pattern!r}; did you mean {meant!r}? The c")
-    ):
+    with pytest.raises(SelectionError, match=re.escape(f"no module matches {pattern!r}; did you mean {meant!r}?")):
         chosen(pattern)
     assert chosen(meant)
 
@@ -911,8 +909,9 @@ def test_a_glob_without_its_beginning_gets_one() -> None:
 
 
 def test_a_glob_that_resembles_nothing_gets_no_suggestion() -> None:
-    """Without a similar segment no glob is suggested."""
-    with pytest.raises(SelectionError, match=r"^no module matches 'qqq\.\*'; the closest names are "):
+    """Without a similar segment no glob and no name is suggested; the first names say how they look."""
+    message = r"^no module matches 'qqq\.\*'; no name is similar; the names are 'embed', 'blocks', 'blocks.0', …$"
+    with pytest.raises(SelectionError, match=message):
         chosen("qqq.*")
 
 

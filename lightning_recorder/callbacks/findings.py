@@ -45,15 +45,16 @@ def findings_of(
     return found
 
 
-def end_findings(findings: RunFindings, label: str, sink: Sink | None) -> None:
+def end_findings(findings: RunFindings, label: str, sink: Sink | None, why: str = "") -> None:
     """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones.
 
     Args:
         findings: The findings.
         label: The label of the recorder.
         sink: The sink for the text with the findings.
+        why: The reason why the recorder has no records, or no more from some step on.
     """
-    if findings.end(label, sink):
+    if findings.end(label, sink, why):
         for trainer in [each for each, found in _findings.items() if found is findings]:
             del _findings[trainer]
 

@@ -77,6 +77,7 @@ class StatisticsCallback(ResumingCallback):
     """The recorded tensors of a module: ``"inputs"``, ``"outputs"`` or both."""
     loss_scale: LossScale
     _findings: RunFindings | None
+    _why_nothing: str
     _fingerprints: BatchFingerprints
     _exchange: Exchange | None
 
@@ -125,6 +126,7 @@ class StatisticsCallback(ResumingCallback):
             **super()._idle(),
             "loss_scale": LossScale(),
             "_findings": None,
+            "_why_nothing": "",  # the reason why a fit had no step to record
             "_fingerprints": BatchFingerprints(),
             "_exchange": None,
             "_pipeline": RecordPipeline(
@@ -211,6 +213,7 @@ class StatisticsCallback(ResumingCallback):
                 self._begin_findings(trainer, pl_module, directory, label)
 
     def _begin_findings(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str) -> None:
+        self._why_nothing = ""
         if self.outputs.findings:
             self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
             has_file = directory is not None and self.outputs.records
@@ -311,7 +314,8 @@ class StatisticsCallback(ResumingCallback):
             finally:
                 findings, self._findings = self._findings, None
                 if findings is not None:
-                    end_findings(findings, self._pipeline.label, self._sink)
+                    why = "it failed, as a warning said" if failed else self._why_nothing
+                    end_findings(findings, self._pipeline.label, self._sink, why)
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
             self._dumps.end()
 
@@ -419,7 +423,9 @@ class StatisticsCallback(ResumingCallback):
         self._pipeline.wait()
         is_trained = self._run is None or self._run.has_recorded
         if not is_trained:
-            yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
+            silence = why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
+            self._why_nothing = silence.why
+            yield silence
         yield from self._evaluation_silences(trainer, function, is_trained=is_trained)
         yield from self._dump_silences(trainer)
 

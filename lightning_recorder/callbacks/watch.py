@@ -16,7 +16,7 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.reproduce import save_incident
-from lightning_recorder.callbacks.trainer import decline, make_directory, stepped
+from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
 from lightning_recorder.insight import NON_FINITE, Finding
@@ -269,6 +269,8 @@ class StepWatch(RecorderCallback):
         finally:
             findings, self._findings = self._findings, None
             if findings is not None:
+                if trainer is not None and self._began is not None and logged_step(trainer) > self._began[0]:
+                    findings.note_step()
                 end_findings(findings, self.group, self._sink)
 
     # Batches.

@@ -291,7 +291,9 @@ class WatchedRun:
                 self._look_for_spikes(reading)
                 fall = self._spikes["loss"].fall()
                 if fall is not None and (UNBOUNDED, "", "") not in self._known:
-                    self._report(finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._rank), reading)
+                    self._report(
+                        finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._after(reading)), reading
+                    )
             elif self._is_finding(reading):
                 self._examine(reading, parameters_are_known=False)
 
@@ -300,6 +302,12 @@ class WatchedRun:
         if self._scaler is None or reading.has_bad_loss:
             return reading.is_bad
         return reading.is_bad and float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
+
+    def _after(self, batch: Reading | int) -> str:
+        """Return the words after a batch: that it is the last one, which often has fewer rows, and the rank."""
+        index = batch if isinstance(batch, int) else next(iter(batch.indices), 0)
+        is_last = 1 < self._trainer.num_training_batches == index + 1
+        return (", the last of each epoch" if is_last else "") + self._rank
 
     def _look_for_spikes(self, reading: Reading) -> None:
         series = [(name, value, self._spikes[name]) for name, value in zip(self._spikes, reading.values, strict=True)]
@@ -314,7 +322,9 @@ class WatchedRun:
 
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
         index, is_clipped = next(iter(reading.indices), 0), bool(self._trainer.gradient_clip_val)
-        found = finding_of_spike(spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._rank)
+        found = finding_of_spike(
+            spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._after(reading)
+        )
         self._report(replace(found, records=records), reading)
 
     # Bad values.
@@ -328,7 +338,7 @@ class WatchedRun:
             return
         self._was_bad = True
         if reading.step == self._overflow and not reading.has_bad_loss:
-            self._report(self._with_rise(finding_of_overflow(reading, rank=self._rank)), reading)
+            self._report(self._with_rise(finding_of_overflow(reading, rank=self._after(reading))), reading)
             return
         copies = None if parameters_are_known else self._copies
         is_known = parameters_are_known or bool(copies)
@@ -347,7 +357,7 @@ class WatchedRun:
         elif found is not None and found.origin is not None and found.batch is not None:
             origin, batch, index = found.origin, found.batch, found.batch.batch_idx
         if origin is not None:
-            finding = finding_of_origin(origin, reading, index, rank=self._rank)
+            finding = finding_of_origin(origin, reading, index, rank=self._after(index))
         else:
             finding = self._unnamed(reading, because, is_known=is_known)
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
@@ -396,7 +406,7 @@ class WatchedRun:
         bad = [names.get(id(parameter), "") for parameter in _bad_parameters(reading)]
         modules = [name for name in names.values() if name in bad]
         return finding_without_origin(
-            reading, reading.indices, because=because, option=option, modules=modules, rank=self._rank
+            reading, reading.indices, because=because, option=option, modules=modules, rank=self._after(reading)
         )
 
     def _report(

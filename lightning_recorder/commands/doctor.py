@@ -12,17 +12,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_recorder.commands.terminal import counted, number, printable, spark
+from lightning_recorder.commands.terminal import counted, number, painted, printable, spark, width_of
 from lightning_recorder.errors import ArgumentError, DumpError
-from lightning_recorder.insight import Finding, check_rules, findings_to_json
+from lightning_recorder.insight import Diagnosis, Finding, check_rules
 from lightning_recorder.recordings import WATCH, Run, open_recording
-from lightning_recorder.recordings.examine import examine
+from lightning_recorder.recordings.examine import diagnose
 
 __all__ = ["bad_findings", "run"]
 
 _MOST_LINES = 6  # after the first finding, which is printed in full
+_MOST_RULES = 16  # that could not run
 _FEW = 5  # modules in a list
 _WIDTH = 110  # characters
+_INDENT, _LABEL = 2, 8  # characters before a row, and of its label
 _BARS = 40
 _LONGEST = 10_000  # characters of a line or a name; only those of a damaged file are longer
 
@@ -34,18 +36,18 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if not examined:
         raise ArgumentError(f"{arguments.path!r} has no records to examine: nothing was recorded")
     ignored = check_rules("--ignore", arguments.ignore)
-    found = {name: examine(each, ignored) for name, each in examined.items()}
+    found = {name: diagnose(each, ignored) for name, each in examined.items()}
     if arguments.json:
         out.write(json.dumps({"runs": [_about(examined[name], each) for name, each in found.items()]}, indent=1) + "\n")
     else:
-        for place, (name, findings) in enumerate(found.items()):
+        for place, (name, diagnosis) in enumerate(found.items()):
             # The first line of the output of a single run is its first finding.
-            title = [f"{printable(name, None)}:"] if len(runs) > 1 else []
-            lines = [*title, *_lines(findings, examined[name], arguments, out)]
+            title = [painted(f"{printable(name, None)}:", "title", out)] if len(runs) > 1 else []
+            lines = [*title, *_lines(diagnosis, examined[name], arguments, out)]
             out.write("\n" * bool(place) + "\n".join(lines) + "\n")
         for name in [each for each in runs if each not in examined]:
             out.write(f"\n{printable(name, None)}:\nnothing was recorded\n")
-    return int(any(not each.is_note for findings in found.values() for each in findings))
+    return int(any(each.bad for each in found.values()))
 
 
 def bad_findings(run: Run) -> list[Finding]:
@@ -55,27 +57,53 @@ def bad_findings(run: Run) -> list[Finding]:
     return []
 
 
-def _about(run: Run, findings: list[Finding]) -> dict[str, Any]:
-    return {"name": run.name, **findings_to_json(findings)}
+def _about(run: Run, found: Diagnosis) -> dict[str, Any]:
+    return {"name": run.name, **found.to_json()}
 
 
-def _lines(findings: list[Finding], run: Run, arguments: Namespace, out: TextIO) -> list[str]:
-    in_full = arguments.all
+def _lines(found: Diagnosis, run: Run, arguments: Namespace, out: TextIO) -> list[str]:
+    in_full, findings = arguments.all, found.findings
     # The commands have relative paths if the user works with them.
     place: Callable[[Path], str] = str if Path(arguments.path).is_absolute() else os.path.relpath
     # Causes come first, so the first finding matters most. The output fits on a screen.
     shown = findings if in_full else findings[: 1 + _MOST_LINES]
     lines: list[str] = []
     for rank, each in enumerate(shown):
-        lines.append(printable(each.line, _LONGEST))
+        lines += _sentence(each.severity, printable(each.line, _LONGEST).removeprefix(f"{each.severity}:"), out)
         if in_full or (rank == 0 and not each.is_note):
             lines += [f"  {line}" for line in _details(each, run, place, out)]
     if len(findings) > len(shown):
         lines.append(f"and {len(findings) - len(shown)} more; --all prints everything")
-    notes = sum(each.is_note for each in findings)
-    count = [counted(len(findings) - notes, "finding") if len(findings) > notes else "healthy: no findings"]
-    count += [counted(notes, "note")] if notes else []
-    return [*lines, f"{', '.join(count)} in {_examined(run)}"]
+    for gap in found.gaps if in_full else found.open:
+        kind = "note" if gap.is_expected else "warning"
+        lines += _sentence("not examined", printable(gap.line, _LONGEST).removeprefix("not examined:"), out, kind)
+        more = 0 if in_full else len(gap.rules) - _MOST_RULES
+        names = ", ".join(gap.rules[:_MOST_RULES] if more > 0 else gap.rules)
+        names += f" and {more} more; --all lists them" if more > 0 else ""
+        lines += [f"  {line}" for line in _row("rules", names, out)]
+    return [*lines, *_summary(found, run, out)]
+
+
+def _sentence(title: str, text: str, out: TextIO, kind: str = "") -> list[str]:
+    """Return lines with a colored title; a pipe gets one line."""
+    width = width_of(out)
+    whole = f"{title}:{text}"
+    options: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    lines = [whole] if width is None else textwrap.wrap(whole, min(width, _WIDTH), **options)
+    return [painted(f"{title}:", kind or title, out) + lines[0].removeprefix(f"{title}:"), *lines[1:]]
+
+
+def _summary(found: Diagnosis, run: Run, out: TextIO) -> list[str]:
+    notes = len(found.findings) - len(found.bad)
+    counts = ["healthy: no findings" if found.is_healthy else found.verdict]
+    counts += [counted(notes, "note")] if notes else []
+    text = f"{', '.join(counts)} in {_examined(run)}"
+    is_unknown = found.is_healthy is None and any(label != WATCH for label in run)
+    text += ", but too little was examined to call the run healthy" if is_unknown else ""
+    width = width_of(out)
+    lines = [text] if width is None else textwrap.wrap(text, min(width, _WIDTH), break_on_hyphens=False)
+    kind = "healthy" if found.is_healthy else found.bad[0].severity if found.bad else "title"
+    return [painted(each, kind, out) for each in lines]
 
 
 def _examined(run: Run) -> str:
@@ -85,7 +113,7 @@ def _examined(run: Run) -> str:
     steps = sorted({step for each in series for step in each.steps})
     sites = sum(len(each) for each in series)
     span = f", {_span(steps[0], steps[-1])}" if steps else ""
-    return f"{counted(len(steps), 'record')} of {sites} sites{span}"
+    return f"{counted(len(steps), 'record')} of {counted(sites, 'site')}{span}"
 
 
 def _span(first: int | None, last: int | None) -> str:
@@ -106,24 +134,26 @@ def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: Text
     script = run.directory / "incidents" / f"step-{finding.first_step}" / "replay.py"
     if finding.rule == "non-finite" and script.exists():
         rows.append(("again", printable(shlex.join(["python", place(script)]), None) + "  (runs the step again)"))
-    return [line for name, text in rows for line in _row(name, text)]
+    return [line for name, text in rows for line in _row(name, text, out)]
 
 
-def _row(name: str, text: str) -> list[str]:
-    if name in ("show", "again", "trend"):  # a command is copied as a whole
-        return [f"{name:<8}{text}"]
-    options: dict[str, Any] = {"initial_indent": f"{name:<8}", "subsequent_indent": " " * 8}
-    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False, **options)
+def _row(name: str, text: str, out: TextIO) -> list[str]:
+    lines = [text]
+    if name not in ("show", "again", "trend"):  # a command is copied as a whole
+        width = min(_WIDTH, (width_of(out) or _WIDTH) - _INDENT)
+        lines = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
+    labels = [painted(f"{name:<{_LABEL}}", "quiet", out), *[" " * _LABEL] * len(lines)]
+    return [label + line for label, line in zip(labels, lines, strict=False)]
 
 
 def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
     trace = finding.trace
     if trace is None or not trace.values:
         return []
-    bars = spark(trace.values, _BARS, out)
     ends = f"{number(trace.values[0])} to {number(trace.values[-1])}"
-    span = _span(trace.steps[0], trace.steps[-1])
-    return [("trend", f"{printable(trace.statistic)} {bars} {ends}, {span}")]
+    name, span = printable(trace.statistic), _span(trace.steps[0], trace.steps[-1])
+    room = (width_of(out) or _WIDTH) - _INDENT - _LABEL - len(f"{name}  {ends}, {span}")
+    return [("trend", f"{name} {spark(trace.values, max(1, min(_BARS, room)), out)} {ends}, {span}")]
 
 
 def _command(finding: Finding, run: Run, log_dir: str) -> str:

@@ -164,11 +164,12 @@ def _add_doctor(commands: Any) -> None:
     doctor = _add(
         commands,
         "doctor",
-        "Say what is wrong in a run: findings from its records, causes first. The exit status is 0 if the run is "
-        "healthy and 1 if there are findings.",
+        "Say what is wrong in a run: findings from its records, causes first. The exit status is 0 if there "
+        "are none and 1 if there are findings.",
         "doctor lightning_logs/version_0",
         "Each finding has its rule, the numbers, the values in healthy runs, the usual cause and what to try. Notes\n"
-        "describe what is usually intended, such as frozen layers; a run with notes only is healthy.",
+        "describe what is usually intended, such as frozen layers; a run with notes only is healthy. If\n"
+        "too little was recorded to call a run healthy, the rules that could not run are listed with the reason.",
     )
     doctor.add_argument("path", metavar="PATH", help=_PATH)
     doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")

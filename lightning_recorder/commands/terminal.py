@@ -1,17 +1,21 @@
-"""Terminal output: text without control characters, aligned tables, bar charts."""
+"""Terminal output: text without control characters, its width and colors, aligned tables, bar charts."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TextIO
 
-__all__ = ["counted", "module", "number", "printable", "spark", "table"]
+__all__ = ["counted", "module", "number", "painted", "printable", "spark", "table", "width_of"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
 _LONGEST = 200  # characters
+_COLORS = {"critical": "1;31", "warning": "1;33", "note": "36", "healthy": "1;32", "title": "1", "quiet": "2"}
+_LEAST_WIDTH = 40
 
 
 def printable(text: str, longest: int | None = _LONGEST) -> str:
@@ -33,6 +37,22 @@ def printable(text: str, longest: int | None = _LONGEST) -> str:
 def module(name: str) -> str:
     """Return the display name of a module."""
     return printable(name) or "(root)"
+
+
+def width_of(out: TextIO) -> int | None:
+    """Return the number of columns of a terminal, at least 40; None for a file or a pipe, whose lines stay whole."""
+    return max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if out.isatty() else None
+
+
+def painted(text: str, kind: str, out: TextIO) -> str:
+    """Return a text in the color of a kind, such as ``"warning"``, if the output is a terminal with colors.
+
+    The variable ``NO_COLOR`` switches colors off (https://no-color.org).
+    """
+    is_old = os.environ.get("TERM") == "dumb" or (os.name == "nt" and "WT_SESSION" not in os.environ)
+    if not text or not out.isatty() or is_old or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_COLORS[kind]}m{text}\x1b[0m"
 
 
 def counted(count: int, noun: str) -> str:

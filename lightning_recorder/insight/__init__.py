@@ -13,6 +13,7 @@ from lightning_recorder.insight.finding import (
     findings_to_json,
     with_watched,
 )
+from lightning_recorder.insight.gaps import Diagnosis, Gap
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.table import STATISTICS, SiteRecords
 
@@ -24,8 +25,10 @@ __all__ = [
     "SPIKE",
     "STATISTICS",
     "UNBOUNDED",
+    "Diagnosis",
     "Examination",
     "Finding",
+    "Gap",
     "Rule",
     "SiteRecords",
     "Trace",

@@ -30,7 +30,16 @@ from lightning_recorder.insight import (
     uncalled,
 )
 from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
-from lightning_recorder.insight.finding import NON_FINITE, SEVERITIES, SPIKE, UNBOUNDED, USUAL_UNTIL, Finding
+from lightning_recorder.insight.finding import (
+    NON_FINITE,
+    SEVERITIES,
+    SPIKE,
+    UNBOUNDED,
+    USUAL_UNTIL,
+    Finding,
+    with_watched,
+)
+from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_records
 from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -163,6 +172,15 @@ class Examination:
             coverage=self.coverage,
             odd_blocks=self._odd[1],
         )
+
+    def gaps(self) -> tuple[Gap, ...]:
+        """Return the rules that cannot run on the records so far, with the reasons."""
+        rules = [rule.name for rule in RULES if rule.name not in self.ignored]
+        return gaps_of(group_records(self._tables), self.coverage, rules, has_graph=self.graph is not None)
+
+    def diagnosis(self, watched: list[Finding]) -> Diagnosis:
+        """Return the findings so far with those of the watch, and the rules that cannot run."""
+        return Diagnosis(with_watched(self.findings(), watched), self.gaps())
 
     def findings(self) -> list[Finding]:
         """Return the findings so far: causes first, consequences merged into them."""

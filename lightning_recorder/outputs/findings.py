@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -18,15 +19,16 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import (
     RULES,
     STATISTICS,
+    Diagnosis,
     Examination,
     Finding,
     SiteRecords,
-    findings_to_json,
     with_watched,
 )
 from lightning_recorder.outputs.pipeline import RecordConsumer
+from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
-from lightning_recorder.recordings.examine import examine
+from lightning_recorder.recordings.examine import diagnose
 from lightning_recorder.recordings.record_format import RECORDS
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.sinks import Sink
@@ -56,7 +58,8 @@ class RunFindings:
 
     The records are checked after five records of each recorder, when their number has doubled, and soon after the
     first NaN or infinity. A finding that may settle is logged once it is in two checks in a row. When the last recorder
-    has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
+    has ended, the verdict and the findings are logged and written to ``findings.json``, with what could not be
+    examined. An error in here gives one warning.
 
     Args:
         directory: The folder of the run's recordings, if it has one.
@@ -86,11 +89,13 @@ class RunFindings:
         self._open: set[str] = set()
         self._groups: dict[str, str] = {}
         self._steps: dict[str, int] = {}  # the last step of each recorder
+        self._reasons: dict[str, Any] = {}  # why recorders have no records, as in a receipt
         self._waits: dict[str, Callable[[], object]] = {}
         self._are_files_complete = directory is not None
         self._continues = False
         self._has_failed = self._was_bad = False
         self._records = self._last_step = 0
+        self._has_steps = False
         self._due = 0
         self._written = b""
         self._before: set[tuple[str, str, str]] = set()
@@ -99,7 +104,7 @@ class RunFindings:
         self._watched: list[Finding] = []
         self._current: list[Finding] = []
         self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
-        self._findings: list[Finding] = []  # when the run has ended
+        self._diagnosis: Diagnosis | None = None  # when the run has ended
         self.named: frozenset[str] = frozenset()
         """The modules that findings name, without notes, as of the last check or of :meth:`catch_up`."""
 
@@ -157,7 +162,7 @@ class RunFindings:
         with self._lock:
             if self._current_of != (self._records, len(self._watched)):  # the recorders all ask at the end
                 self._current = []
-                self._contained(lambda: self._current.extend(each for each in self._examined() if not each.is_note))
+                self._contained(lambda: self._current.extend(self._examined().bad))
                 self._current_of = self._records, len(self._watched)
             return list(self._current)
 
@@ -181,28 +186,45 @@ class RunFindings:
             self._log(f"Found at step {finding.last_step}: {finding.line}")
         self._write(self._examined())
 
+    def note_step(self) -> None:
+        """Note that a step was trained, so that the fit ends with a verdict even if nothing is recorded."""
+        self._has_steps = True
+
     def add(self, record: SiteRecords) -> None:
         """Examine a record. Called in the writing threads."""
         with self._lock:
             self._contained(partial(self._add, record))
 
-    def end(self, label: str, sink: Sink | None) -> bool:
+    def end(self, label: str, sink: Sink | None, why: str = "") -> bool:
         """End the records of a recorder; after the last one, report the findings and return True.
 
         Args:
             label: The label of the recorder.
             sink: The sink for the text with the findings.
+            why: The reason why it has no records, or no more from some step on. The receipt of the run keeps it.
         """
         with self._lock:
             self._open.discard(label)
+            if why:
+                self._contained(partial(self._keep_reason, label, why))
             if self._open:
                 return False
-            run = self._run_of_report()
-            if self._records or self._watched:
-                self._contained(partial(self._finish, sink))
-            if run is not None:
-                self._write_report(run)
+            is_report_due = self._is_report_due()  # of the time of the fit, without what follows
+            self._contained(partial(self._finish, sink))
+            report = self._write_report() if is_report_due else None
+            if self._diagnosis is not None:
+                self._log(self._conclusion(self._diagnosis, report))
             return True
+
+    def _keep_reason(self, label: str, why: str) -> None:
+        self._reasons[label] = {"ended": why}
+        if self._run is not None:
+            write_receipt(self._run.directory, label, {**self._coverage()[label], "ended": why})
+
+    def _coverage(self) -> dict[str, Any]:
+        """Return the receipt, with an entry for each recorder."""
+        known = (None if self._run is None else self._run.receipt) or {}
+        return {**{label: {} for label in self._groups}, **self._reasons, **known}
 
     def _contained(self, job: Callable[[], object]) -> None:
         if self._has_failed:
@@ -239,8 +261,8 @@ class RunFindings:
         return not others or (before <= min(others) and record.step >= max(others))
 
     def _check(self) -> None:
-        findings = self._examined()
-        bad = [each for each in findings if not each.is_note]
+        found = self._examined()
+        bad = found.bad
         self.named = frozenset(each.layer for each in bad) - {""}
         for each in bad:
             key = _key(each)
@@ -248,80 +270,96 @@ class RunFindings:
                 self._said.add(key)
                 self._log(f"Found at step {self._last_step}: {each.line}")
         self._before = set(map(_key, bad))
-        self._write(findings)
+        self._write(found)
 
-    def _examined(self) -> list[Finding]:
+    def _examined(self) -> Diagnosis:
         # The graph and the receipt change during the run. A resumed run has the graph of the first one.
         run = self._run
         self._examination.graph = self._graph() or (None if run is None else run.graph)
-        self._examination.coverage = (None if run is None else run.receipt) or {}
-        return with_watched(self._examination.findings(), self._watched)
+        self._examination.coverage = self._coverage()
+        return self._examination.diagnosis(self._watched)
 
     def _finish(self, sink: Sink | None) -> None:
         # Only the files have the records before a resumption, and a fixed order of several recorders of one group.
         has_several = len(set(self._groups.values())) < len(self._groups)
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
-        findings = (
-            with_watched(examine(run, self._examination.ignored), self._watched)
-            if run is not None and in_files
-            else self._examined()
-        )
-        self._findings = findings
-        self._write(findings)
-        bad = [each for each in findings if not each.is_note]
-        if bad:
-            self._log(_listed(bad, None if run is None else run.log_dir))
-            if sink is not None:
-                sink.write_text(self._last_step, {"recorder/findings": _markdown(bad)})
+        found = self._examined()
+        if run is not None and in_files:
+            read = diagnose(run, self._examination.ignored)
+            found = Diagnosis(with_watched(read.findings, self._watched), read.gaps)
+        if not found.bad and not (self._records or self._has_steps or self._watched):
+            return  # no step was trained, which the recorders report
+        self._diagnosis = found
+        self._write(found)
+        if sink is not None and (found.bad or found.open):
+            sink.write_text(self._last_step, {"recorder/findings": _markdown(found)})
 
-    def _run_of_report(self) -> Run | None:
-        """Return the run if its page is to be written, or log why not. The findings come later, as the last lines."""
-        if self._run is None or not self._records:
-            return None  # the recorders report why there are no files or no records
-        if self._is_report_due(self._run):
-            return self._run
-        reason = self._why_no_report(self._run)
-        if reason:
-            self._log(f"{REPORT} is not written, because {reason}.")
-        return None
+    def _conclusion(self, found: Diagnosis, report: Path | None) -> str:
+        """Return the last message of a fit: the findings, or that there are none, and the ways to see more."""
+        run, see = self._run, []
+        if run is not None:
+            path = shlex.quote(_shown(run.log_dir))
+            has_files = next((run.directory / RECORDS).glob("*.jsonl"), None) is not None
+            commands = [name for name, is_useful in (("doctor", found.bad or found.open), ("view", True)) if is_useful]
+            commands = commands if has_files else []
+            see = [f"run {' or '.join(f'`lightning-recorder {each} {path}`' for each in commands)}"] if commands else []
+        if report is not None:
+            see.append(f"open {_shown(report)}")
+        first = {"healthy": "Healthy: no findings", "no findings": "No findings, but not everything was examined"}
+        more = len(found.bad) - _MOST_LISTED
+        lines = [each.line for each in found.bad[:_MOST_LISTED]]
+        lines += [f"and {more} more"] if more > 0 else []
+        lines += [each.line for each in found.open]
+        why = "" if report is not None else self._why_no_report()
+        lines += [f"{REPORT} is not written, because {why}"] if why else []
+        title = "; ".join(filter(None, [first.get(found.verdict, found.verdict), ", or ".join(see)]))
+        return "\n".join([title, *(f"  {line}" for line in lines)])
 
-    def _write_report(self, run: Run) -> None:
-        """Write the page of the run. The findings are complete, and so are the files of the recorders."""
+    def _write_report(self) -> Path | None:
+        """Write the page of the run, and return its path. The files of the recorders are complete."""
+        run = self._run
+        if run is None:
+            return None
         try:
             from lightning_recorder.page import page_data, page_html
 
             run.refresh()
-            findings = None if self._has_failed else {run.name: self._findings}
-            html = page_html(page_data({run.name: run}, findings=findings), f"{run.name} · lightning_recorder").encode()
+            known = None if self._diagnosis is None else {run.name: self._diagnosis}
+            html = page_html(page_data({run.name: run}, known=known), f"{run.name} · lightning_recorder").encode()
             path = run.directory / REPORT
-            attempt(path, len(html), partial(write_whole, path, lambda file: file.write(html)))
+            is_written = attempt(path, len(html), partial(write_whole, path, lambda file: file.write(html)))
         except Exception as error:
             if self._strict:
                 raise
             warn(f"{REPORT} was not written: {describe_error(error)}")
+            return None
+        return path if is_written else None
 
-    def _is_report_due(self, run: Run) -> bool:
-        if not self._are_files_complete:
+    def _is_report_due(self) -> bool:
+        if self._run is None or not self._records or not self._are_files_complete:
             return False
         asked = [each for each in self._report_wanted if each is not None]
-        return any(asked) if asked else _report_s(run) <= _SHARE * (self._clock() - self._began)
+        return any(asked) if asked else _report_s(self._run) <= _SHARE * (self._clock() - self._began)
 
-    def _why_no_report(self, run: Run) -> str:
-        """Return why the page is not written and how to get it; nothing if the settings leave it out."""
+    def _why_no_report(self) -> str:
+        """Return why the page is not written; nothing if there is nothing to show, or if the settings leave it out."""
         asked = [each for each in self._report_wanted if each is not None]
-        if asked and not any(asked):
+        if self._run is None or not self._records or (asked and not any(asked)):
             return ""
         if not self._are_files_complete:
             return "a recorder has records=False; remove this setting to get it"
-        command = f"lightning-recorder view {shlex.quote(_shown(run.log_dir))}"
-        cost = f"it would take about {_report_s(run):.1f} s, more than {_SHARE * 100:.0f} % of the time of the fit"
-        return f"{cost}; run `{command}`, or set Outputs(report=True)"
+        if asked:
+            return ""  # a warning gives the reason
+        cost = (
+            f"it would take about {_report_s(self._run):.1f} s, more than {_SHARE * 100:.0f} % of the time of the fit"
+        )
+        return f"{cost}; set Outputs(report=True) to get it"
 
-    def _write(self, findings: list[Finding]) -> None:
+    def _write(self, found: Diagnosis) -> None:
         if self._run is not None:
             path = self._run.directory / FINDINGS
-            data = (json.dumps(findings_to_json(findings), indent=1) + "\n").encode()
+            data = (json.dumps(found.to_json(), indent=1) + "\n").encode()
             if data != self._written and attempt(
                 path, len(data), partial(write_whole, path, lambda file: file.write(data))
             ):
@@ -348,6 +386,8 @@ class ExaminedRecords(RecordConsumer):
 
     @override
     def on_record(self, record: Record, found: StatisticsTable) -> None:
+        if record.stage == "train":
+            self._findings.note_step()
         if not found or record.overflowed or record.loader not in (None, 0):
             return
         schema = found.schema
@@ -395,20 +435,13 @@ def _key(finding: Finding) -> tuple[str, str, str]:
     return finding.rule, finding.module, finding.path
 
 
-def _listed(findings: list[Finding], log_dir: Path | None) -> str:
-    count = f"{len(findings)} finding" + ("s" if len(findings) != 1 else "")
-    command = "" if log_dir is None else f"; run `lightning-recorder doctor {shlex.quote(_shown(log_dir))}`"
-    lines = [f"  {each.line}" for each in findings[:_MOST_LISTED]]
-    more = len(findings) - len(lines)
-    return "\n".join([f"{count}{command}", *lines, *([f"  and {more} more"] if more else [])])
-
-
 def _shown(path: Path) -> str:
     """Return the path relative to the current folder if it is inside of it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _markdown(findings: list[Finding]) -> str:
-    parts = [f"**{each.line}**\n\n{each.why}\n\nNext: {each.next}" for each in findings]
+def _markdown(found: Diagnosis) -> str:
+    parts = [f"**{each.line}**\n\n{each.why}\n\nNext: {each.next}" for each in found.bad]
+    parts += [f"{each.line}." for each in found.open]
     return "\n\n".join(parts).encode("utf-8", "replace").decode()

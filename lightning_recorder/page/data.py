@@ -16,7 +16,7 @@ from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
-from lightning_recorder.insight import Finding, findings_to_json
+from lightning_recorder.insight import Diagnosis
 from lightning_recorder.page.histograms import histograms_by_octave, packed_numbers
 from lightning_recorder.recordings import WATCH, compare
 from lightning_recorder.recordings.explanation import explain
@@ -44,23 +44,22 @@ _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops",
 
 
 def page_data(
-    runs: Mapping[str, Run], *, limit: int = 10_000_000, findings: Mapping[str, list[Finding]] | None = None
+    runs: Mapping[str, Run], *, limit: int = 10_000_000, known: Mapping[str, Diagnosis] | None = None
 ) -> dict[str, Any]:
     """Return the data of the page as JSON values.
 
     Args:
         runs: The runs by name; two runs are compared with each other.
-        findings: The findings of runs whose records need not be examined again, by name.
+        known: The diagnoses of runs whose records need not be examined again, by name.
         limit: The number of bytes for all statistics. Beyond it, neighboring records are joined; each site keeps the
             record in which it is farthest from its usual value, so that no outlier is lost.
 
     Raises:
         DumpError: If a file of a run is damaged.
     """
-    known = findings or {}
+    known = known or {}
     found = [
-        _run(name, run, limit // max(1, len(runs)), run.findings if known.get(name) is None else known[name])
-        for name, run in runs.items()
+        _run(name, run, limit // max(1, len(runs)), known.get(name) or run.diagnosis) for name, run in runs.items()
     ]
     return {"format": PAGE_FORMAT, "runs": found, "comparison": _comparison(runs)}
 
@@ -83,8 +82,8 @@ def _comparison(runs: Mapping[str, Run]) -> dict[str, Any] | None:
     }
 
 
-def _run(name: str, run: Run, limit: int, findings: list[Finding]) -> dict[str, Any]:
-    found = findings_to_json(findings)
+def _run(name: str, run: Run, limit: int, diagnosis: Diagnosis) -> dict[str, Any]:
+    found = diagnosis.to_json()
     labels = [label for label in run if label != WATCH]
     shown = [(label, run[label].of(*key)) for label in labels for key in _stages(run[label])]
     total = sum(len(series.steps) * len(series) * len(series.statistics) * _ITEM for _, series in shown)
@@ -95,7 +94,9 @@ def _run(name: str, run: Run, limit: int, findings: list[Finding]) -> dict[str, 
         "name": name,
         "folder": str(run.log_dir),
         "healthy": found["healthy"],
+        "verdict": diagnosis.verdict,
         "findings": found["findings"],
+        "notExamined": [each.line for each in diagnosis.open],
         "curves": [
             {"name": title, "steps": steps, "values": packed_numbers(values)} for title, steps, values in curves(run)
         ],

@@ -14,7 +14,7 @@ from lightning_recorder.page.html import PageDocument, page_html
 from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
-    from lightning_recorder.insight import Finding
+    from lightning_recorder.insight import Diagnosis, Finding
     from lightning_recorder.recordings import Run
 
 __all__ = ["page_document", "summary_html"]
@@ -56,15 +56,15 @@ def summary_html(runs: Mapping[str, Run], hint: str) -> str:
     if len(shown) == 1:
         parts = [_run(*shown[0])]
     else:
-        parts = [f"<div>{_verdict(run, run.findings)} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
+        parts = [f"<div>{_verdict(run, run.diagnosis)} <b>{escape(name)}</b></div>" for name, run in shown[:_MOST_RUNS]]
         parts += [f"<div>and {len(shown) - _MOST_RUNS} more runs</div>"] if len(shown) > _MOST_RUNS else []
     hint = f'<div style="opacity:.7">The page with the graph and all layers: <code>{escape(hint)}</code></div>'
     return f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:900px">{"".join(parts)}{hint}</div>'
 
 
 def _run(name: str, run: Run) -> str:
-    findings = run.findings
-    bad = [each for each in findings if not each.is_note]
+    found = run.diagnosis
+    bad = found.bad
     items = "".join(map(_item, bad[:_MOST_FINDINGS]))
     more = f"<div>and {len(bad) - _MOST_FINDINGS} more</div>" if len(bad) > _MOST_FINDINGS else ""
     listed = f'<ol style="margin:4px 0;padding-left:22px">{items}</ol>{more}' if items else ""
@@ -74,7 +74,7 @@ def _run(name: str, run: Run) -> str:
         f"{label}: {len(each.steps)} record{'s' * (len(each.steps) != 1)} of {len(each)} tensors"
         for label, each in series
     )
-    title = f"{_verdict(run, findings)} <b>{escape(name)}</b> <small>{recorded}</small>"
+    title = f"{_verdict(run, found)} <b>{escape(name)}</b> <small>{recorded}</small>"
     return f"<div>{title}</div>{listed}<div>{charts}</div>"
 
 
@@ -86,13 +86,12 @@ def _item(finding: Finding) -> str:
     )
 
 
-def _verdict(run: Run, findings: list[Finding]) -> str:
-    count = sum(not each.is_note for each in findings)
-    if not count and not run.has_records:
+def _verdict(run: Run, found: Diagnosis) -> str:
+    if found.bad:
+        return f'<b style="color:#d9463a">⚠ {found.verdict}</b>'
+    if not run.has_records:
         return "<b>nothing was recorded</b>"
-    if not count:
-        return '<b style="color:#1f8a3f">✓ healthy</b>'
-    return f'<b style="color:#d9463a">⚠ {count} finding{"s" if count != 1 else ""}</b>'
+    return '<b style="color:#1f8a3f">✓ healthy</b>' if found.is_healthy else f"<b>{found.verdict}</b>"
 
 
 def _chart(title: str, steps: list[int], values: np.ndarray[Any, np.dtype[np.float64]]) -> str:

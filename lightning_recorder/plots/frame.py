@@ -86,9 +86,15 @@ PURPLE_ORANGE = _table("2d004b 542788 8073ac b2abd2 d8daeb f7f7f7 fee0b6 fdb863 
 """For signed values. Purple and orange differ along the blue-yellow axis, which people with red-green color blindness
 perceive fully; the ends of a red-blue table differ partly along the red-green axis."""
 
-Mark = Literal["zero", "missing", "nan", "inf"]
+Mark = Literal["zero", "missing", "undefined", "nan", "inf"]
 
-MARKS: Mapping[Mark, str] = {"zero": "0", "missing": "not recorded", "nan": "NaN", "inf": "infinite"}
+MARKS: Mapping[Mark, str] = {
+    "zero": "0",
+    "missing": "not recorded",
+    "undefined": "undefined",
+    "nan": "NaN",
+    "inf": "infinite",
+}
 """The meanings of the patterns; none of the patterns uses a color of the tables."""
 
 
@@ -127,10 +133,13 @@ def paint(values: Floats, scale: Scale, table: Table) -> Image:
 
 
 def pattern(mark: Mark, height: int, width: int) -> Image:
-    """Return the pattern that replaces a color: white, grey, black stripes on white, or black."""
-    if mark != "nan":
+    """Return the pattern that replaces a color: white, grey, grey dots or black stripes on white, or black."""
+    if mark in _FLAT:
         return np.full((height, width, 3), _FLAT[mark], dtype=np.uint8)
     rows, columns = np.indices((height, width))
+    if mark == "undefined":
+        dots = (rows % 4 == 1) & (columns % 4 == 1)
+        return np.repeat(np.where(dots, 110, 255).astype(np.uint8)[..., None], 3, axis=-1)
     return np.repeat(np.where((rows - columns) % 8 < 4, 0, 255).astype(np.uint8)[..., None], 3, axis=-1)
 
 

@@ -64,6 +64,7 @@ def heat_map(
     statistic: str,
     title: str,
     recorded: NDArray[np.bool_] | None = None,
+    undefined: NDArray[np.bool_] | None = None,
     log: bool | None = None,
     degrees: Any = None,
     max_layers: int = _MOST_ROWS,
@@ -89,6 +90,8 @@ def heat_map(
         title: The title of the image.
         recorded: A mask of the recorded values, ``[layers, steps]``. By default all are recorded, so that a NaN is a
             recorded value.
+        undefined: A mask of the recorded values that do not exist, ``[layers, steps]``, such as the ratio of an update
+            to a weight of zero. They are no NaN of the training, and are drawn apart. By default there are none.
         log: If True or False, force or forbid a logarithmic scale; by default the values decide.
         degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
             layers are compared by these values.
@@ -105,11 +108,14 @@ def heat_map(
     values = to_floats("values", values, "[layers, steps]", 2)
     names = checked_names(names, values.shape[0], "layers")
     recorded = np.ones(values.shape, dtype=bool) if recorded is None else np.asarray(recorded, dtype=bool)
-    for what, shape in (("values", values.shape), ("recorded", recorded.shape)):
+    undefined = np.zeros(values.shape, dtype=bool) if undefined is None else np.asarray(undefined, dtype=bool)
+    for what, shape in (("values", values.shape), ("recorded", recorded.shape), ("undefined", undefined.shape)):
         if shape != (len(names), len(steps)):
             raise ArgumentError(f"{what} must have the shape [{len(names)}, {len(steps)}], got {list(shape)}")
     if not recorded.any():
         return blank(title, "nothing was recorded")
+    undefined &= recorded
+    recorded = recorded & ~undefined
     check_integer("max_layers", max_layers, 1)
     if degrees is None:
         bad = (recorded & ~np.isfinite(values)).astype(np.float64)
@@ -120,11 +126,12 @@ def heat_map(
     names, values, recorded = fitted_names(rows, names), values[rows], recorded[rows]
     columns = columns_of(steps)
     cells, there = _joined(values, recorded, columns)
+    is_undefined = _joined(values, undefined[rows], columns)[1] & ~there
     scale = Scale("linear", 0.0, 1.0) if _is_share(statistic, cells) else scale_of(cells[there], log=log)
     shown = [each._replace(row=rows.index(each.row)) for each in findings if each.row in rows]
     shown += [each for each in findings if each.row is None]
     notes = [*notes_on_findings(shown), *chosen, *_notes(columns.most, scale, cells[there])]
-    return _drawn(title, statistic, names, cells, there, columns, scale, notes, marked, (shown, steps))
+    return _drawn(title, statistic, names, cells, there, is_undefined, columns, scale, notes, marked, (shown, steps))
 
 
 def _is_share(statistic: str, values: Floats) -> bool:
@@ -156,6 +163,7 @@ def _drawn(
     names: list[str],
     cells: Floats,
     there: NDArray[np.bool_],
+    undefined: NDArray[np.bool_],
     columns: Columns,
     scale: Scale,
     notes: list[str],
@@ -168,7 +176,10 @@ def _drawn(
     # Applied to pixels instead of cells, so that the patterns are not stretched.
     across = columns.spread(area[2])
     wide = np.repeat(cells[:, across], row_px, axis=0)
-    marks = marks_of(wide, scale, np.repeat(there[:, across], row_px, axis=0))
+    without_value = np.repeat(undefined[:, across], row_px, axis=0)
+    marks = marks_of(wide, scale, np.repeat(there[:, across], row_px, axis=0) | without_value)
+    marks = {mark: where for mark, each in marks.items() if (where := each & ~without_value).any()}
+    marks |= {"undefined": without_value} if without_value.any() else {}
     canvas = new_canvas(top + area[3] + bottom_room(notes, marks), title)
     pixels = np.repeat(paint(cells, scale, table_for(scale))[:, across], row_px, axis=0)
     cover(pixels, marks)

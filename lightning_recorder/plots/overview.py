@@ -37,10 +37,11 @@ def overview(
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
     histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
-    latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients
-    of parameters have no plots over time, because their names would collide with those of the parameters. Statistics
-    and histograms that were never recorded have no plots. All images choose and mark the same sites: those of findings,
-    those that stand out in any of the kept statistics, and an even selection of the others.
+    latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags; it is drawn
+    only if a site stands out or a finding names one. Gradients of parameters have no plots over time, because their
+    names would collide with those of the parameters. Statistics and histograms that were never recorded have no plots.
+    All images choose and mark the same sites: those of findings, those that stand out in any of the kept statistics,
+    and an even selection of the others.
 
     Args:
         history: The recorded statistics.
@@ -135,6 +136,7 @@ def _heat_map(
         statistic=statistic,
         title=title,
         recorded=recorded[rows],
+        undefined=_undefined(history, statistic, values, recorded)[rows],
         degrees=degrees[rows],
         max_layers=max_layers,
         findings=[
@@ -145,13 +147,20 @@ def _heat_map(
     )
 
 
+def _undefined(history: History, statistic: str, values: Floats, recorded: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return a mask of the update ratios that do not exist, because the weight is zero or had no update."""
+    if statistic != "update_ratio" or "rms" not in history.statistics:
+        return np.zeros(values.shape, dtype=bool)
+    return recorded & ~np.isfinite(values) & np.isfinite(history.furthest("rms")[0])
+
+
 def _most_telling(history: History, degrees: Floats) -> str | None:
-    """Return the statistic in which the most unusual site stands out most, or else the first; None without a size."""
+    """Return the statistic in which the most unusual site stands out most; None if no site stands out."""
     sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
     known = [name for name in sizes if not np.isnan(history.table(name)).all()]
     first = standing_out(degrees)[:1]
     if not first:
-        return next(iter(known), None)
+        return None
 
     def degree(name: str) -> float:
         found = float(unusualness(history.sites, {name: history.table(name)})[first[0]])

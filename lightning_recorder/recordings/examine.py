@@ -11,11 +11,11 @@ import numpy as np
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import (
     STATISTICS,
+    Diagnosis,
     Examination,
     Finding,
     SiteRecords,
     findings_from_json,
-    with_watched,
 )
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
@@ -28,13 +28,18 @@ if TYPE_CHECKING:
     from lightning_recorder.recordings.recording import Run
     from lightning_recorder.recordings.series import Series
 
-__all__ = ["examine", "records_of"]
+__all__ = ["diagnose", "examine", "records_of"]
 
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 
 
 def examine(run: Run, ignored: Collection[str] = ()) -> list[Finding]:
-    """Return the findings of a run, ranked.
+    """Return the findings of a run, ranked; see :func:`diagnose`."""
+    return diagnose(run, ignored).findings
+
+
+def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
+    """Return the findings of a run, ranked, and the rules that could not run.
 
     Args:
         run: The run.
@@ -48,7 +53,7 @@ def examine(run: Run, ignored: Collection[str] = ()) -> list[Finding]:
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         examination.add(record)
-    return with_watched(examination.findings(), [each for each in _watched(run) if each.rule not in ignored])
+    return examination.diagnosis([each for each in _watched(run) if each.rule not in ignored])
 
 
 def _watched(run: Run) -> list[Finding]:

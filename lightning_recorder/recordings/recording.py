@@ -19,7 +19,7 @@ from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
-    from lightning_recorder.insight import Finding
+    from lightning_recorder.insight import Diagnosis, Finding
 
 __all__ = ["Recording", "Run", "open_recording"]
 
@@ -96,6 +96,11 @@ class Recording:
     def findings(self) -> list[Finding]:
         """The findings of the only run; see :attr:`Run.findings`."""
         return self.run.findings
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """The diagnosis of the only run; see :attr:`Run.diagnosis`."""
+        return self.run.diagnosis
 
     def refresh(self) -> int:
         """Read the records that the runs have written since the last call; return the number of new records."""
@@ -322,14 +327,27 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong in the run, causes first; empty or only notes if the run is healthy. Computed at each access.
+        """What is wrong in the run, causes first. Computed at each access.
+
+        Empty or only notes if the run is healthy, or if little was examined, which :attr:`diagnosis` tells.
 
         Raises:
             DumpError: If a file of the run is damaged.
         """
-        from lightning_recorder.recordings.examine import examine
+        return self.diagnosis.findings
 
-        return examine(self)
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """The findings and the rules that could not run. ``is_healthy`` is None if too little was examined to say so.
+
+        Computed at each access.
+
+        Raises:
+            DumpError: If a file of the run is damaged.
+        """
+        from lightning_recorder.recordings.examine import diagnose
+
+        return diagnose(self)
 
     def _json(self, name: str) -> Any:
         path = self.directory / name

@@ -37,7 +37,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
         origin: The origin.
         reading: The step.
         batch_idx: The index of the batch in its epoch.
-        rank: The words for the rank, such as ``" on rank 1"``; empty with a single process.
+        rank: The words after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
     """
     where = f"{_batch(batch_idx, reading.epoch)}{rank}"
     values = f"{origin.count} {origin.kind} values" if origin.count > 1 else f"{origin.kind}"

@@ -30,7 +30,6 @@ from lightning_recorder import (
     open_recording,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.insight import findings_to_json
 from lightning_recorder.outputs import RunFindings, pipeline
 from lightning_recorder.outputs.findings import REPORT
 from lightning_recorder.page import page_data
@@ -114,7 +113,7 @@ def make_trainer(folder: Path, callbacks: list[Callback] | None = None, **option
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the logged messages about findings."""
     lines = [each.getMessage() for each in caplog.records]
-    return [each for each in lines if each.startswith("Found at") or "finding" in each.partition("\n")[0]]
+    return [each for each in lines if each.startswith(("Found at", "Healthy")) or "finding" in each.partition("\n")[0]]
 
 
 @pytest.fixture(autouse=True)
@@ -137,12 +136,13 @@ def test_the_last_lines_name_the_culprit(
 
     The culprit is logged before, after five records if it cannot settle.
     """
-    make_trainer(tmp_path, [*recorders(), InStep()]).fit(Net(fault=fault), batches())
+    make_trainer(tmp_path, [*recorders(replace(QUIET, report=True)), InStep()]).fit(Net(fault=fault), batches())
     findings = open_recording(tmp_path).findings
     bad = [each for each in findings if not each.is_note]
     lines = caplog.records[-1].getMessage().splitlines()
     assert lines[0].startswith(f"{len(bad)} finding")
-    assert lines[0].endswith(f"; run `lightning-recorder doctor {tmp_path}`")
+    ways = f"run `lightning-recorder doctor {tmp_path}` or `lightning-recorder view {tmp_path}`"
+    assert lines[0].endswith(f"; {ways}, or open {report_of(tmp_path)}")
     assert lines[1] == f"  {bad[0].line}"
     assert module in lines[1].split()
     assert verdict in lines[1]
@@ -153,17 +153,19 @@ def test_the_last_lines_name_the_culprit(
     assert len(said(caplog)) == len(early) + 1
 
     assert json.loads((tmp_path / "recorder" / "findings.json").read_text()) == json.loads(
-        json.dumps(findings_to_json(findings))
+        json.dumps(open_recording(tmp_path).diagnosis.to_json())
     )
     texts = read_events(tmp_path / "recorder").Tensors("recorder/findings/text_summary")
     assert [each.step for each in texts] == [bad[0].last_step]
     assert bad[0].line in texts[0].tensor_proto.string_val[0].decode()
 
 
-def test_a_healthy_fit_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without findings nothing is said, and the file says so."""
-    make_trainer(tmp_path).fit(Net(), batches(), batches())
-    assert said(caplog) == []
+def test_a_healthy_fit_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without findings the fit ends with one message that says healthy and how to see more, and so does the file."""
+    make_trainer(tmp_path, recorders(replace(QUIET, report=True))).fit(Net(), batches(), batches())
+    (line,) = said(caplog)
+    assert line == (f"Healthy: no findings; run `lightning-recorder view {tmp_path}`, or open {report_of(tmp_path)}")
+    assert caplog.records[-1].getMessage() == line
     assert json.loads((tmp_path / "recorder" / "findings.json").read_text())["healthy"] is True
     assert "recorder/findings/text_summary" not in read_events(tmp_path / "recorder").Tags()["tensors"]
 
@@ -200,7 +202,7 @@ def test_a_continued_run_has_the_findings_of_all_its_records(tmp_path: Path, cap
         findings = open_recording(tmp_path).findings
         assert findings[0].first_step == 0
         written = json.loads((tmp_path / "recorder" / "findings.json").read_text())
-        assert written == json.loads(json.dumps(findings_to_json(findings)))
+        assert written == json.loads(json.dumps(open_recording(tmp_path).diagnosis.to_json()))
         assert f"  {findings[0].line}" in caplog.records[-1].getMessage().splitlines()
 
 
@@ -305,21 +307,21 @@ def test_the_report_takes_little_of_the_time_of_the_fit(tmp_path: Path, seconds:
     [
         (
             {},
-            r"it would take about 0\.\d s, more than 2 % of the time of the fit; run `lightning-recorder view ",
+            r"it would take about 0\.\d s, more than 2 % of the time of the fit; set Outputs\(report=True\) to get it",
         ),
-        ({"report": True, "records": False}, r"a recorder has records=False; remove this setting to get it\."),
-        ({"records": False}, r"a recorder has records=False; remove this setting to get it\."),
+        ({"report": True, "records": False}, r"a recorder has records=False; remove this setting to get it"),
+        ({"records": False}, r"a recorder has records=False; remove this setting to get it"),
         ({"report": False}, None),
     ],
 )
 def test_the_log_says_why_there_is_no_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str | None
 ) -> None:
-    """One line says why the page is left out, unless the settings leave it out."""
+    """The last message says why the page is left out, unless the settings leave it out."""
     make_trainer(tmp_path, recorders(replace(QUIET, **settings))).fit(Net(), batches())
-    lines = [each.getMessage() for each in caplog.records if REPORT in each.getMessage()]
+    lines = [line for each in caplog.records for line in each.getMessage().splitlines() if REPORT in line]
     assert len(lines) == (reason is not None)
-    assert all(re.match(f"report.html is not written, because {reason}", each) for each in lines)
+    assert all(re.fullmatch(f"  report.html is not written, because {reason}", each) for each in lines)
     assert not list(tmp_path.rglob(REPORT))
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import re
 import shlex
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -189,9 +197,9 @@ def test_nothing_but_the_loss_to_examine(tmp_path: Path) -> None:
     series.end()
     said = run("doctor", tmp_path)
     assert said.status == 0
-    assert said.out == (
-        "healthy: no findings in the loss and the gradient norm of 3 steps; nothing else was recorded\n"
-    )
+    first, *_, last = said.out.splitlines()
+    assert first.startswith("not examined: activations, gradients and parameters, because no record of training has ")
+    assert last == "no findings in the loss and the gradient norm of 3 steps; nothing else was recorded"
 
 
 def test_hostile_names(tmp_path: Path) -> None:
@@ -262,3 +270,34 @@ def test_wrong_conditions(condition: str, message: str, runs: Path) -> None:
     """A condition that cannot be read, or with an unknown statistic, is an error."""
     said = run("show", runs / "sick", "--where", condition)
     assert (said.status, said.out, message in said.err) == (2, "", True)
+
+
+def in_terminal(columns: int, *arguments: object, **variables: str) -> str:
+    """Return the output of a command in a terminal with a number of columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    command = [sys.executable, "-m", "lightning_recorder", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=theirs, env={**known, "TERM": "xterm-256color", **variables}):
+        os.close(theirs)
+        out = bytearray()
+        with contextlib.suppress(OSError):  # Linux raises it at the end
+            while part := os.read(ours, 1 << 16):
+                out += part
+    os.close(ours)
+    return out.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudoterminals")
+def test_a_terminal_gets_lines_of_its_width_and_colors(runs: Path) -> None:
+    """In a terminal, lines are wrapped at its width and severities have colors; a pipe has whole lines without any."""
+    piped = run("doctor", runs / "sick").out
+    for columns in (60, 100):
+        out = in_terminal(columns, "doctor", runs / "sick")
+        assert out.startswith("\x1b[1;33mwarning:\x1b[0m encoder.act returns only zeros")
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+        assert [line for line in plain.splitlines() if len(line) > columns and "  show" not in line] == []
+        assert plain.split() == piped.split() or columns < 80  # narrow bars
+    assert "\x1b" not in piped
+    assert "\x1b" not in in_terminal(100, "doctor", runs / "sick", NO_COLOR="1")
+    assert "\x1b" not in in_terminal(100, "doctor", runs / "sick", TERM="dumb")

@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect
 from torch import nn
 
 from lightning_recorder.graph import capture_graph
-from lightning_recorder.insight import Finding, Trace
+from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, SiteRecord, open_recording, records_path
 from tests.benchmarks.page import model
@@ -99,7 +99,7 @@ def test_a_finding_about_a_block_leads_to_the_layer_in_it(page: Page, tmp_path: 
     run = open_recording(tmp_path).runs[tmp_path.name]
     trace = Trace("activations", "rms", (0,), (9.0,), "layers.20")
     finding = Finding("odd", "warning", "layers", "", 0, 0, 1, "layers differs", "why", "next", "usual", trace=trace)
-    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}, findings={"run": [finding]}), "run"))
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([finding])}), "run"))
     opened(page, tmp_path / "page.html")
     assert page.locator(".strip .names .sick").all_inner_texts() == ["layers.20"]
     page.locator(".findings li button").first.click()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_recorder.insight import Finding
 from lightning_recorder.plots import History, gradient_flow, heat_map, overview, ridge
 from lightning_recorder.plots.canvas import Canvas, fitted
 from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
@@ -68,6 +70,32 @@ def test_an_outlier_is_in_every_picture(place: int, kind: str, since: int) -> No
     assert {*heat_maps, "gradients_plots/ridge", "gradients_plots/flow"} <= images.keys()
     assert f"gradients_plots/over_time/{NAMES[place]}" in images
     assert bold.count(LABELS[place]) == 5
+
+
+def test_no_picture_of_unusual_layers_without_any() -> None:
+    """If no layer stands out and no finding names one, there is no heading for unusual layers; a finding adds it."""
+    history = History()
+    for step in range(5):
+        history.add(step, {(name, "out"): HEALTHY[0] for name in NAMES})
+    tags = overview(history, group="activations", max_images=0).keys()
+    assert tags
+    assert not [tag for tag in tags if tag.startswith("Unusual")]
+    finding = Finding("dead-output", "warning", NAMES[3], "out", 0, 4, 5, "", "", "", "")
+    assert "Unusual/activations" in overview(history, group="activations", max_images=0, findings=[finding])
+
+
+def test_an_undefined_ratio_is_no_nan() -> None:
+    """The ratio of an update to a weight of zero has a pattern of its own; a weight that is NaN keeps that of NaN."""
+    history = History(statistics=("rms", "update_ratio"))
+    for step, (rms, ratio) in enumerate([(0.0, math.inf), (0.1, 0.01), (0.1, 0.01), (0.1, 0.02)]):
+        history.add(step, {("zero", "weight"): ({"rms": rms, "update_ratio": ratio}, None)})
+    with drawn_texts() as (texts, _):
+        overview(history, group="parameters", statistics=("update_ratio",), max_images=0)
+    assert ("undefined" in texts, "NaN" in texts, "infinite" in texts) == (True, False, False)
+    history.add(4, {("zero", "weight"): ({"rms": math.nan, "update_ratio": math.nan}, None)})
+    with drawn_texts() as (texts, _):
+        overview(history, group="parameters", statistics=("update_ratio",), max_images=0)
+    assert ("undefined" in texts, "NaN" in texts) == (True, True)
 
 
 @settings(max_examples=12, deadline=None)

@@ -45,7 +45,7 @@ def test_one_tensor_is_loaded(run: Path) -> None:
     assert {name: each.tolist() for name, each in dump.tensors.items()} == {
         name: each.tolist() for name, each in TENSORS.items()
     }
-    with pytest.raises(ArgumentError, match="no tensor 'fc/o'; the closest names are 'fc/out'"):
+    with pytest.raises(ArgumentError, match="no tensor 'fc/o'; the closest name is 'fc/out'"):
         dump.load("fc/o")
 
 

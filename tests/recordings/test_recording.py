@@ -191,7 +191,7 @@ def test_what_is_not_there_is_named(recorded: tuple[Path, Expected]) -> None:
     series: Series = recording["activations"]
     with pytest.raises(ArgumentError, match="recorder 'activation'; the only run is 'version_0' with 'activations'"):
         recording["activation"]
-    with pytest.raises(ArgumentError, match=r"closest names are 'encoder\.fc'"):
+    with pytest.raises(ArgumentError, match=r"closest names? (is|are) 'encoder\.fc'"):
         series["encoder.f"]
     with pytest.raises(ArgumentError, match="no statistic 'norm'; there are 'count'"):
         series.values("norm")

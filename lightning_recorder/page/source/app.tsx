@@ -159,7 +159,7 @@ function App(props: { data: PageData }) {
   const painted = useMemo((): { paint: Paint; scale: Scale } | null => {
     if (recorder && scale) {
       const row = recorder.rowAt(state.step);
-      const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module))).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
+      const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module), statistic)).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
       const middle = median([...values.values()]);
       const value = (module: string): number => values.get(module) ?? NaN;
       const shown = (module: string): number => recorder.shown(statistic, row, recorder.column(module));
@@ -175,7 +175,6 @@ function App(props: { data: PageData }) {
   const changed = both?.changes ?? UNCHANGED;
   // Hundreds of elements that never change must not be compared for each step of the slider.
   const choices = useMemo(() => <datalist id="modules">{[...new Set(run.recorders.flatMap((each) => each.modules))].map((each) => <option value={each} />)}</datalist>, [run]);
-  const problems = run.data.findings.filter((each) => each.severity !== "note").length;
 
   const chooser = (
     <span class="choose">
@@ -189,7 +188,7 @@ function App(props: { data: PageData }) {
       <label><select aria-label="statistic" value={recorder ? statistic : cost} onChange={(event) => change({ statistic: event.currentTarget.value })}>
         {(recorder ? recorder.statistics : costs).map((each) => <option>{each}</option>)}
       </select></label>
-      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} />}
+      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />}
     </span>
   );
   const graph = (sideways: boolean): ComponentChildren => <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree!} paint={painted?.paint ?? null}
@@ -197,7 +196,7 @@ function App(props: { data: PageData }) {
   return (
     <div class="page">
       <header>
-        <b class={`verdict ${run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy ? "✓ healthy" : `⚠ ${problems} ${problems === 1 ? "finding" : "findings"}`}</b>
+        <b class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</b>
         <span class="run" title={run.data.folder}>
           {(data.available?.length ?? 0) > 1 ? <>
             <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
@@ -283,7 +282,8 @@ function Overview(props: {
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
             {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
-          {run.data.findings.length === 0 && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
+          {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
+          {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
         </div>
         <div class="curves">
@@ -399,7 +399,7 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
   const recorder = run.recorders.find((each) => each.columnsOf(module).length > 0);
   if (!recorder) return null;
   const statistic = usual(recorder), row = recorder.rowAt(props.step);
-  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each)));
+  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each), statistic));
   const at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
   const alike = order.filter((each) => pattern(each) === pattern(module)), place = alike.indexOf(module);
   const near = alike.length > 2 ? alike.slice(Math.max(0, place - 2), place + 3) : order.slice(Math.max(0, at - 2), at + 3);

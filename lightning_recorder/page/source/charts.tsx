@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { format, isShare, median, NOT_FINITE, NOT_RECORDED, oddness, Recorder, Scale, shortened } from "./model";
+import { format, FOUND, isShare, median, NOT_FINITE, NOT_RECORDED, oddness, Recorder, Scale, shortened } from "./model";
 
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
@@ -300,7 +300,7 @@ export function Strip(props: {
     columns.forEach((column, row) => {
       for (let at = 0; at < steps.length; at++) {
         const value = recorder.shown(statistic, at, column);
-        pixels[row * steps.length + at] = color(value, Number.isFinite(value) || recorder.seen(at, column));
+        pixels[row * steps.length + at] = color(value, Number.isFinite(value) || recorder.seen(at, column, statistic));
       }
     });
     context.putImageData(image, 0, 0);
@@ -360,13 +360,14 @@ export function Strip(props: {
   </>);
 }
 
-export function Legend(props: { scale: Scale; label: string }) {
+export function Legend(props: { scale: Scale; label: string; hasFindings: boolean }) {
   const { scale } = props, many = scale.high > scale.low;
   const stops = Array.from({ length: 11 }, (_, at) => scale.at(many ? at / 10 : 0)).join(", ");
   return (
     <span class="scale" role="img" aria-label={`colors of ${props.label}: ${scale.range}`}>
       <span>{many ? format(scale.low) : scale.range}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{many && format(scale.high)}{scale.kind === "log" && <small> (log)</small>}</span>
       <span><b style={{ background: NOT_FINITE }} /> NaN or ∞</span> <span><b style={{ background: NOT_RECORDED }} /> not recorded</span>
+      {props.hasFindings && <span><b style={{ border: `2px solid ${FOUND}` }} /> named by a finding</span>}
     </span>
   );
 }

@@ -29,7 +29,7 @@ export interface GraphData {
 }
 export interface CurveData { name: string; steps: number[]; values: string }
 export interface RunData {
-  name: string; folder: string; healthy: boolean; findings: Finding[];
+  name: string; folder: string; healthy: boolean | null; verdict: string; findings: Finding[]; notExamined: string[];
   curves: CurveData[]; recorders: RecorderData[]; graph: GraphData | null;
 }
 export interface Comparison { same: boolean; sentence: string; step: number | null; module: string }
@@ -97,20 +97,25 @@ export class Recorder {
     return this.table(statistic)[row * this.sites.length + column] ?? NaN;
   }
 
-  /** False if a site is not in a record; one whose values are NaN is in it. */
-  seen(row: number, column: number): boolean {
+  /** False if a site is not in a record; one whose values are NaN is in it. A ratio to a weight of zero is no value. */
+  seen(row: number, column: number, statistic = ""): boolean {
+    if (statistic === "update_ratio" && !Number.isFinite(this.value(statistic, row, column)) && !this.isBad(row, column)) return false;
     const counted = ["count", "nan_count"].find((each) => this.statistics.includes(each));
     return counted === undefined || !Number.isNaN(this.value(counted, row, column));
   }
 
   /** A value for a color: not finite if the tensor has NaN or infinities, which most statistics leave out. */
   shown(statistic: string, row: number, column: number): number {
+    return this.isBad(row, column) && !COUNTS.includes(statistic) ? NaN : this.value(statistic, row, column);
+  }
+
+  private isBad(row: number, column: number): boolean {
     if (!this.bad) {
       // The strip asks for every value of a statistic, so the counts are looked at once.
       this.bad = new Uint8Array(this.steps.length * this.sites.length);
       for (const each of COUNTS) if (this.statistics.includes(each)) this.table(each).forEach((count, at) => { if (count > 0) this.bad![at] = 1; });
     }
-    return this.bad[row * this.sites.length + column] && !COUNTS.includes(statistic) ? NaN : this.value(statistic, row, column);
+    return this.bad[row * this.sites.length + column] === 1;
   }
 
   history(statistic: string, column: number): number[] {
@@ -207,6 +212,7 @@ const VIRIDIS = ["#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89
 const DIVERGING = ["#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"];
 export const NOT_FINITE = "#d6008b";
 export const NOT_RECORDED = "#e8e8ea";
+export const FOUND = "#e3000f";  // the frame of a layer that a finding names, as in the pictures
 
 const LEAST_SHARE = 1e-8;  // of the largest value; smaller ones have the first color of a scale of powers
 

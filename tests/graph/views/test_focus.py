@@ -108,10 +108,10 @@ def test_focus_on_a_later_call() -> None:
 @pytest.mark.parametrize(
     ("name", "call", "message"),
     [
-        ("bdoy", 1, r"no call 1 of a module 'bdoy'; the closest names are 'body', 'body.fc', 'body.act'"),
+        ("bdoy", 1, r"no call 1 of a module 'bdoy'; the closest name is 'body'"),
         ("body.relu", 1, r"no call 1 of a module 'body.relu'; the closest names are 'body.fc', 'body', 'body.act'"),
         ("head", 2, r"no call 2 of a module 'head'; the last one is call 1"),
-        ("", 1, r"no call 1 of a module ''; the closest names are 'stem', 'body', 'body.fc'"),
+        ("", 1, r"no call 1 of a module ''; no name is similar; the names are 'stem', 'body', 'body.fc'"),
     ],
 )
 def test_focus_on_what_is_not_there(name: str, call: int, message: str) -> None:
@@ -123,7 +123,7 @@ def test_focus_on_what_is_not_there(name: str, call: int, message: str) -> None:
 def test_focus_on_a_module_that_was_never_called() -> None:
     """A module that is never called is not in the graph."""
     net = Net(lambda net, x: net.used(x), used=linear(), unused=linear())
-    with pytest.raises(ArgumentError, match="the closest names are 'used'"):
+    with pytest.raises(ArgumentError, match="the closest name is 'used'"):
         focus(capture_graph(net, X), "unused")
     with pytest.raises(ArgumentError, match="the model has no submodules"):
         focus(capture_graph(nn.ReLU(), X), "0")

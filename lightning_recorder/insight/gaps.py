@@ -1,0 +1,264 @@
+"""The rules that could not run, and the reasons: a run is healthy only if there was something to examine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_recorder.insight.finding import Finding, findings_to_json
+
+__all__ = ["NEEDS", "Diagnosis", "Gap", "gaps_of", "group_records"]
+
+_Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
+"""What could not be examined, why, True if it is expected, and a function that tells the rules by their needs."""
+
+FEWEST_RECORDS = 3
+"""The records that most rules need. A run with fewer is not called healthy."""
+
+_GROUPS = {"activations": "ActivationRecorder", "gradients": "GradientRecorder", "parameters": "ParameterRecorder"}
+_ANY = "any"  # one of the groups
+_GRAPH, _VALIDATION = "graph", "validation"
+_A, _G, _P = _GROUPS
+_FEW = 3  # modules that a reason names
+_MOST_REASONS = 3
+
+NEEDS: dict[str, tuple[tuple[str, ...], int]] = {
+    "not-in-optimizer": ((_P,), 0),
+    "two-optimizers": ((_P,), 2),
+    "frozen": ((_P,), 0),
+    "constant-weight": ((_P,), 2),
+    "learning-rate-outlier": ((_P,), 3),
+    "weight-drift": ((_P,), 3),
+    "updates-lost": ((_P,), 2),
+    "does-not-move": ((_P,), 2),
+    "barely-moves": ((_P,), 3),
+    "slow-last-layer": ((_P, _GRAPH), 1),
+    "softmax-dimension": ((_A,), 1),
+    "learning-rate-too-large": ((_P,), 3),
+    "weight-decay-too-strong": ((_P,), 3),
+    "decayed-norm": ((_P,), 3),
+    "always-clipped": ((_P,), 3),
+    "eval-mode": ((_A, _P), 2),
+    "strong-dropout": ((_GRAPH,), 0),
+    "nothing-moves": ((_P,), 2),
+    "not-registered": ((_GRAPH,), 0),
+    "learning-rate-vanishes": ((_P,), 6),
+    "norm-ineffective": ((_A, _P), 2),
+    "running-statistics": ((_A, _P), 3),
+    "double-activation": ((_GRAPH,), 0),
+    "constant-input": ((_P, _GRAPH), 4),
+    "gradients-accumulate": ((_G, _P), 2),
+    "loss-imbalance": ((_G, _GRAPH), 3),
+    "unused-parameter": ((_P,), 2),
+    "never-chosen": ((_A, _P), 2),
+    "forgotten-parameter": ((_P,), 2),
+    "gradient-stops": ((_P,), 2),
+    "low-precision": ((_G,), 2),
+    "gradient-spike": ((_P,), 6),
+    "vanishing-gradient": ((_G,), 2),
+    "exploding-gradient": ((_G,), 2),
+    "weights-too-large": ((_P,), 1),
+    "input-scale": ((_A,), 1),
+    "dead-output": ((_A,), 2),
+    "saturation": ((_A,), 2),
+    "attention-collapse": ((_A,), 2),
+    "scale-jump": ((_A,), 1),
+    "posterior-collapse": ((_A, _P, _GRAPH), 10),
+    "gradient-step": ((_G,), 1),
+    "odd-block": ((_GRAPH,), 0),
+    "sudden-change": ((_A,), 6),
+    "stops-moving": ((_P,), 7),
+    "block-trend": ((_ANY,), 1),
+    "unlike-siblings": ((_ANY,), 1),
+    "train-differs": ((_A, _VALIDATION), 2),
+    "loss-shapes": ((_GRAPH,), 0),
+    "cut-off-logits": ((_GRAPH,), 0),
+    "no-log-softmax": ((_GRAPH,), 0),
+    "no-activation": ((_GRAPH,), 0),
+    "along-batch": ((_GRAPH,), 0),
+    "one-class": ((_GRAPH,), 0),
+    "sees-the-target": ((_GRAPH,), 0),
+    "inverted-mask": ((_GRAPH,), 0),
+    "target-scale": ((_A, _P, _GRAPH), 8),
+    "unused-codes": ((_P, _GRAPH), 8),
+    "ranks-differ": ((_P,), 1),
+}
+"""What each rule reads, and the least number of records of it. ``"any"`` stands for one of the groups.
+
+The rule ``non-finite`` is not in it, because the watch examines every step for it, whatever is recorded."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Rules that could not run for one reason.
+
+    Args:
+        what: What could not be examined, such as ``"activations"``.
+        why: The reason, in words.
+        rules: The names of the rules.
+        is_expected: True if the user left it out, or if only rules that need a longer run are concerned. The run may
+            still be called healthy.
+    """
+
+    what: str
+    why: str
+    rules: tuple[str, ...]
+    is_expected: bool
+
+    @property
+    def line(self) -> str:
+        """The gap in one line, without the names of the rules."""
+        count = f" ({len(self.rules)} rule{'s' * (len(self.rules) != 1)} could not run)" if self.rules else ""
+        return f"not examined: {self.what}, because {self.why}{count}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of a run, and what could not be examined.
+
+    Args:
+        findings: The findings, causes first.
+        gaps: The rules that could not run, with the reasons.
+    """
+
+    findings: list[Finding]
+    gaps: tuple[Gap, ...] = ()
+
+    @property
+    def bad(self) -> list[Finding]:
+        """The findings that are no notes."""
+        return [each for each in self.findings if not each.is_note]
+
+    @property
+    def open(self) -> tuple[Gap, ...]:
+        """The gaps because of which a run without findings is not called healthy."""
+        return tuple(each for each in self.gaps if not each.is_expected)
+
+    @property
+    def is_healthy(self) -> bool | None:
+        """True without findings, notes excepted; None if there was too little to examine."""
+        return False if self.bad else None if self.open else True
+
+    @property
+    def verdict(self) -> str:
+        """``"healthy"``, the number of findings, or ``"no findings"`` if too little was examined to say healthy."""
+        if self.bad:
+            return f"{len(self.bad)} finding" + "s" * (len(self.bad) != 1)
+        return "no findings" if self.open else "healthy"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the diagnosis as JSON values, the contents of ``findings.json``.
+
+        In addition to the keys of :func:`findings_to_json` there is ``not_examined``, a list with the fields of
+        :class:`Gap`. ``healthy`` is None if nothing was found and too little was examined.
+        """
+        gaps = [{**asdict(each), "rules": list(each.rules)} for each in self.gaps]
+        return {**findings_to_json(self.findings), "healthy": self.is_healthy, "not_examined": gaps}
+
+
+def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
+    """Return the number of records with at least one tensor for each group, and for the validation.
+
+    Args:
+        tables: The tables by group and stage, as an examination keeps them.
+    """
+    found = dict.fromkeys((*_GROUPS, _VALIDATION), 0)
+    for (group, stage), table in tables.items():
+        name = group.removesuffix(" of inputs") if stage == "train" else _VALIDATION
+        if name in found and table.places:
+            found[name] = max(found[name], len(table))
+    return found
+
+
+def gaps_of(
+    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[str], *, has_graph: bool
+) -> tuple[Gap, ...]:
+    """Return the rules that could not run, each under the first reason.
+
+    Args:
+        records: The result of :func:`group_records`.
+        coverage: The contents of ``receipt.json``.
+        rules: The names of the rules to run.
+        has_graph: True if there is a recorded graph.
+    """
+    left = [name for name in rules if name in NEEDS]
+    found = []
+    for what, why, is_expected, is_concerned in _reasons(records, coverage, has_graph=has_graph):
+        concerned = tuple(name for name in left if is_concerned(*NEEDS[name]))
+        left = [name for name in left if name not in concerned]
+        if concerned or not is_expected:
+            found.append(Gap(what, why, concerned, is_expected))
+    return tuple(found)
+
+
+def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_graph: bool) -> Iterator[_Reason]:
+    """Yield what could not be examined and why, the reasons that the user does not expect first."""
+    receipts = {group: _receipts(coverage, group) for group in _GROUPS}
+    recorded = [group for group in _GROUPS if records[group]]
+    most = max(records[group] for group in _GROUPS)
+    if not recorded and not any(receipts.values()):
+        words = "activations, gradients and parameters"
+        yield words, "no record of training has any", False, lambda needs, _: needs != (_GRAPH,)
+    for group in _GROUPS:
+        if group not in recorded and receipts[group]:
+            yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [_ANY]))
+        for each in receipts[group] if group in recorded else ():
+            if each.get("ended"):
+                yield f"the rest of the {group}", str(each["ended"]), False, lambda _needs, _least: False
+
+    def is_short(needs: Collection[str], least: int) -> bool:
+        return least > min((records[each] for each in needs if each in recorded), default=float("inf"))
+
+    there = f"there {'is only 1 record' if most == 1 else f'are only {most} records'}"
+    if 0 < most < FEWEST_RECORDS:
+        yield "the course of the run", there, False, is_short
+    for group, name in _GROUPS.items():
+        if group not in recorded and not receipts[group]:
+            yield group, f"there was no {name}", True, _reads(group)
+    if not has_graph:
+        yield "the graph", "none was recorded", True, _reads(_GRAPH)
+    if not records[_VALIDATION]:
+        yield "the validation", "none was recorded", True, _reads(_VALIDATION)
+    yield "a longer course", there, True, is_short
+
+
+def _reads(*names: str) -> Callable[[Collection[str], int], bool]:
+    return lambda needs, _: any(each in needs for each in names)
+
+
+def _receipts(coverage: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
+    return [each for label, each in coverage.items() if label.partition("-")[0] == group and isinstance(each, Mapping)]
+
+
+def _why_empty(receipts: list[Mapping[str, Any]]) -> str:
+    """Return why recorders of a group have no records of training."""
+    for each in receipts:
+        if each.get("ended"):
+            return str(each["ended"])
+    modules = [each.get("modules") for each in receipts]
+    about = {
+        str(name): one
+        for each in modules
+        if isinstance(each, Mapping)
+        for name, one in each.items()
+        if isinstance(one, Mapping)
+    }
+    missing = {name: str(one.get("why", "")) for name, one in about.items() if not one.get("fired", True)}
+    if not missing or len(missing) < len(about):
+        return "no step of training was recorded"
+    none = "the only module was not" if len(about) == 1 else f"0 of {len(about)} modules were"
+    return f"{none} recorded: {_grouped(missing)}"
+
+
+def _grouped(missing: Mapping[str, str]) -> str:
+    """Return reasons, each with the first modules that have it."""
+    names: dict[str, list[str]] = {}
+    for name, why in missing.items():
+        # "never called: no recorded step called it" says the same twice.
+        names.setdefault(why.partition(": ")[0] if why.startswith("never called") else why, []).append(name or "(root)")
+    parts = []
+    for why, several in list(names.items())[:_MOST_REASONS]:
+        more = f" and {len(several) - _FEW} more" if len(several) > _FEW else ""
+        parts.append(f"{', '.join(several[:_FEW])}{more} ({why})")
+    return "; ".join(parts) + (" …" if len(names) > _MOST_REASONS else "")

@@ -1,0 +1,77 @@
+"""The rules that could not run, and the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from lightning_recorder.insight import RULES, Examination
+from lightning_recorder.insight.gaps import NEEDS
+from tests.insight.records import chain, record
+
+GROUPS = ("activations", "gradients", "parameters")
+SITES: Mapping[str, Any] = {
+    "activations": {("fc", "out"): {"rms": 1.0}},
+    "gradients": {("fc", "out"): {"rms": 1.0}},
+    "parameters": {("fc", "weight"): {"rms": 1.0}, ("fc", "weight.grad"): {"rms": 1.0}},
+}
+
+
+def examined(*groups: str, records: int = 12, graph: bool = True, coverage: Mapping[str, Any] | None = None) -> Any:
+    """Return the examination of a healthy layer with some groups of records."""
+    examination = Examination(chain("fc") if graph else None, coverage)
+    for step in range(records):
+        for group in groups:
+            examination.add(record(group, step, SITES[group]))
+            if group == "activations":
+                examination.add(record(group, step, SITES[group], stage="validate"))
+    return examination
+
+
+def test_each_rule_has_its_needs() -> None:
+    """The table names each rule, except the one that the watch examines as well."""
+    assert NEEDS.keys() == {rule.name for rule in RULES} - {"non-finite"}
+
+
+def test_nothing_is_left_with_all_records() -> None:
+    """With all groups, a graph and enough records, every rule can run."""
+    assert examined(*GROUPS).gaps() == ()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_without_recorder_is_expected(group: str) -> None:
+    """The rules of a group that the user does not record are listed, and the run may be healthy."""
+    examination = examined(*(each for each in GROUPS if each != group))
+    gaps = examination.gaps()
+    assert [(gap.what, gap.is_expected) for gap in gaps if gap.what != "the validation"] == [(group, True)]
+    assert examination.diagnosis([]).is_healthy is True
+    assert set(gaps[0].rules) == {name for name, (needs, _) in NEEDS.items() if group in needs}
+
+
+@pytest.mark.parametrize("records", [1, 2, 3])
+def test_short_runs(records: int) -> None:
+    """With one or two records a run is not called healthy; the rules that need more are named."""
+    examination = examined(*GROUPS, records=records)
+    (gap,) = examination.gaps()
+    assert gap.rules == tuple(name for name in [rule.name for rule in RULES] if NEEDS.get(name, ("", 0))[1] > records)
+    assert examination.diagnosis([]).verdict == ("no findings" if records < 3 else "healthy")
+
+
+def test_reasons_are_grouped() -> None:
+    """Modules with one reason are listed together, and at most three of them."""
+    missing = {f"blocks.{place}": {"fired": False, "why": "bypassed: its parameters"} for place in range(5)}
+    missing["head"] = {"fired": False, "why": "never called: no recorded step called it"}
+    gap = examined("gradients", "parameters", coverage={"activations-a": {"modules": missing}}).gaps()[0]
+    why = "0 of 6 modules were recorded: blocks.0, blocks.1, blocks.2 and 2 more (bypassed: its parameters); "
+    assert (gap.what, gap.why, gap.is_expected) == ("activations", f"{why}head (never called)", False)
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"activations": {"modules": [1], "ended": 3}}, {"activations": {"modules": {"a": 1}}}]
+)
+def test_a_damaged_receipt(damaged: Mapping[str, Any]) -> None:
+    """A receipt with values of other types gives a reason and no error."""
+    gap = examined("gradients", coverage=damaged).gaps()[0]
+    assert (gap.what, gap.is_expected) == ("activations", False)
