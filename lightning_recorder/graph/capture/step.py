@@ -26,7 +26,7 @@ from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = ["StepRecording"]
 
@@ -128,7 +128,7 @@ class StepRecording:
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
-        for path, tensor in iter_tensors(inputs, name):
+        for path, tensor in iter_tensors(inputs, name, unknown=ignore_unknown):
             # A tensor that is passed twice is one input, for example tokens that are also the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
@@ -138,7 +138,7 @@ class StepRecording:
     def note_outputs(self, outputs: Any, name: str) -> None:
         """Add an output node for each tensor that the model returned, named by its path."""
         self._origins.leave_custom()
-        for path, tensor in iter_tensors(outputs, name):
+        for path, tensor in iter_tensors(outputs, name, unknown=ignore_unknown):
             ((origin, meta, place),) = self._origins.of_each([tensor])
             self._origins.connect(origin, self._builder.add("output", path, 0, (meta,)), meta, output=place)
 
