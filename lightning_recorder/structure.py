@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
+import sys
 from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -13,6 +15,7 @@ from itertools import islice
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -178,7 +181,9 @@ def _parts_of(kind: type) -> _Parts | None:
     if issubclass(kind, Mapping):
         return _items
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return lambda value: ((f".{name}", part) for name, part in zip(kind._fields, tuple.__iter__(value)))
+        return lambda value: (
+            (f".{name}", part) for name, part in zip(kind._fields, tuple.__iter__(value), strict=False)
+        )
     if issubclass(kind, (list, tuple, deque, UserList)):
         return _entries
     if is_dataclass(kind):
@@ -193,7 +198,7 @@ def _attributes(*names: str) -> _Parts:
 
 
 def _stored(value: Any, name: str) -> Any:
-    """Return an attribute without running code of the class if it is stored in the instance; ``None`` if it is unset."""
+    """Return an attribute, or ``None`` if it is unset. Runs no code of the class for one that the instance stores."""
     kind: type = type(value)
     if kind.__getattribute__ is object.__getattribute__:
         found = _class_attribute(kind, name)
@@ -216,11 +221,19 @@ def _class_attribute(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
-def _foreign_code() -> AbstractContextManager[None]:
-    # Imported only when it is used, since it needs NumPy.
-    from lightning_recorder.internals.random_states import foreign_code
-
-    return foreign_code()
+@contextmanager
+def _foreign_code() -> Iterator[None]:
+    """Restore the random numbers on exit, since code of the user that the training does not call may draw some."""
+    numpy: Any = sys.modules.get("numpy")
+    python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(legacy)
 
 
 def _listed(parts: Callable[[Any], Iterable[Any]], value: Any) -> list[Any]:
@@ -272,6 +285,10 @@ def _cache(value: Any) -> Iterable[tuple[str, Any]]:
     return _attributes(*(["layers"] if has_layers else ["key_cache", "value_cache"]))(value)
 
 
+def _graph(value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(dict(_listed(lambda graph: graph.to_dict().items(), value)))
+
+
 # The fields of a cache layer are None before its first call; the last two belong to linear attention.
 _CACHE_LAYER = _attributes("keys", "values", "indexer_keys", "conv_states", "recurrent_states")
 
@@ -285,7 +302,9 @@ _BUILT_IN: dict[type | str, _Parts] = {
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
     "transformers.cache_utils.Cache": _cache,
-    "torch_geometric.data.data.BaseData": lambda graph: _items(dict(_listed(lambda each: each.to_dict().items(), graph))),
+    "torch_geometric.data.data.BaseData": lambda graph: _items(
+        dict(_listed(lambda each: each.to_dict().items(), graph))
+    ),
     "CacheLayerMixin": _CACHE_LAYER,
     "LinearAttentionCacheLayerMixin": _CACHE_LAYER,
 }

@@ -7,14 +7,14 @@ import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStates", "foreign_code", "unchanged_random_numbers"]
+__all__ = ["RandomStates", "unchanged_random_numbers"]
 
 _MT19937_BYTES = 624 * 4 + 4  # the words of the generator and the position in them
 # Each number moves the position, and every 624 numbers replace all words. So it suffices to compare a few of them.
@@ -97,14 +97,6 @@ def unchanged_random_numbers(device: torch.device) -> Iterator[None]:
     finally:
         if not RandomStates(devices).equal(before):
             before.restore()
-
-
-def foreign_code() -> AbstractContextManager[None]:
-    """Return a context for code of the user that the training does not call, which may draw random numbers."""
-    is_cuda = torch.cuda.is_initialized()
-    return unchanged_random_numbers(
-        torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    )
 
 
 class _Python:
