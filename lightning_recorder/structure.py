@@ -199,7 +199,7 @@ def _attributes(*names: str) -> _Parts:
 
 def _stored(value: Any, name: str) -> Any:
     """Return an attribute, or ``None`` if it is unset. Runs no code of the class for one that the instance stores."""
-    kind: type = type(value)
+    kind: Any = type(value)
     if kind.__getattribute__ is object.__getattribute__:
         found = _class_attribute(kind, name)
         if type(found) is not MemberDescriptorType and not hasattr(type(found), "__set__"):  # a property has one, too
@@ -252,7 +252,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     seen: Counter[str] = Counter()
     # An ordered dictionary has an order of its own.
-    own = next((kind.items for kind in (OrderedDict, dict) if issubclass(type(value), kind)), None)
+    own: Any = next((kind.items for kind in (OrderedDict, dict) if issubclass(type(value), kind)), None)
     for key, part in _listed(lambda each: each.items(), value) if own is None else own(value):
         suffix = _key(key)
         seen[suffix] += 1
