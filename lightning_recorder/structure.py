@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import random
 import re
-from collections import Counter, UserList, deque
+import sys
+from collections import Counter, OrderedDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -14,12 +15,13 @@ from itertools import islice
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["describe_unknown", "held_tensors", "iter_tensors", "register_container"]
+__all__ = ["describe_unknown", "held_tensors", "ignore_unknown", "iter_tensors", "register_container"]
 
 # Beyond these limits an object is not a plausible output. A linked list of a thousand cells must not end in a
 # RecursionError, nor a nest of shared halves in an endless walk.
@@ -102,7 +104,7 @@ def register_container(kind: type | str, parts: _Parts) -> None:
         raise ArgumentError(f"kind must be a class other than Tensor, or its name, got {kind!r}")
     if not callable(parts):
         raise ArgumentError(f"parts must be a function from a value to pairs (suffix, part), got {parts!r}")
-    _REGISTERED[kind] = lambda value: map(_with_suffix, parts(value))
+    _REGISTERED[kind] = lambda value: map(_with_suffix, _listed(parts, value))
     _parts_of.cache_clear()
 
 
@@ -126,6 +128,10 @@ def describe_unknown(name: str, path: str, value: object, error: Exception | Non
     if error is None:
         return f"{where}; register_container can name them."
     return f"{where}, which could not be searched: {type(error).__name__}: {error}"
+
+
+def ignore_unknown(path: str, value: object, error: Exception | None) -> None:
+    """Skip a container that cannot be searched; the ``unknown`` of callers that need no complete list."""
 
 
 class _Walk:
@@ -183,7 +189,9 @@ def _parts_of(kind: type) -> _Parts | None:
     if issubclass(kind, Mapping):
         return _items
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return _attributes(*kind._fields)
+        return lambda value: (
+            (f".{name}", part) for name, part in zip(kind._fields, tuple.__iter__(value), strict=False)
+        )
     if issubclass(kind, (list, tuple, deque, UserList)):
         return _entries
     if is_dataclass(kind):
@@ -198,45 +206,62 @@ def _attributes(*names: str) -> _Parts:
 
 
 def _stored(value: Any, name: str) -> Any:
-    """Return an attribute, from the instance itself if it is there: a property of its class may do anything."""
-    with suppress(AttributeError):  # an object with slots has no dictionary
-        stored = object.__getattribute__(value, "__dict__")
-        if name in stored:
-            return stored[name]
-    kind: type = type(value)
-    if _is_field(kind, name):
-        return getattr(value, name, None)
+    """Return an attribute, or ``None`` if it is unset. Runs no code of the class for one that the instance stores."""
+    kind: Any = type(value)
+    if kind.__getattribute__ is object.__getattribute__:
+        found = _class_attribute(kind, name)
+        if type(found) is not MemberDescriptorType and not hasattr(type(found), "__set__"):  # a property has one, too
+            stored = getattr(value, "__dict__", {})
+            if name in stored:
+                return stored[name]
+        elif type(found) is MemberDescriptorType:
+            with suppress(AttributeError):  # an unset slot
+                return found.__get__(value)
+        if found is None and not hasattr(kind, "__getattr__"):
+            return None
     with _foreign_code():
         return getattr(value, name, None)
 
 
-@lru_cache(maxsize=1024)
-def _is_field(kind: type, name: str) -> bool:
-    """Return True if an attribute is a slot of a class, or a field of a named tuple."""
-    found = inspect.getattr_static(kind, name, None)
-    return type(found) in (MemberDescriptorType, GetSetDescriptorType) or type(found).__name__ == "_tuplegetter"
+@lru_cache(maxsize=4096)
+def _class_attribute(kind: type, name: str) -> Any:
+    """Return an attribute of a class as it is stored, without binding it."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
-def _foreign_code() -> AbstractContextManager[None]:
-    # Imported only when it is used, since it needs NumPy.
-    from lightning_recorder.internals.random_states import foreign_code
+@contextmanager
+def _foreign_code() -> Iterator[None]:
+    """Restore the random numbers on exit, since code of the user that the training does not call may draw some."""
+    numpy: Any = sys.modules.get("numpy")
+    python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(legacy)
 
-    return foreign_code()
+
+def _listed(parts: Callable[[Any], Iterable[Any]], value: Any) -> list[Any]:
+    """Return the parts that code of the user yields, as a list, with the random numbers as they were before."""
+    with _foreign_code():
+        return list(islice(parts(value), _MAX_PARTS))
 
 
-def _entries(value: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"[{index}]", part) for index, part in enumerate(value))
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    # The classes of Python are read without the methods of a subclass. Those of others may draw random numbers.
+    own = next((kind.__iter__ for kind in (list, tuple, deque) if issubclass(type(value), kind)), None)
+    entries = _listed(iter, value) if own is None else own(value)
+    return ((f"[{index}]", part) for index, part in enumerate(entries))
 
 
 def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     seen: Counter[str] = Counter()
-    # A dictionary is read without the methods of its class. Those of any other mapping may draw random numbers.
-    if isinstance(value, dict):
-        pairs = list(dict.items(value))
-    else:
-        with _foreign_code():
-            pairs = list(value.items())
-    for key, part in pairs:
+    # An ordered dictionary has an order of its own.
+    own: Any = next((kind.items for kind in (OrderedDict, dict) if issubclass(type(value), kind)), None)
+    for key, part in _listed(lambda each: each.items(), value) if own is None else own(value):
         suffix = _key(key)
         seen[suffix] += 1
         # Unequal keys can have the same text.
@@ -247,16 +272,29 @@ def _key(key: object) -> str:
     if isinstance(key, str):
         text = str.__str__(key)  # formatting of string enums depends on the Python version
         return f".{text}" if text.isidentifier() else f"[{text!r}]"
-    text = f"{type(key).__name__}.{key.name}" if isinstance(key, Enum) else repr(key)
+    if isinstance(key, Enum):
+        text = f"{type(key).__name__}.{key.name}"
+    elif type(key) in _PLAIN_KEYS:
+        text = repr(key)
+    else:
+        with _foreign_code():
+            text = repr(key)
     # The address of an object differs in each run.
     return f"[{re.sub(' at 0x[0-9A-Fa-f]+', '', text)}]"
 
 
-def _cache(value: Any) -> list[tuple[str, Any]]:
+_PLAIN_KEYS = (int, float, bool, bytes, type(None))
+
+
+def _cache(value: Any) -> Iterable[tuple[str, Any]]:
     # In transformers 5 a cache has a list of layers; early releases of 4 have a list of keys and one of values. In
     # between, the latter two were properties in addition to the layers, so the layers are checked first.
-    names = ["layers"] if hasattr(value, "layers") else ["key_cache", "value_cache"]
-    return [(f".{name}", getattr(value, name)) for name in names]
+    has_layers = _stored(value, "layers") is not None
+    return _attributes(*(["layers"] if has_layers else ["key_cache", "value_cache"]))(value)
+
+
+def _graph(value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(dict(_listed(lambda graph: graph.to_dict().items(), value)))
 
 
 # The fields of a cache layer are None before its first call; the last two belong to linear attention.
@@ -272,7 +310,9 @@ _BUILT_IN: dict[type | str, _Parts] = {
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
     "transformers.cache_utils.Cache": _cache,
-    "torch_geometric.data.data.BaseData": lambda graph: _items(graph.to_dict()),
+    "torch_geometric.data.data.BaseData": lambda graph: _items(
+        dict(_listed(lambda each: each.to_dict().items(), graph))
+    ),
     "CacheLayerMixin": _CACHE_LAYER,
     "LinearAttentionCacheLayerMixin": _CACHE_LAYER,
 }

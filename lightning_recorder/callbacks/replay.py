@@ -22,7 +22,7 @@ from lightning_recorder.internals.module_tree import modules_of, named_buffers_o
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.names import named_submodules
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
 __all__ = ["Replay", "ReplayError", "other_values", "replay"]
@@ -155,7 +155,7 @@ def _run(
     known: dict[str, Tensor] = {f"parameter {name}": each for name, each in named_parameters_of(pl_module)}
     known |= {f"buffer {name}": each for name, each in named_buffers_of(pl_module)}
     batch = own_copies({"batch": kept.batch})["batch"]
-    known |= dict(iter_tensors(batch, "batch"))
+    known |= dict(iter_tensors(batch, "batch", unknown=ignore_unknown))
     modules = dict(named_submodules(pl_module))
     gradients = _Gradients(trainer, parameters, by_backward=by_backward)
     with OriginTrace(modules, known) as trace:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = ["batch_fingerprint"]
 
@@ -44,7 +44,7 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
     # The methods of subclasses may need attributes that a new tensor of theirs does not have.
     with pause_recording(), without_functions():
         found = None
-        for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=_ignore)):
+        for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=ignore_unknown)):
             if place == _MOST_TENSORS:
                 break
             if not _is_readable(tensor):
@@ -59,10 +59,6 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
             # The place matters, so that two tensors that are exchanged give another checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
-
-
-def _ignore(path: str, value: object, error: Exception | None) -> None:
-    """Skip what cannot be searched for tensors."""
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from lightning_recorder.internals.module_tree import modules_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch.counters import Counters, Slot
 
 __all__ = ["KeptBatch", "StateKeeper"]
@@ -86,7 +86,7 @@ def _tensors(batch: Any) -> Iterable[Tensor]:
     """Return the tensors of a batch. Looks into most batches without a search."""
     if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
         return batch  # type: ignore[no-any-return]  # tensors, as just checked
-    return [each for _, each in iter_tensors(batch, "batch")]
+    return [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
 
 
 class StateKeeper:

@@ -31,7 +31,7 @@ from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.storage import address_of, storage_of
 from lightning_recorder.notebook import cell_or_path
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch.finite import adds, bad_count, floating, has_infinity, is_checkable
 
 __all__ = ["CommunicationError", "Origin", "OriginTrace"]
@@ -370,7 +370,7 @@ class OriginTrace(TorchDispatchMode):
             self._starts[sequence_number()] = ended if is_wrapped_for_backward(self._modules[name]) else around
 
     def _check_output(self, output: Any) -> None:
-        for _, tensor in iter_tensors(output):
+        for _, tensor in iter_tensors(output, unknown=ignore_unknown):
             address = _address(tensor)
             if not is_checkable(tensor) or address in self._bad or address in self._known:
                 continue

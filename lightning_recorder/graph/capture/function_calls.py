@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE
 from lightning_recorder.notebook import cell_or_path
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = [
     "PLAIN",
@@ -90,7 +90,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         if kind is Tensor or kind is Parameter:
             found.append(each)
         elif kind not in PLAIN and not (kind in _SEQUENCES and all(type(part) in PLAIN for part in each)):
-            found.extend(tensor for _, tensor in iter_tensors(each))
+            found.extend(tensor for _, tensor in iter_tensors(each, unknown=ignore_unknown))
     return found
 
 

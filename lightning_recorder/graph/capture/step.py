@@ -27,7 +27,7 @@ from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.structure import held_tensors, iter_tensors
+from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tensors
 
 __all__ = ["StepRecording"]
 
@@ -133,7 +133,7 @@ class StepRecording:
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
-        for path, tensor in iter_tensors(inputs, name):
+        for path, tensor in iter_tensors(inputs, name, unknown=ignore_unknown):
             # A tensor that is passed twice is one input, for example tokens that are also the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
@@ -146,9 +146,8 @@ class StepRecording:
         objects: dict[str, object] = {}
 
         def note_object(path: str, value: object, error: Exception | None) -> None:
-            if error is not None:
-                raise error
-            objects[path] = value
+            if error is None:  # a container that raises costs its tensors only
+                objects[path] = value
 
         for path, tensor in iter_tensors(outputs, name, unknown=note_object, deep=True):
             self._note_output(path, [tensor])
