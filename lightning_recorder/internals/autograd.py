@@ -52,6 +52,7 @@ __all__ = [
     "remove_hook",
     "running_calls",
     "saved_tensors",
+    "schemas_of",
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
@@ -377,6 +378,15 @@ def hooks_of_leaf(tensor: Tensor) -> list[object]:
     Fallback: empty; hooks that are registered at every step are registered again.
     """
     return list((hooks_of(tensor) or {}).values()) if tensor.is_leaf else []
+
+
+def schemas_of(name: str) -> list[Any]:
+    """Return torch's schemas of the overloads of an operator, such as ``sum``.
+
+    Fallback: empty; arguments that the public list of signatures does not contain are numbered.
+    """
+    find = getattr(torch._C, "_jit_get_schemas_for_operator", None)
+    return [] if find is None else list(find(f"aten::{name}"))
 
 
 def running_calls(module: nn.Module) -> int:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
+from lightning_recorder.graph.capture.signatures import bind
 from lightning_recorder.internals.preserve_state import read_extra_repr
 from lightning_recorder.privacy import hide_secrets
 
 __all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_arguments", "prepare"]
 
-_NO_DIMENSION = ((), ("names",), ("dtype",), ("out",))  # the second parameter in the overloads that torch lists
 _LONGEST = 200  # characters of one value
 _MOST_ENTRIES = 16  # of a tuple
 _WITHOUT_EFFECT = ("inplace",)  # on the computed values
@@ -72,30 +72,36 @@ def _without_tensors(value: Any) -> Any:
 def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
     """Return the names and values of arguments as text, without tensors and without arguments that are ``None``."""
     function, args, kwargs = given
-    names = _parameter_names(function)
-    if function is Tensor.__getitem__ or function is Tensor.__setitem__:
-        names = ("self", "index")
-    if (
-        names[:1] == ("input",)
-        and names[1:2] in _NO_DIMENSION
-        and len(args) > 1
-        and type(args[1]) in (int, tuple, list)
-    ):
-        names = ("input", "dim", "keepdim")
-    named = dict(zip(names, args, strict=False))
-    # ``x.view(2, 3)`` passes its last parameter as several arguments.
-    if names and len(args) > len(names):
-        named[names[-1]] = tuple(args[len(names) - 1 :])
-    elif not names:
-        named = {str(position): each for position, each in enumerate(args)}
+    named = dict(_named(function, args, kwargs))
     if "index" in named:
         named["index"] = _Omitted(_index(named["index"]))
-    pairs = {**named, **kwargs}.items()
     return tuple(
         (name, _shown(value, name))
-        for name, value in pairs
+        for name, value in named.items()
         if value is not None and value is not _TENSOR and name not in _WITHOUT_EFFECT
     )
+
+
+def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if function is Tensor.__getitem__ or function is Tensor.__setitem__:
+        return dict(zip(("self", "index", "value"), args, strict=False))
+    if getattr(function, "__name__", "").startswith("__") and len(args) == 2:  # an operator, such as ``2 ** x``
+        return {"self": args[0], "other": args[1], **kwargs}
+    if not hasattr(function, "__code__"):
+        known = [_kind(each) for each in args], {name: _kind(each) for name, each in kwargs.items()}
+        if (found := bind(function, args, kwargs, *known)) is not None:
+            return found
+    names = _parameter_names(function)
+    # An argument without a known name keeps its position, so that another value is another setting.
+    rest = {str(position): args[position] for position in range(min(len(names), len(args)), len(args))}
+    return {**dict(zip(names, args, strict=False)), **rest, **kwargs}
+
+
+def _kind(value: Any) -> type:
+    """Return the type of a recorded argument, in which a placeholder stands for a tensor."""
+    if value is _TENSOR:
+        return Tensor
+    return object if isinstance(value, _Omitted) else type(value)
 
 
 def _shown(value: Any, name: str = "") -> str:
