@@ -126,6 +126,7 @@ class WatchedRun:
         self._keeper = StateKeeper(pl_module, device)
         self._queue = ReadingQueue(device)
         self._factor = spikes
+        self._most_rows = 0
         self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
         self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._known: dict[tuple[str, str, str], Finding] = {}
@@ -273,7 +274,9 @@ class WatchedRun:
             norm = torch.linalg.vector_norm(torch.stack([torch.as_tensor(each, device=device) for each in totals]))
         flags = None if self._flags is None else self._flags.flags()
         step, epoch, norms = batches[-1].step, batches[-1].epoch, list(self._step.norms.values())
-        return Reading(step, epoch, loss, norm, norms, self._step.indices, flags, list(batches))
+        rows = sum(each.rows for each in batches)
+        self._most_rows = max(self._most_rows, rows)
+        return Reading(step, epoch, loss, norm, norms, self._step.indices, flags, list(batches), rows=rows)
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return the loss scale as a tensor, without waiting for the device."""
@@ -323,7 +326,13 @@ class WatchedRun:
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
         index, is_clipped = next(iter(reading.indices), 0), bool(self._trainer.gradient_clip_val)
         found = finding_of_spike(
-            spikes, reading, index, factor=self._factor, is_clipped=is_clipped, rank=self._after(reading)
+            spikes,
+            reading,
+            index,
+            factor=self._factor,
+            is_clipped=is_clipped,
+            rank=self._after(reading),
+            usual_rows=self._most_rows,
         )
         self._report(replace(found, records=records), reading)
 

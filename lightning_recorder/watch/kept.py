@@ -52,6 +52,11 @@ class KeptBatch:
     """The numbers in objects of the model that change from batch to batch."""
 
     @property
+    def rows(self) -> int:
+        """The first size of the first tensor of the batch that has a dimension: the number of its samples, or 0."""
+        return next((len(tensor) for tensor, _ in self.versions if tensor.dim()), 0)
+
+    @property
     def is_changed(self) -> bool:
         """True if the step has changed a tensor of the batch in place, so that it cannot be run again."""
         return any(version_of(tensor) != version for tensor, version in self.versions)

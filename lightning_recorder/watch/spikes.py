@@ -23,6 +23,7 @@ _WINDOW = 101  # values of the running median
 _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
+_SHARE = 1e-3  # of the first values; below it, a loss is as good as zero, and so is its spike
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4
@@ -44,7 +45,7 @@ class SpikeDetector:
     The median is that of the last 101 values, so single spikes do not move it. There is no spike among the first 20
     values. A noisy or growing series often exceeds a multiple of its median. A spike must therefore also exceed three
     times the largest of the last 10 values, and five standard deviations of the logarithm of the series, estimated by
-    the median absolute deviation.
+    the median absolute deviation. It must be at least a thousandth of the largest of the first ten values.
 
     Args:
         factor: A spike is at least this many times the median.
@@ -62,6 +63,7 @@ class SpikeDetector:
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
         self._largest = 1.0  # magnitude of the first values
+        self._at_first = 0.0  # the largest of the first values
         self._peak, self._usual, self._age = math.inf, math.nan, 0  # of the last spike
 
     @property
@@ -102,6 +104,7 @@ class SpikeDetector:
             self._first = value
         if self._count < RECENT:
             self._largest = max(self._largest, abs(value))
+            self._at_first = max(self._at_first, value)
         self._values.append(value)
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:
@@ -120,7 +123,7 @@ class SpikeDetector:
 
     def _is_spike(self, value: float) -> bool:
         middle = self.median
-        if value < self.factor * middle or middle <= 0:
+        if value < max(self.factor * middle, _SHARE * self._at_first) or middle <= 0:
             return False
         recent = max(islice(reversed(self._values), RECENT))
         logs = [math.log(max(each / middle, _SMALLEST)) for each in self._values]

@@ -169,8 +169,12 @@ def finding_of_spike(
     factor: float,
     is_clipped: bool = False,
     rank: str = "",
+    usual_rows: int = 0,
 ) -> Finding:
-    """Return the finding for a spike: a note if only the gradient norm has one, and gradients are clipped.
+    """Return the finding for a spike.
+
+    It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
+    gradients are clipped.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
@@ -179,8 +183,11 @@ def finding_of_spike(
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
         rank: As for :func:`finding_of_origin`.
+        usual_rows: The largest number of samples of a step.
     """
     where = _batch(batch_idx, reading.epoch) + rank
+    is_small = 0 < 2 * reading.rows < usual_rows
+    where += f", {reading.rows} of at most {usual_rows} samples" if is_small else ""
     series, value, median = spikes[0]
     both = " and ".join(
         f"the {name} to {high:.3g}, {high / usual:.3g} × its running median" for name, high, usual in spikes
@@ -191,6 +198,9 @@ def finding_of_spike(
     severity = "warning"
     if is_clipped and all(name == "gradient norm" for name, _, _ in spikes):
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
+    if is_small:
+        severity, why = "note", "The mean over few samples varies more than that over many."
+        following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."
     finding = _finding(SPIKE, severity, "", reading, verdict, why, following)
     numbers = {
         "batch": float(batch_idx),
@@ -198,6 +208,7 @@ def finding_of_spike(
         "value": value,
         "median": median,
         "ratio": value / median,
+        **({"rows": float(reading.rows)} if reading.rows else {}),
     }
     usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"
     return replace(finding, path=series, numbers=numbers, usual=usual)

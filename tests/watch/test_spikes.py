@@ -169,3 +169,21 @@ def test_a_larger_value_of_a_spike_is_not_counted() -> None:
     assert (joined.last_step, joined.records, joined.numbers["largest_step"]) == (4, 1, 4)
     two = "2 spikes (each above 3 × the largest of the 10 steps before it)"
     assert with_spike(joined, other).verdict == f"{two}, the first {begun}; the {farthest}"
+
+
+@pytest.mark.parametrize(("scale", "count"), [(1e-5, 0), (1e-2, 1)])
+def test_a_spike_of_a_loss_that_has_vanished_is_none(scale: float, count: int) -> None:
+    """A value 30 times the median counts only if it is at least a thousandth of the first losses."""
+    detector = SpikeDetector(10.0)
+    values = [1.0, 0.9] * 10 + [scale * (1 + 0.1 * (number % 3)) for number in range(101)] + [30 * scale]
+    assert sum(detector.add(value) is not None for value in values) == count
+
+
+@pytest.mark.parametrize(("rows", "severity"), [(2, "note"), (32, "warning"), (0, "warning")])
+def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
+    """A step with less than half of the usual samples says how many it has, and blames no sample."""
+    reading = Reading(9, 2, None, None, [], [9], rows=rows)
+    found = finding_of_spike([("loss", 30.0, 2.0)], reading, 9, factor=10, usual_rows=64)
+    assert found.severity == severity
+    assert ("2 of at most 64 samples" in found.verdict) == (rows == 2)
+    assert ("wrong labels" in found.why) == (rows != 2)

@@ -73,7 +73,7 @@ def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
     """Return the names and values of arguments as text, without tensors and without arguments that are ``None``."""
     function, args, kwargs = given
     named = dict(_named(function, args, kwargs))
-    if "index" in named:
+    if function in (Tensor.__getitem__, Tensor.__setitem__):
         named["index"] = _Omitted(_index(named["index"]))
     return tuple(
         (name, _shown(value, name))
