@@ -33,6 +33,10 @@ GRADIENT_CONSEQUENCES = {
 }
 """The consequences of gradients that are lost or too small: rules, with the places of their modules."""
 
+_NO_GRAD = "(no_grad)"  # as the graph notes it
+_WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
+_WHY_ZERO_LOSS = "The loss is multiplied with zero, or does not change with this output, as where it is clamped."
+_NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between this output and the loss."
 _SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
 
 
@@ -103,10 +107,17 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         where = f"the gradient{towards} stops at {frontier}{more}"
         if not (called or wiring.has_graph or len(evidence.gradients)):  # only parameters are recorded
             where = "not called, or without effect on the loss"
+        is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
+        if is_zero_from_the_loss:
+            where = f"the gradient of the loss for the output of {frontier} is zero already"
         verdict = f"{count}: {where}"
         site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
         found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
         recorded = _recorded_stops(evidence, {frontier, *names, *after})
+        if is_zero_from_the_loss:
+            found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
+        elif recorded and all(_NO_GRAD in each for each in recorded):
+            found = replace(found, why=_WHY_NO_GRAD)
         if recorded:
             found = replace(
                 found, next=f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."

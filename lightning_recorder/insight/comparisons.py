@@ -132,26 +132,51 @@ def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     train, validation = evidence.activations, evidence.validation
     if not len(train) or not len(validation) or validation.steps[-1] < rule.thresholds["steps"]:
         return
-    last = validation.steps[-1]
+    found = _first_apart(rule, evidence, validation.steps[-1])
+    if found is None:
+        return
+    site, here, there = found
+    # Running statistics lag early in a training. What stays so is in the next validation, too.
+    earlier = _first_apart(rule, evidence, validation.steps[-2]) if len(validation) > 1 else None
+    if (earlier is None or earlier[0] != site) and not _is_worse(rule, evidence):
+        return
+    verdict = (
+        f"the output of {site.name} has rms {here:.3g} in training and {there:.3g} in validation at step "
+        f"{validation.steps[-1]}"
+    )
+    yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
+
+
+def _first_apart(rule: Rule, evidence: Evidence, step: int) -> tuple[Site, float, float] | None:
+    """Return the first output whose size differs in a validation, with its rms in training and there."""
+    train, validation = evidence.activations, evidence.validation
     pairs = {
         site.name: (site, pair)
         for site in validation.places
         if site in train.places
         and site.path == "out"
         and train.shapes[train.places[site]] != ()  # a loss
-        and (pair := _pair(rule, evidence, site, last)) is not None
+        and (pair := _pair(rule, evidence, site, step)) is not None
     }
     for name, (site, (here, there, apart)) in pairs.items():
         kind = evidence.type_of(name)
         limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
         before = max((pairs[each][1][2] for each in evidence.wiring.inputs.get(name, ()) if each in pairs), default=0.0)
-        is_first = before < min(np.log(1.3), apart / 2)
+        is_first = before < min(np.log(rule.thresholds["batchnorm"]), apart / 2)
         if apart > np.log(limit) and is_first and "Dropout" not in kind and "Embedding" not in kind:
-            verdict = (
-                f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
-            )
-            yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
-            return
+            return site, here, there
+    return None
+
+
+def _is_worse(rule: Rule, evidence: Evidence) -> bool:
+    """Return True if a loss that is a module is larger in the last validation than in training."""
+    train, validation = evidence.activations, evidence.validation
+    for site in validation.places:
+        if site in train.places and train.shapes[train.places[site]] == ():
+            here, there = (table.column(site, "mean")[0][-1:] for table in (train, validation))
+            if len(here) and len(there) and there[0] > rule.thresholds["worse"] * abs(here[0]) > 0:
+                return True
+    return False
 
 
 def _pair(rule: Rule, evidence: Evidence, site: Site, last: int) -> tuple[float, float, float] | None:
@@ -163,7 +188,8 @@ def _pair(rule: Rule, evidence: Evidence, site: Site, last: int) -> tuple[float,
     values, steps = evidence.activations.column(site, "rms")
     others, at = evidence.validation.column(site, "rms")
     near = np.argsort(np.abs(steps - last))[:2]
-    if len(near) < 2 or not len(others) or at[-1] != last or not min(others[-1], *values[near]) > 0:
+    others = others[at == last]
+    if len(near) < 2 or not len(others) or not min(others[-1], *values[near]) > 0:
         return None
     gap = abs(int(steps[near[0]]) - last)
     if gap > rule.thresholds["gap"] * last:
@@ -307,12 +333,15 @@ RULES = (
         name="train-differs",
         severity="warning",
         statistic="rms of the output in training, against validation, at the first module where they part",
-        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40, "gap": 0.25},
+        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40, "gap": 0.25, "worse": 1.5},
         persistence=0,
         usual="0.9 to 1.1 without dropout",
         why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
         next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
-        false_alarms="Dropout, embeddings and losses; outputs that still grow; no record near the validation.",
+        false_alarms=(
+            "Dropout, embeddings and losses; outputs that still grow; no record near the validation. It must be in two "
+            "validations in a row, unless the validation loss is 1.5 times that of the training."
+        ),
         examine=_train_differs,
     ),
 )

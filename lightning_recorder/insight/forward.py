@@ -24,6 +24,8 @@ _BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
 _RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
 _LARGE_UPDATE = 0.1  # relative to the size of the weight
+_WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
+_NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
@@ -40,12 +42,17 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if not dead and evidence.type_of(site.name) not in _RELUS:
             continue
         since = _since(values >= (limit if dead else rule.thresholds["nearly"]), steps)
+        if since == steps[0] and len(evidence.gradients) and site not in evidence.gradients.places:
+            continue  # a constant that no gradient passes, such as the logarithm of a determinant: nothing has died
         least = values[steps >= since].min()
         share = "only zeros" if least == 1 else f"at least {np.floor(1000 * least) / 10:.1f}% zeros"
-        verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{_feed(evidence, site, since)}"
+        feed = _feed(evidence, site, since)
+        verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{feed}"
         found = rule.found(
             evidence, table, site, verdict, statistic="zero_fraction", since=since, zero_fraction=values[-1]
         )
+        if feed.startswith(": "):  # its input was recorded
+            found = replace(found, why=_WHY_NEGATIVE, next=_NEXT_NEGATIVE)
         yield found if dead else replace(found, severity="note")
 
 
@@ -244,8 +251,8 @@ RULES = (
         thresholds={"zero_fraction": 0.99, "nearly": 0.95},
         persistence=2,
         usual="at most 0.8, for a ReLU about 0.5",
-        why="All inputs of the ReLU are negative: its bias is too low, or a step was too large. Or a factor is 0.",
-        next="Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU.",
+        why="A ReLU that gets negative inputs only, or a factor, a mask, an input or a weight that is zero.",
+        next="Look at the inputs of this module, and at what they are multiplied with.",
         false_alarms="Sparse gates and masks. Between 95 % and 99 % a ReLU is a note.",
         examine=_dead,
         explains={
@@ -276,8 +283,8 @@ RULES = (
         usual="at most 0.2",
         why="The inputs of the activation are too large, so that its derivative is almost zero.",
         next=(
-            "Scale down the weights of the layer before it, normalize its inputs or the targets, or lower the learning "
-            "rate."
+            "Look at the sign and the size of its inputs. Scale down the weights or the bias of the layer before it, "
+            "normalize its inputs or the targets, or lower the learning rate."
         ),
         false_alarms=(
             "Activations that nothing follows are left out. Values of 0.97 to 1 that training has made count only at "

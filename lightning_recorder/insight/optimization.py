@@ -147,8 +147,9 @@ def _is_large(rule: Rule, sizes: Floats) -> bool:
 def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.weights:
         (values, spreads), _ = evidence.parameters.columns(each.site, "rms", "std")
-        # A token may not be used, as one for masks.
-        is_used = evidence.shape(each)[0] > 1 or evidence.column(each.gradient, "rms").any()
+        # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
+        # like the zeros of a LoRA whose gradient is lost: that is another finding.
+        is_used = bool(evidence.column(each.gradient, "rms").any())
         if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4 or not is_used:
             continue
         flat = spreads <= 1e-4 * values

@@ -95,7 +95,7 @@ def _what_is_constant(rule: Rule, evidence: Evidence, weight: Parameter) -> str 
         rows = np.round((1 - zeros) * shape[0]) if norms.all() else np.zeros(1)
         if shape[0] < rule.thresholds["rows"] or not rows.all():
             return None
-        return "is one token only, the same in each recorded step" if (rows <= 1).all() else ""
+        return "gives a gradient to one row of its weight only, in each recorded step" if (rows <= 1).all() else ""
     bias = next((each for each in evidence.tensors if each.site == Site(weight.site.name, "bias")), None)
     offsets = np.zeros(0) if bias is None else _gradient(evidence, bias, "rms")
     if len(offsets) != len(norms) or not offsets.all():

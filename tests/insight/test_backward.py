@@ -115,3 +115,19 @@ def test_gradients_that_stop_in_all_blocks_are_one_finding() -> None:
         "at 3 modules like it"
     )
     assert found.others == ("blocks.1.query", "blocks.2.query", "blocks.3.query")
+
+
+def test_a_loss_times_zero_is_named() -> None:
+    """If the gradient of the last output is zero, too, the loss is the cause, and no module stops the gradient."""
+    names = ("a", "b", "head")
+    layers: dict[str, Values] = {name: {} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 0.0} for name in names}
+    parameters = {key: value for name in names for key, value in trained(name, grad=0.0, update=0.0, ratio=0.0).items()}
+    found = next(
+        each for each in run(layers, gradients, parameters, graph=chain(*names)) if each.rule == "gradient-stops"
+    )
+    assert found.verdict == (
+        "3 modules with parameters get a gradient of zero: "
+        "the gradient of the loss for the output of head is zero already"
+    )
+    assert "multiplied with zero" in found.why

@@ -518,3 +518,21 @@ def test_sudden_changes_are_found_as_defined(sizes: list[list[float]]) -> None:
         if at is not None:
             expected[f"m{place}"] = steps[at]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("earlier", "loss", "modules"),
+    [(0.1, 1.0, ["b"]), (1.0, 1.0, []), (1.0, 3.0, ["b"])],
+    ids=["twice", "once", "worse"],
+)
+def test_one_validation_is_not_enough(earlier: float, loss: float, modules: list[str]) -> None:
+    """Statistics may lag in one validation; a second one, or a validation loss that is worse, confirms the finding."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": 1.0}, "loss": {"mean": 1.0}}
+    there: dict[str, Values] = {
+        "a": {"rms": 1.0},
+        "b": {"rms": [1.0] * 6 + [earlier, 0.1]},
+        "loss": {"mean": [1.0] * 7 + [loss]},
+    }
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {("loss", "out"): ()}
+    found = run(layers, validation=there, graph=chain("a", "b", "loss"), shapes=shapes)
+    assert [each.module for each in found if each.rule == "train-differs"] == modules

@@ -287,3 +287,14 @@ def test_outputs_without_bounds_are_not_saturated(kind: str, path: str, high: fl
     for step in (0, 10, 20):
         examination.add(record("activations", step, {site: values}, histograms={site: histogram}))
     assert [each.rule for each in examination.findings()] == ["saturation"] * alarm
+
+
+def test_zeros_that_no_gradient_passes_are_not_dead() -> None:
+    """A constant output of zeros without a gradient, such as the logarithm of a determinant, is no dead layer."""
+    names = ("a", "act", "head")
+    layers: dict[str, Values] = {name: {"zero_fraction": float(name == "act")} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in ("a", "head")}
+    assert run(layers, gradients, graph=chain(*names)) == []
+    (found,) = run(layers, {**gradients, "act": {"rms": 1e-3}}, graph=chain(*names))
+    assert (found.rule, found.module) == ("dead-output", "act")
+    assert "ReLU that gets negative inputs only, or a factor" in found.why

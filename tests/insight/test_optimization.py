@@ -280,3 +280,12 @@ def test_an_optimizer_that_also_has_the_parameters_of_another_one() -> None:
             )
     (finding,) = [each for each in examination.findings() if each.rule == "two-optimizers"]
     assert finding.verdict == "two optimizers step second.weight and second.bias in the same training steps"
+
+
+@pytest.mark.parametrize(("gradient", "rules"), [(1e-3, ["constant-weight"]), (None, [])])
+def test_zeros_without_a_gradient_are_no_constant_weight(gradient: float | None, rules: list[str]) -> None:
+    """The zeros of a LoRA stay zero if its gradient is lost; to initialize it with random values would be wrong."""
+    parameters: dict[str, Values] = {"lora/weight": {"rms": 0.0, "std": 0.0}, **trained("head")}
+    if gradient is not None:
+        parameters["lora/weight.grad"] = {"rms": gradient}
+    assert [each.rule for each in run(None, None, parameters) if each.rule == "constant-weight"] == rules
