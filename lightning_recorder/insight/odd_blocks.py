@@ -133,10 +133,11 @@ def _is_chain(parts: MutableGraph, blocks: Sequence[Node]) -> bool:
     lost = 0
     for block, after in pairwise(blocks):
         todo, goal = parts.subtree(block.id), set(parts.subtree(after.id))
-        seen = set(todo)
+        seen, last = set(todo), max(goal)
         while todo and lost < 2 and todo[-1] not in goal:
             for edge in parts.users.get(todo.pop(), {}).values():
-                if edge.target not in seen:
+                # What comes later does not lead back. Without this, each search may visit the rest of the graph.
+                if edge.target not in seen and edge.target <= last:
                     seen.add(edge.target)
                     todo.append(edge.target)
         lost += not todo
@@ -245,7 +246,8 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
 def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     """Yield the block that is alone in its form, if the others differ in sizes or are of several kinds in turn."""
     inner = range(1, len(known) - 1)
-    alone = [place for place in inner if known.count(known[place]) == 1]
+    counts = Counter(known)
+    alone = [place for place in inner if counts[known[place]] == 1]
     if len(alone) != 1:
         return
     odd = alone[0]
@@ -264,7 +266,8 @@ def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     else:
         # A block that changes the size is of another kind than one that keeps it.
         others = [place for place in others if blocks.is_resized(place) == blocks.is_resized(odd)]
-        same = max(([each for each in others if known[each] == known[place]] for place in others), key=len, default=[])
+        kinds = Counter(known[place] for place in others).most_common(1)
+        same = [place for place in others if known[place] == kinds[0][0]]
         is_beside = bool(same) and known[same[0]] in (known[odd - 1], known[odd + 1])
         if not is_beside or len(same) < max(_FEWEST_ALIKE, (1 - _MOST_OTHERS) * len(others)):
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,23 +74,14 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     compared = _step_sizes(rule, evidence, adaptive)
     if len(compared) < rule.thresholds["fewest"]:
         return
-    fast = _in_fast_groups(rule, evidence)  # not what a fast weight is compared with, such as its own bias
     rates = {each: rates.max() for each in compared if len(rates := evidence.setting(each, "learning_rate"))}
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
-    for each, value in compared.items():
-        slower = _in_slower_groups(each, rates, rule.thresholds["factor"])
-        # If only a few layers are slower, they are the odd ones.
-        usual = slower if 2 * len(slower) >= len(compared) else [key for key in compared if key is not each]
-        others = np.array([compared[key] for key in usual if key is not each and key not in fast])
-        if not len(others):
-            continue
-        factor = float(value / np.median(others))
+    for each, others, usual_rate in _far_above(rule, evidence, compared, rates):
+        factor = float(compared[each] / np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
         sizes = evidence.column(each.site, "update_ratio")
-        usual_rate = float(np.median([rates[key] for key in usual if key is not each and key in rates] or [np.nan]))
         is_fast = rates.get(each, np.nan) > rule.thresholds["rate"] * usual_rate > 0
-        largest = rule.thresholds["largest"] * others.max()
-        if is_outlier and value > largest and (is_fast or _is_large(rule, sizes)):
+        if is_outlier and (is_fast or _is_large(rule, sizes)):
             is_known = rates.get(each, np.nan) > usual_rate
             rate = f", and its learning rate {rates[each]:.3g} instead of {usual_rate:.3g}" if is_known else ""
             most = sizes[np.isfinite(sizes)].max(initial=0.0)  # infinite if it begins at zero
@@ -107,9 +100,33 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _in_slower_groups(one: Parameter, rates: Mapping[Parameter, float], factor: float) -> list[Parameter]:
-    """Return the parameters whose learning rate is far below that of one, which are those of other groups."""
-    return [each for each, rate in rates.items() if 0 < factor * rate < rates.get(one, 0.0)]
+def _far_above(
+    rule: Rule, evidence: Evidence, compared: Mapping[Parameter, float], rates: Mapping[Parameter, float]
+) -> Iterator[tuple[Parameter, Floats, float]]:
+    """Yield the parameters far above the largest other one, with the others and the median of their learning rates.
+
+    The others are made for these few parameters only: for each one, the time would grow with the square of the number.
+    """
+    fast = set(_in_fast_groups(rule, evidence))  # not what a fast weight is compared with, such as its own bias
+    slow_first = sorted((each for each, rate in rates.items() if rate > 0), key=lambda each: rates[each])
+    scaled = [rule.thresholds["factor"] * rates[each] for each in slow_first]
+
+    @cache
+    def known(count: int) -> tuple[list[Parameter], set[Parameter], Floats]:
+        # If only a few layers are slower, they are the odd ones.
+        usual = slow_first[:count] if 2 * count >= len(compared) else list(compared)
+        sizes = {each: compared[each] for each in usual if each not in fast}
+        return usual, set(sizes), np.sort(np.array([0.0, *sizes.values()]))[-2:]
+
+    for each, value in compared.items():
+        # Those of other groups, whose rates are far below that of this one.
+        slower = bisect_left(scaled, rates.get(each, 0.0))
+        usual, counted, largest = known(slower if 2 * slower >= len(compared) else 0)
+        is_largest = each in counted and value == largest[-1]
+        if len(counted) > (each in counted) and value > rule.thresholds["largest"] * largest[-1 - is_largest]:
+            usual = [key for key in usual if key is not each]
+            others = np.array([compared[key] for key in usual if key in counted])
+            yield each, others, float(np.median([rates[key] for key in usual if key in rates] or [np.nan]))
 
 
 def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:

@@ -148,9 +148,17 @@ class Wiring:
 
     def leads(self, name: str, to: str) -> bool:
         """Return True if a module feeds another one, directly or through others, or if they are the same."""
+        # A residual stream feeds all later modules. Those behind the second module are searched only if they have to.
+        last = self.order.get(to, -1)
+        return self._leads(name, to, last) or self._leads(name, to, len(self.order))
+
+    def _leads(self, name: str, to: str, last: int) -> bool:
+        """Return True if a module feeds another one through modules up to a position."""
         found, todo = {name}, deque([name])
         while todo and to not in found:
             for each in self.outputs.get(todo.popleft(), ()):
+                if self.order[each] > last:
+                    break  # outputs are in this order
                 if each not in found:
                     found.add(each)
                     todo.append(each)

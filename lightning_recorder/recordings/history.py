@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,7 @@ Read = TypeVar("Read")
 
 _LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms need less
 _PIECE = 1 << 20  # bytes
+_AT_ONCE = 256  # records
 _FAMILY = FORMAT.partition("/")[0] + "/"
 
 
@@ -144,24 +145,36 @@ class Part:
     def values(self, statistic: str) -> Tensor:
         """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN if it is missing."""
         found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64, device="cpu")
-        for index, step in enumerate(self.steps):
-            row = self.entries[step].row
-            places, columns = self._places[row.layout], row.layout.columns
-            if statistic in columns and len(row.values):
-                # A view without a copy; it keeps the buffer alive.
-                table = torch.frombuffer(row.values, dtype=torch.float64).view(len(places), len(columns))
-                found[index, places] = table[:, columns.index(statistic)]
+        rows = [self.entries[step].row for step in self.steps]
+        for layout, begin, end in _runs_of_layouts(rows):
+            if statistic in layout.columns and layout.sites:
+                # One copy for many records, because each call of torch takes longer than the values of a record.
+                buffer = bytearray().join(row.values for row in rows[begin:end])
+                table = torch.frombuffer(buffer, dtype=torch.float64).view(end - begin, len(layout.sites), -1)
+                found[begin:end, self._places[layout]] = table[..., layout.columns.index(statistic)]
+        for index, row in enumerate(rows):
             for place, scalars in row.further.items():
                 if statistic in scalars:
-                    found[index, places[place]] = scalars[statistic]
+                    found[index, self._places[row.layout][place]] = scalars[statistic]
         return found
 
     def seen(self) -> Tensor:
         """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
         found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool, device="cpu")
-        for index, step in enumerate(self.steps):
-            found[index, self._places[self.entries[step].row.layout]] = True
+        for layout, begin, end in _runs_of_layouts([self.entries[step].row for step in self.steps]):
+            found[begin:end, self._places[layout]] = True
         return found
+
+
+def _runs_of_layouts(rows: Sequence[Row]) -> Iterator[tuple[RecordSchema, int, int]]:
+    """Yield the schemas of records, each with the first and the last place of at most 256 records that share it."""
+    begin = 0
+    for end, row in enumerate(rows[1:], 1):
+        if row.layout is not rows[begin].layout or end - begin == _AT_ONCE:
+            yield rows[begin].layout, begin, end
+            begin = end
+    if rows:
+        yield rows[begin].layout, begin, len(rows)
 
 
 class History:

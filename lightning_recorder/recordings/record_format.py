@@ -356,7 +356,8 @@ def read_row(found: dict[str, Any], known: SchemaCache) -> Row:
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
-    return Row(found, layout, *read)
+    # Parsing makes new strings for each line, which take more memory than the values of a few sites.
+    return Row({sys.intern(name): value for name, value in found.items()}, layout, *read)
 
 
 def _table(found: dict[str, Any], sites: int, columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:

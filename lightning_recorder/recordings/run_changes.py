@@ -95,7 +95,8 @@ def setting_changes(one: Run, other: Run) -> list[Change]:
 def _later_changes(one: Run, other: Run) -> list[Change]:
     """Return the settings of optimizers at the first step at which the records of the runs have different ones."""
     for label in one:
-        steps = [step for step in one[label].steps if label in other and step in set(other[label].steps)]
+        there = set(other[label].steps) if label in other else set()
+        steps = [step for step in one[label].steps if step in there]
         for place, step in enumerate(steps):
             groups = [run[label].about(step).get("groups") for run in (one, other)]
             is_split = len({len(each) for each in groups if isinstance(each, list)}) < 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Examination
 from lightning_recorder.insight.odd_blocks import odd_blocks
+from tests.effort import lines_run
 
 BLOCKS = 10
 
@@ -311,3 +313,34 @@ def test_the_finding() -> None:
     (finding,) = Examination(graph).findings()
     assert (finding.rule, finding.severity, finding.module) == ("odd-block", "warning", "blocks.4")
     assert "blocks.4 computes something else than the other 9 blocks: it does not call add (" in finding.verdict
+
+
+class Skips(nn.Module):
+    """A chain of blocks whose results are also used at the end, all at once or one after the other as in a U-Net."""
+
+    def __init__(self, blocks: int, *, all_at_once: bool) -> None:
+        super().__init__()
+        self.all_at_once = all_at_once
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(blocks))
+        self.back = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        if self.all_at_once:
+            x = torch.stack(kept).sum(0)
+        for block in self.back:
+            x = block(x) if self.all_at_once else block(x + kept.pop())
+        return x
+
+
+@pytest.mark.parametrize("all_at_once", [True, False])
+def test_the_search_visits_each_part_of_the_graph_a_few_times(all_at_once: bool) -> None:
+    """Four times as many blocks take four times as long, although later modules use the results of all blocks."""
+    efforts = []
+    for blocks in (20, 80):
+        graph = capture_graph(Skips(blocks, all_at_once=all_at_once), torch.randn(2, 4))
+        efforts.append(lines_run(partial(odd_blocks, graph)))
+    assert efforts[1] < 4.5 * efforts[0]

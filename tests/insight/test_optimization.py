@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.insight import Examination, SiteRecords
 from lightning_recorder.statistics import OptimizerRecorder
+from tests.effort import lines_run
 from tests.insight.records import Values, brief, chain, network, run, trained
 
 
@@ -125,6 +127,18 @@ def test_a_few_slow_layers_do_not_make_the_others_fast() -> None:
         layer[f"{name}/weight"] = {**layer[f"{name}/weight"], "learning_rate": rate}
         parameters |= layer
     assert [each.rule for each in run(None, None, parameters)] == []
+
+
+def test_the_effort_grows_with_the_number_of_layers() -> None:
+    """Four times as many layers take four times as long: the others are not compared with each one anew."""
+    efforts = []
+    for layers in (50, 200):
+        names = [f"layer{number}" for number in range(layers)]
+        parameters = {**network(*names, layer7=trained("layer7", update=0.0125, ratio=0.05))}
+        rates = {f"{name}/weight": {**parameters[f"{name}/weight"], "learning_rate": 1e-3} for name in names}
+        efforts.append(lines_run(partial(run, None, None, parameters | rates)))
+        assert [each.module for each in run(None, None, parameters | rates)] == ["layer7"]
+    assert efforts[1] < 4.5 * efforts[0]
 
 
 def test_equal_weights() -> None:

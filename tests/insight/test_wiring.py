@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from lightning_recorder import capture_graph
 from lightning_recorder.insight.backward import last_behind
 from lightning_recorder.insight.wiring import INPUT, Wiring, families
+from tests.effort import lines_run
 
 
 class Residual(nn.Module):
@@ -44,6 +48,31 @@ def test_functions_are_looked_through() -> None:
     assert wiring.upstream("branch.0") == {"stem", "norm", "branch.0"}
     assert wiring.downstream("norm") == {"norm", "branch.0", "branch.1", "head"}
     assert wiring.types["norm"] == "LayerNorm"
+
+
+class Stream(nn.Module):
+    """Blocks that add to a residual stream, which feeds all later ones."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_search_for_the_next_block_does_not_visit_all_later_ones() -> None:
+    efforts = []
+    for blocks in (20, 80):
+        names = [f"blocks.{block}.{place}" for block in range(blocks) for place in range(2)]
+        wiring = Wiring(names, capture_graph(Stream(blocks), torch.ones(1, 2)))
+        assert not wiring.leads(names[1], names[0])
+        pairs = list(pairwise(names[1::2]))
+        efforts.append(sum(lines_run(partial(wiring.leads, *pair)) for pair in pairs))
+        assert all(wiring.leads(*pair) for pair in pairs)
+    assert efforts[1] < 4.5 * efforts[0]
 
 
 def test_modules_that_are_not_recorded_are_looked_through() -> None:

@@ -20,6 +20,7 @@ from lightning_recorder.recordings import (
     records_path,
 )
 from lightning_recorder.recordings.call_order import in_execution_order
+from lightning_recorder.recordings.history import Part
 from lightning_recorder.taps import ParameterGradientTap, Site
 from tests.recordings.runs import record_run, site_records, write_simple
 
@@ -308,3 +309,38 @@ def test_a_sample_of_validations_may_be_missing(is_sample: bool, tmp_path: Path)
             writer.write(about, [SiteRecord("fc", "out", {"rms": 1.0})])
     assert compared(tmp_path / "a", tmp_path / "b").same is is_sample
     assert compared(tmp_path / "b", tmp_path / "a").same is is_sample
+
+
+def test_the_steps_are_sorted_equally_often_for_more_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorting all steps for each record takes a time that grows with the square of their number."""
+    sorts = 0
+    original = Part.steps.fget
+    assert original is not None
+
+    def counted(part: Part) -> list[int]:
+        nonlocal sorts
+        sorts += 1
+        return original(part)
+
+    monkeypatch.setattr(Part, "steps", property(counted))
+    found = []
+    for records in (10, 40):
+        runs = [tmp_path / f"{name}{records}" for name in "ab"]
+        for run in runs:
+            write_simple(run, {step: step / 3 for step in range(records)})
+        sorts = 0
+        assert compared(*runs).same
+        found.append(sorts)
+    assert found[0] == found[1]
+
+
+def test_many_records_with_and_without_a_site(tmp_path: Path) -> None:
+    """The values of many records are read at once, as far as the records have the same sites."""
+    rows = {step: {"head": {"rms": step / 3}} for step in range(900)}
+    write(tmp_path, {step: row if step <= 300 else {**row, "late": {"rms": -step / 7}} for step, row in rows.items()})
+    series = open_recording(tmp_path).run["activations"]
+    late = series.values("rms")[:, 1]
+    assert series.values("rms")[:, 0].tolist() == [step / 3 for step in range(900)]
+    assert late.isnan().tolist() == [step <= 300 for step in range(900)]
+    assert late[301:].tolist() == [-step / 7 for step in range(301, 900)]
+    assert series.seen().tolist() == [[True, step > 300] for step in range(900)]
