@@ -269,7 +269,9 @@ RULES = (
         explains={
             **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),
             **dict.fromkeys(("unlike-siblings", "scale-jump", "saturation"), ("same",)),
-            **dict.fromkeys(("norm-ineffective", "attention-collapse", "running-statistics"), ("same",)),
+            **dict.fromkeys(
+                ("norm-ineffective", "attention-collapse", "running-statistics", "no-activation"), ("same",)
+            ),
         },
     ),
     Rule(
