@@ -54,12 +54,12 @@ def test_what_is_compiled_and_all_in_it(compile_it: object) -> None:
     inner = block()
     net = nn.Sequential(block(), compile_it(inner))
     found = compiled_modules(net)
-    assert found == {net[1], *inner.modules()}
+    assert set(found) == {net[1], *inner.modules()}
 
 
 def test_nothing_is_compiled() -> None:
     """A plain model has no compiled parts."""
-    assert compiled_modules(block()) == set()
+    assert len(compiled_modules(block())) == 0
 
 
 class Flexible(nn.Module):

@@ -57,7 +57,7 @@ from tests.graph.queries import only
         pytest.param(lambda x: F.celu_(x.clone(), 0.5), {"alpha": "0.5"}, id="celu_"),
         pytest.param(lambda x: F.hardtanh_(x.clone(), -0.5, 0.5), {"min_val": "-0.5", "max_val": "0.5"},
                      id="hardtanh_"),
-        pytest.param(lambda x: F.threshold_(x.clone(), 0.1, 0.2), {"threshold": "0.1", "value": "0.2"},
+        pytest.param(lambda x: torch.threshold_(x.clone(), 0.1, 0.2), {"threshold": "0.1", "value": "0.2"},
                      id="threshold_"),
     ],
 )  # fmt: skip
