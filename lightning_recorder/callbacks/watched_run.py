@@ -126,7 +126,7 @@ class WatchedRun:
         self._keeper = StateKeeper(pl_module, device)
         self._queue = ReadingQueue(device)
         self._factor = spikes
-        self._most_rows = 0
+        self._usual_rows = 0  # of the first step of an epoch
         self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
         self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._known: dict[tuple[str, str, str], Finding] = {}
@@ -274,9 +274,7 @@ class WatchedRun:
             norm = torch.linalg.vector_norm(torch.stack([torch.as_tensor(each, device=device) for each in totals]))
         flags = None if self._flags is None else self._flags.flags()
         step, epoch, norms = batches[-1].step, batches[-1].epoch, list(self._step.norms.values())
-        rows = sum(each.rows for each in batches)
-        self._most_rows = max(self._most_rows, rows)
-        return Reading(step, epoch, loss, norm, norms, self._step.indices, flags, list(batches), rows=rows)
+        return Reading(step, epoch, loss, norm, norms, self._step.indices, flags, list(batches))
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return the loss scale as a tensor, without waiting for the device."""
@@ -291,6 +289,8 @@ class WatchedRun:
             self._series.add(reading.step, reading.epoch, loss, norm)
             if not reading.is_bad:
                 self._was_bad = False
+                if reading.indices[:1] == [0]:
+                    self._usual_rows = reading.rows or self._usual_rows
                 self._look_for_spikes(reading)
                 fall = self._spikes["loss"].fall()
                 if fall is not None and (UNBOUNDED, "", "") not in self._known:
@@ -332,7 +332,7 @@ class WatchedRun:
             factor=self._factor,
             is_clipped=is_clipped,
             rank=self._after(reading),
-            usual_rows=self._most_rows,
+            usual_rows=self._usual_rows,
         )
         self._report(replace(found, records=records), reading)
 

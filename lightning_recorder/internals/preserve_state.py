@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.module_tree import (
-    ModuleSet,
     children_of,
     modules_of,
     own_buffers_of,
     own_parameters_of,
-    stored_attribute,
 )
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.internals.random_states import foreign_code
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
@@ -40,7 +37,7 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: dict[int, Tensor] = {}
         """All parameters that were found, by id, including those of modules that are not registered."""
-        self._taken = ModuleSet()
+        self._taken: set[int] = set()
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -66,9 +63,9 @@ class ModuleState:
 
         A lazy module is skipped at first, and saved right before its first call, once it has been initialized.
         """
-        if module in self._taken:
+        if id(module) in self._taken:
             return
-        self._taken.add(module)
+        self._taken.add(id(module))
         table = vars(module)
         self._tables.append((table, dict(table)))
         for each in module._parameters.values():
@@ -142,17 +139,22 @@ class ModuleState:
 def read_extra_repr(module: nn.Module) -> str:
     """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
     kind = type(module)
-    # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
-    # before it reads the same names from the tables.
-    parametrizations = stored_attribute(module, "parametrizations")
-    if isinstance(parametrizations, nn.Module) and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}":
-        kind = kind.__mro__[1]
     if kind.extra_repr is nn.Module.extra_repr or isinstance(module, torch.jit.ScriptModule):
         return ""
+    # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
+    # before it reads the same names from the tables.
+    if (
+        "parametrizations" in vars(module).get("_modules", ())
+        and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}"
+    ):
+        kind = kind.__mro__[1]
     try:
         if kind.__module__.partition(".")[0] == "torch":
             text: object = kind.extra_repr(_stand_in(module, kind))
         else:
+            # Imported only when it is used, since it needs NumPy, without which a graph can be read.
+            from lightning_recorder.internals.random_states import foreign_code
+
             state = ModuleState(modules_of(module))
             try:
                 with pause_recording(), foreign_code():

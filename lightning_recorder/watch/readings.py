@@ -37,7 +37,6 @@ class Reading:
         flags: The flags of its modules, if they are computed.
         batches: The batches of the step; fewer if they were no longer kept.
         values: The loss and the norm, once they are read; NaN for one that there is none of.
-        rows: The number of samples of its batches; 0 if it is not known.
     """
 
     step: int
@@ -49,7 +48,11 @@ class Reading:
     flags: StepFlags | None = None
     batches: list[KeptBatch] = field(default_factory=list)
     values: tuple[float, float] = (math.nan, math.nan)
-    rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of samples of its batches; 0 if they are no longer kept."""
+        return sum(each.rows for each in self.batches) if len(self.batches) == len(self.indices) else 0
 
     @property
     def is_bad(self) -> bool:

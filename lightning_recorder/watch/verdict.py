@@ -183,11 +183,11 @@ def finding_of_spike(
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
         rank: As for :func:`finding_of_origin`.
-        usual_rows: The largest number of samples of a step.
+        usual_rows: The number of samples of other steps; 0 if it is not known.
     """
     where = _batch(batch_idx, reading.epoch) + rank
     is_small = 0 < 2 * reading.rows < usual_rows
-    where += f", {reading.rows} of at most {usual_rows} samples" if is_small else ""
+    where += f", {reading.rows} of usually {usual_rows} samples" if is_small else ""
     series, value, median = spikes[0]
     both = " and ".join(
         f"the {name} to {high:.3g}, {high / usual:.3g} × its running median" for name, high, usual in spikes

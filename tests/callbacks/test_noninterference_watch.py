@@ -155,7 +155,7 @@ def test_the_rank_is_named_and_nothing_changes_under_ddp(tmp_path: Path) -> None
     (path,) = (tmp_path / "watched").rglob("recorder")
     findings = open_recording(path.parent).findings
     assert [each.rule for each in findings if each.severity == "critical"] == ["non-finite"]
-    assert "at step 2 (batch 2 of epoch 0, rank 1): backward of sqrt" in findings[0].verdict
+    assert "at step 2 (batch 2 of epoch 0, the last of each epoch, rank 1): backward of sqrt" in findings[0].verdict
     assert [each.name for each in (path / "incidents").iterdir()] == ["step-2-rank1"]
     # The last lines of the terminal are those of rank 0.
     assert f"  {findings[0].line}" in log

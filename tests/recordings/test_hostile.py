@@ -153,6 +153,8 @@ def with_wrong_values(data: Any, rng: random.Random) -> Any:
     """Return JSON values in which some are missing, of another type, or at another place."""
     for _ in range(rng.choice([1, 1, 2, 3])):
         found = list(places(data))
+        if not found:
+            break
         *way, last = rng.choice(found)
         at = data
         for key in way:

@@ -346,7 +346,7 @@ class Sealed(Tensor):
     """A tensor that raises on any computation."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError("sealed")
 
 

@@ -36,7 +36,7 @@ def check(kind: str, name: str, call: int, value: float, backward: bool, at: int
     verdicts = [each.verdict for each in watch.found]
     assert len(verdicts) == 1, (name, call, value, backward, at, verdicts)
     part, again = "backward" if backward else "forward", f" (call {call})" if call > 1 else ""
-    assert f"in the {part} pass of {name}{again} at step {at} (batch {at} of epoch 0)" in verdicts[0], (value, verdicts)
+    assert f"in the {part} pass of {name}{again} at step {at} (batch {at} of epoch 0" in verdicts[0], (value, verdicts)
     finding = watch.found[0]
     assert (finding.module, finding.first_step) == (name, at)
     assert (finding.numbers["batch"], finding.numbers["call"]) == (at, call)

@@ -9,10 +9,12 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.watch import Reading, SpikeDetector, finding_of_spike, with_spike
+from lightning_recorder.internals.random_states import RandomStates
+from lightning_recorder.watch import KeptBatch, Reading, SpikeDetector, finding_of_spike, with_spike
 
 THREE = "3 spikes (each above 3 × the largest of the 10 steps before it)"
 
@@ -182,8 +184,9 @@ def test_a_spike_of_a_loss_that_has_vanished_is_none(scale: float, count: int) -
 @pytest.mark.parametrize(("rows", "severity"), [(2, "note"), (32, "warning"), (0, "warning")])
 def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
     """A step with less than half of the usual samples says how many it has, and blames no sample."""
-    reading = Reading(9, 2, None, None, [], [9], rows=rows)
+    kept = KeptBatch(None, 9, 9, 2, RandomStates(), [], [], versions=[(torch.zeros(rows), 0)] if rows else [])
+    reading = Reading(9, 2, None, None, [], [9], batches=[kept])
     found = finding_of_spike([("loss", 30.0, 2.0)], reading, 9, factor=10, usual_rows=64)
     assert found.severity == severity
-    assert ("2 of at most 64 samples" in found.verdict) == (rows == 2)
+    assert ("2 of usually 64 samples" in found.verdict) == (rows == 2)
     assert ("wrong labels" in found.why) == (rows != 2)

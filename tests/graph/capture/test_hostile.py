@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder import RecorderWarning, RecordingError
+from lightning_recorder import RecordingError
 from lightning_recorder.graph import GraphCapture, capture_graph, record
 from tests import forks
 from tests.graph.nets import Net, X, linear
@@ -90,16 +90,16 @@ class _Odd(UserDict[str, Tensor]):
         raise _SilentError
 
 
-@pytest.mark.parametrize(("batch", "told"), [(_Unreadable(), "LookupError: it is closed"), (_Odd(), "_SilentError")])
-def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
-    """Inputs that raise when they are inspected cost only the graph and one warning, whatever their error is."""
+@pytest.mark.parametrize("batch", [_Unreadable(), _Odd()])
+def test_inputs_that_cannot_be_read(batch: Any) -> None:
+    """Inputs that raise when they are inspected have no nodes, whatever their error is; the graph is complete."""
     net = nn.Sequential(linear())
-    with pytest.warns(RecorderWarning, match=f"the graph is incomplete: {told}"):
-        recording = GraphCapture(net, batch)
+    recording = GraphCapture(net, batch)
     with recording:
         out = net(X)
     assert torch.equal(out, net(X))
-    assert [node.kind for node in recording.graph().nodes] == ["module"]
+    kinds = [node.kind for node in recording.graph().nodes]
+    assert ("input" in kinds, kinds.count("op")) == (False, 1)
 
 
 def test_a_capture_is_entered_once() -> None:

@@ -357,28 +357,16 @@ class _Unreadable(UserDict[str, Tensor]):
         raise LookupError("it is closed")
 
 
-def test_an_error_of_the_recording_becomes_one_warning() -> None:
-    """If recording fails, the model continues, one warning is issued, and the graph holds the nodes recorded before."""
+def test_a_container_that_raises_costs_its_tensors_only() -> None:
+    """The model continues, and the graph has all functions and no warning."""
     odd = Net(lambda _, x: _Unreadable(out=x.exp()))
     model = Net(lambda net, x: net.odd(net.odd(net.fc(x))["out"])["out"], fc=nn.Linear(4, 4), odd=odd)
     expected = model(X)
-    with (
-        pytest.warns(RecorderWarning, match="the graph is incomplete: LookupError: it is closed") as told,
-        GraphCapture(model, X) as recording,
-    ):
+    with GraphCapture(model, X) as recording:
         out = model(X)
-    assert len(told) == 1
     assert torch.equal(out, expected)
     assert (_hooks(model), _modes()) == (0, [])
-    assert outline(recording.graph()) == text(
-        """
-        input
-        fc: Linear
-          linear <- input
-        odd: Net
-          exp <- linear
-        """
-    )
+    assert [node.name for node in recording.graph().nodes if node.kind == "op"] == ["linear", "exp", "exp"]
 
 
 class _WithoutVersion(Tensor):
