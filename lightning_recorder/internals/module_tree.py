@@ -74,9 +74,10 @@ def named_modules_of(
 
 def _collect(module: nn.Module, name: str, seen: set[int] | None, found: list[tuple[str, nn.Module]]) -> None:
     if seen is not None:
-        if id(module) in seen:
+        key = id(module)
+        if key in seen:
             return
-        seen.add(id(module))
+        seen.add(key)
     found.append((name, module))
     # As in :func:`_table`, with fewer calls.
     children = _get(module, "__dict__").get("_modules")

@@ -139,18 +139,15 @@ class ModuleState:
 def read_extra_repr(module: nn.Module) -> str:
     """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
     kind = type(module)
-    if kind.extra_repr is nn.Module.extra_repr or isinstance(module, torch.jit.ScriptModule):
+    if kind.extra_repr is nn.Module.extra_repr:
         return ""
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
-    if (
-        "parametrizations" in vars(module).get("_modules", ())
-        and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}"
-    ):
+    if "parametrizations" in module.__dict__["_modules"] and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}":
         kind = kind.__mro__[1]
     try:
         if kind.__module__.partition(".")[0] == "torch":
-            text: object = kind.extra_repr(_stand_in(module, kind))
+            text: object = kind.extra_repr(module if type(module) is kind else _stand_in(module, kind))
         else:
             # Imported only when it is used, since it needs NumPy, without which a graph can be read.
             from lightning_recorder.internals.random_states import foreign_code
@@ -163,7 +160,7 @@ def read_extra_repr(module: nn.Module) -> str:
                 state.restore()
     except Exception:  # noqa: BLE001 - a class may raise anything in its representation
         return ""
-    return text if isinstance(text, str) else ""
+    return text if type(text) is str else ""
 
 
 def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

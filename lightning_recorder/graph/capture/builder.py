@@ -21,6 +21,8 @@ __all__ = ["REENTRANT", "Draft", "GraphBuilder", "described", "interned", "meta_
 
 Frozen = TypeVar("Frozen", Node, Edge)
 
+_PLAIN = (Tensor, Parameter)
+
 REENTRANT = "CheckpointFunctionBackward"
 
 
@@ -338,7 +340,7 @@ def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown."""
-    if type(tensor) is not Tensor:
+    if type(tensor) not in _PLAIN:
         tensor = without_class(tensor)
     return described(_shape(tensor), tensor.dtype, tensor.device)[0]
 
@@ -346,7 +348,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
 def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
     """Return the shape, dtype and device of each of several tensors."""
     if len(tensors) == 1:
-        tensor = tensors[0] if type(tensors[0]) is Tensor else without_class(tensors[0])
+        tensor = tensors[0] if type(tensors[0]) in _PLAIN else without_class(tensors[0])
         shape = tensor.shape if type(tensor) is Tensor and not tensor.is_nested else _shape(tensor)
         return described(shape, tensor.dtype, tensor.device)
     return interned([meta_of(each) for each in tensors])

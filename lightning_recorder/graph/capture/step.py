@@ -187,7 +187,8 @@ class StepRecording:
             self._builder.nodes[node].call = number
         if registered:
             self._called.note(node, module)
-        given = None if _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
+        is_plain = (not args[1:] and type(args[0]) in _TENSORS) if args else True  # the usual case, without a call
+        given = None if is_plain or _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
         self._calls.append(Call(node, module, self._clock() if self._times else 0.0, given))
 
     def _clock(self) -> float:
