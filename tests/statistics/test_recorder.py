@@ -346,7 +346,9 @@ class Sealed(Tensor):
     """A tensor that raises on any computation."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is disabled
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError("sealed")
 
 
