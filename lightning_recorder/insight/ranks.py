@@ -12,8 +12,8 @@ from lightning_recorder.names import RUNNING_STATISTICS
 __all__ = ["RULES"]
 
 _WHY_SOME = (
-    "These parameters alone get another gradient or update on each rank: something local changes them, such as "
-    "clipping, a hook, an optimizer of one rank, or parameters that DDP ignores."
+    "Something that is local to a rank can do this, such as clipping, a hook, another initialization, an optimizer step "
+    "on one rank, or parameters that DDP ignores."
 )
 _NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
 _WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP does not average over the ranks."
