@@ -12,7 +12,7 @@ from lightning_recorder.names import RUNNING_STATISTICS
 __all__ = ["RULES"]
 
 _WHY_SOME = (
-    "Something that is local to a rank can do this, such as clipping, a hook, another initialization, an optimizer step "
+    "Something that is local to a rank can do this: clipping, a hook, another initialization, an optimizer step "
     "on one rank, or parameters that DDP ignores."
 )
 _NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
