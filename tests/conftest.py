@@ -40,6 +40,14 @@ def _compiled() -> None:
     prepare(wait=True)
 
 
+@pytest.fixture(autouse=True)
+def _new_disks() -> None:
+    """Let each test begin as a run: a disk is reported once per run, and the tests of a process share one."""
+    from lightning_recorder.disk import begin_run
+
+    begin_run()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first. Without `--no-loadscope-reorder`, xdist puts those with the most tests first."""

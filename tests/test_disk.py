@@ -17,11 +17,6 @@ from tests.disks import files_up_to
 VARIABLE = "LIGHTNING_RECORDER_DISK_RESERVE"
 
 
-@pytest.fixture(autouse=True)
-def _new_run() -> None:
-    begin_run()
-
-
 def test_the_reserve_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write fits if the reserve remains free afterwards; the environment variable changes the size of the reserve."""
     free = shutil.disk_usage(tmp_path).free

@@ -19,7 +19,6 @@ import torch
 
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
-from lightning_recorder.disk import begin_run
 from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteRecord, SiteTable, records_path
 from lightning_recorder.recordings import writer as writer_module
 from lightning_recorder.taps import Site
@@ -183,7 +182,6 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
     """A record that does not fit on the disk is skipped with one warning, and a skipped header is written later."""
     path = tmp_path / "a.jsonl"
     writer = RecordWriter(path)
-    begin_run()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with files_up_to(1000 if header else 100):

@@ -14,7 +14,6 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_recorder import ActivationRecorder, MemorySink
-from lightning_recorder.disk import begin_run
 from lightning_recorder.sinks import CsvSink, FilesSink, MultiSink
 from tests.callbacks.models import Classifier, fit
 from tests.disks import files_up_to
@@ -201,7 +200,6 @@ def test_a_file_of_its_own_continues(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
     """A row or a column that does not fit is skipped with one warning, and the existing rows stay."""
     path = tmp_path / "metrics.csv"
-    begin_run()
     sink = CsvSink(path)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, RecorderWarning, Sink, disk
+from lightning_recorder import MemorySink, RecorderWarning, Sink
 from lightning_recorder.sinks import Destination, FilesSink, MultiSink
 from tests.sinks.samples import VERBS, write
 
@@ -205,7 +205,6 @@ def test_a_fallback_that_fails() -> None:
 
 def test_a_folder_that_cannot_be_made_costs_the_files_alone(tmp_path: Path) -> None:
     """A files sink that cannot write does not affect the others, and writes when it can."""
-    disk.begin_run()
     (tmp_path / "taken").write_text("a file")
     memory = MemorySink()
     multi = MultiSink([FilesSink(tmp_path / "taken"), memory])
@@ -272,7 +271,6 @@ def test_a_view_without_the_fallback_shares_the_failures() -> None:
 
 def test_a_sink_is_skipped_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A destination on a full disk is skipped with one warning; the fallback is not used, and the others continue."""
-    disk.begin_run()
     broken, fallback, own = Broken(), MemorySink(), MemorySink()
     multi = MultiSink([Destination(broken, tmp_path)], fallback=fallback, additional=[own])
     monkeypatch.setenv("LIGHTNING_RECORDER_DISK_RESERVE", str(2**62))
