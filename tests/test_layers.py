@@ -36,6 +36,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "entry_point", "tensorboard_tab"),
 )
 
+# A recording shows itself in a notebook, and the page that it shows reads recordings.
+UPWARD = ("recordings.recording", "lightning_recorder.page")
+
 # Libraries that may be missing or are slow to import.
 BACKENDS = (
     "PIL",
@@ -77,11 +80,21 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
+def imported_by_string(node: ast.AST) -> str | None:
+    """Return the name of a call such as ``import_module("package.file")``, if it is written out."""
+    if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+        return None
+    name = node.args[0]
+    return str(name.value) if isinstance(name, ast.Constant) else None
+
+
 def statements(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Yield the imports that happen at run time, and a flag for those that happen only in a function call."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, in_function
+        elif (name := imported_by_string(child)) is not None:
+            yield ast.Import([ast.alias(name)]), True
         elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
                 yield from statements(other, in_function)
@@ -105,7 +118,8 @@ def imports() -> list[Import]:
                 files = [f"{inner}.{alias.name}".lstrip(".") for alias in statement.names]
                 whole = [f"{PACKAGE}.{file}" if file in trees else base for file in files]
                 names = whole if base.startswith(PACKAGE) else [f"{base}.{alias.name}" for alias in statement.names]
-            found += [Import(importer, name, in_function) for name in dict.fromkeys(names)]
+            names = [name for name in dict.fromkeys(names) if (importer, name) != UPWARD]
+            found += [Import(importer, name, in_function) for name in names]
     return found
 
 
@@ -130,6 +144,8 @@ def test_the_imports_are_found() -> None:
     assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in imports()
     assert Import("sinks.files", "PIL.Image", True) in imports()
     assert Import("selection", "torch.nn", False) in imports()
+    importer, imported = UPWARD
+    assert imported in [each.names[0].name for each, _ in statements(modules()[importer])]  # by string
 
 
 def test_every_module_has_a_layer() -> None:

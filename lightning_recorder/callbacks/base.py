@@ -17,8 +17,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder import disk
-from lightning_recorder.callbacks.arguments import check_compiled, check_name, check_names, checked_sinks, labels
+from lightning_recorder.callbacks.arguments import check_compiled, check_name, checked_sinks
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, SET_BY_LIGHTNING, GuardedCallback, guarded
+from lightning_recorder.callbacks.labels import check_names, labels
 from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import (
     claimed_directory,

@@ -15,7 +15,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import (
-    check_tags,
     checked_histograms,
     checked_reductions,
     checked_statistics,
@@ -23,6 +22,7 @@ from lightning_recorder.callbacks.arguments import (
 from lightning_recorder.callbacks.evaluation import never_fused
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
+from lightning_recorder.callbacks.labels import check_tags
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_mixed,

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -403,12 +402,6 @@ class Graph:
         nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
         return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": [*map(asdict, self.edges)]}
-
-    def to_model_explorer(self) -> dict[str, Any]:
-        """Return JSON for Google's Model Explorer; see :func:`lightning_recorder.graph.to_model_explorer`."""
-        # By name, since the renderers import this file.
-        renderer = import_module("lightning_recorder.graph.renderers.model_explorer")
-        return dict(renderer.to_model_explorer(self))
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:

@@ -24,7 +24,7 @@ from lightning_recorder import (
     TensorDumper,
     open_recording,
 )
-from lightning_recorder.callbacks.arguments import labels
+from lightning_recorder.callbacks.labels import labels
 from tests.callbacks.models import Classifier, digits, events, fit
 
 KINDS: list[Any] = [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder, TensorDumper]

@@ -22,7 +22,7 @@ EDGE = {"sourceNodeId", "sourceNodeOutputId", "targetNodeInputId"}
 
 def collection_of(graph: Graph) -> Any:
     """Return the collection after a round trip through JSON text."""
-    return json.loads(json.dumps(graph.to_model_explorer()))
+    return json.loads(json.dumps(to_model_explorer(graph)))
 
 
 def test_a_small_graph() -> None:
