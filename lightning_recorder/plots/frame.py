@@ -178,7 +178,7 @@ def new_canvas(height: int, title: str) -> Canvas:
 
 
 def title_of(group: str, name: str, names: Sequence[str]) -> str:
-    """Return a title with the name of a layer, which is shortened such that it stands for one of all names only."""
+    """Return a title with the name of a layer, shortened to its shortest form that no other name has."""
     room = _TITLE_ROOM - text_width(f"{group}: ", TITLE_PX)
     return f"{group}: {fitted([name], room, px=TITLE_PX, among=names)[0]}"
 

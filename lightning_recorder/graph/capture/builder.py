@@ -132,7 +132,7 @@ class GraphBuilder:
     def connect(
         self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Record a tensor that is an output of one node, the one at this place, and an input of another."""
+        """Record that a tensor, the output of this number of one node, is an input of another node."""
         ends = (source << 32) + target
         if output or ends in self._outputs:
             before = self._repeated.get(ends, 1) if ends in self._edges else 0

@@ -102,7 +102,7 @@ class AutogradOwners:
         return names
 
     def claim(self, tensors: Iterable[Tensor], owner: int, most: int = _MOST_NODES) -> tuple[str, ...]:
-        """Assign all nodes without an owner behind the tensors, or the first few, to one recorded node.
+        """Assign the autograd nodes behind the tensors that have no owner yet, or the first few, to a recorded node.
 
         Returns:
             The types of these nodes, starting with the last.
@@ -139,7 +139,7 @@ class AutogradOwners:
                 todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Return the inputs of the nodes without an owner behind the tensors: leaves, and owners of other nodes."""
+        """Return what enters the autograd nodes behind the tensors that have no owner: leaf tensors, and other owners."""
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()

@@ -61,7 +61,7 @@ class MutableGraph:
         return [self.members.get((node_id, place), (name,)) for place, name in enumerate(known)]
 
     def rank(self, name: str) -> tuple[int, int]:
-        """Return the first node that stands for a module, and the place of its first call among those of its kind.
+        """Return the first node that stands for a module, and the number of modules of its kind that are called before.
 
         Modules are of one kind if their names differ in numbers only.
         """
