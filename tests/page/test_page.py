@@ -13,6 +13,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from torch import nn
 
@@ -118,7 +119,7 @@ def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) ->
         expect(page.locator("output")).to_have_text(f"step {series.steps[row]}")
         head = page.locator("g.node").filter(has=page.locator("text.title", has_text="head"))
         value = series["head"].statistic("rms")[row].item()
-        expect(head).to_have_attribute("aria-label", re.compile(f", {re.escape(f'{value:.4g}')}"))
+        expect(head.locator("title").first).to_have_text(re.compile(f"\n{re.escape(f'{value:.4g}')}"))
         colors.append(head.locator("rect").first.get_attribute("fill"))
     assert colors[0] != colors[1]
 
@@ -128,7 +129,7 @@ def test_the_graph_is_saved(page: Page, files: Path, tmp_path: Path) -> None:
     opened(page, files / "healthy.html", "#tab=graph")
     page.locator("g.node").first.wait_for()
     with page.expect_download() as waiting:
-        page.get_by_label("save the graph as SVG").click()
+        page.get_by_label("SVG: save the graph").click()
     path = tmp_path / "graph.svg"
     waiting.value.save_as(path)
     root = ET.parse(path).getroot()
@@ -273,7 +274,7 @@ def test_a_hostile_name_is_text(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(page_html(page_data({name: run}), name), encoding="utf-8")
     opened(page, path)
-    assert page.title() == name
+    assert page.title() == "/".join(tmp_path.parts[-2:]) + ": no findings"
     page.locator(".strip .names button").first.click()
     expect(page.locator("aside.layer h2")).to_have_text(name)
 
@@ -666,3 +667,132 @@ def test_a_search_without_a_match_says_so(page: Page, files: Path) -> None:
     expect(page.locator("aside.layer")).to_have_count(0)
     page.keyboard.press("Backspace")
     expect(status).to_have_count(0)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of 24 blocks of four layers, of which one is sick."""
+    folder = tmp_path_factory.mktemp("blocks")
+    parts = [named(fc=nn.Linear(4, 4), act=nn.ReLU(), out=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in range(24)]
+    net = named(embed=nn.Linear(4, 4), h=nn.Sequential(*parts), head=nn.Linear(4, 4))
+    names = [name for name, module in net.named_modules() if not list(module.children())]
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(0, 100, 10):
+        size = {name: 8.0 if name == names[60] and step >= 50 else 1.0 + place % 5 for place, name in enumerate(names)}
+        writer.write(
+            {"step": step}, [SiteRecord(name, "out", {"rms": each, "count": 4.0}) for name, each in size.items()]
+        )
+    graph = capture_graph(net, torch.ones(2, 4))
+    (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    trace = Trace("activations", "rms", (0,), (9.0,), names[60])
+    finding = Finding(
+        "odd", "warning", names[60], "out", 50, 90, 5, "it is large", "why", "next", "at most 5",
+        numbers={"rms": 8.0}, trace=trace, others=(names[59], names[61]),
+    )  # fmt: skip
+    run = open_recording(folder).runs[folder.name]
+    (folder / "page.html").write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([finding])}), "run"))
+    return folder / "page.html"
+
+
+def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
+    """Of many layers, each block is a row that a click opens; it has the color of its layer that stands out most."""
+    opened(page, blocks)
+    labels = page.locator(".strip .names button")
+    rows = labels.all_inner_texts()
+    assert len(rows) < 40
+    (sick,) = page.locator(".strip .names .sick").all()
+    assert re.fullmatch(r"▸ h\.\d+ \(\d\)", sick.inner_text())
+    place = page.evaluate("document.querySelector('.strip canvas').height")
+    pixels = page.evaluate(
+        "(count) => [...Array(count).keys()].map((y) => [...document.querySelector('.strip canvas')"
+        ".getContext('2d').getImageData(9, y, 1, 1).data].slice(0, 3).join())",
+        place,
+    )
+    odd = max(range(place), key=lambda row: pixels.count(pixels[row]) * -1)
+    ordered = sorted(labels.all(), key=lambda each: each.bounding_box()["y"])  # type: ignore[index]
+    assert ordered[odd].inner_text() == sick.inner_text()
+    sick.click()
+    expect(labels.filter(has_text="▾")).to_have_attribute("aria-expanded", "true")
+    assert page.locator(".strip .names .sick").all_inner_texts() == ["h.14.norm"]
+    labels.filter(has_text="▾").click()
+    assert labels.all_inner_texts() == rows
+
+
+def test_the_strip_shows_some_layers_and_steps(page: Page, blocks: Path) -> None:
+    """The layers of one kind, or those that a finding names, can be shown alone, and so can a part of the steps."""
+    opened(page, blocks)
+    page.get_by_label("layers", exact=True).select_option("named by a finding")
+    assert len(page.locator(".strip .names button").all()) == 1
+    cells = page.locator(".strip .cells").bounding_box()
+    assert cells is not None
+    y = cells["y"] + cells["height"] / 2
+    page.mouse.move(cells["x"] + cells["width"] * 0.35, y)
+    page.mouse.down()
+    page.mouse.move(cells["x"] + cells["width"] * 0.75, y)
+    page.mouse.up()
+    shown = page.locator(".stripes .steps span")
+    assert (shown.first.inner_text(), shown.last.inner_text()) == ("step 30", "70")
+    expect(page.locator("aside.layer")).to_have_count(0)
+    page.get_by_text("show all steps").click()
+    assert shown.last.inner_text() == "90"
+
+
+def test_a_finding_has_numbers_and_neighbors(page: Page, blocks: Path) -> None:
+    """A finding shows the measured number beside the usual one, and links to the modules around it."""
+    opened(page, blocks)
+    card = page.locator(".findings li").first
+    expect(card).to_contain_text("Measured rms 8. Usual at most 5.")
+    before, after = card.locator(".chain .link").all()
+    name = card.locator(".chain b").inner_text()
+    affected = card.locator(".others .link").all_inner_texts()
+    assert len({name, before.inner_text(), after.inner_text()}) == 3
+    assert len(affected) == 2
+    before.click()
+    expect(page.locator("aside.layer h2")).to_have_text(before.inner_text())
+
+
+def test_back_leads_to_what_was_shown(page: Page, files: Path) -> None:
+    """The tab and the layer before are shown again; a slider that moves is one entry of the history."""
+    opened(page, files / "sick.html")
+    page.locator(".findings li button").first.click()
+    page.get_by_role("tab", name="Graph").click()
+    page.go_back()
+    expect(page.get_by_role("tab", name="Overview")).to_have_attribute("aria-selected", "true")
+    expect(page.locator("aside.layer h2")).to_have_text("encoder.relu")
+    page.go_back()
+    expect(page.locator("aside.layer")).to_have_count(0)
+    page.go_forward()
+    expect(page.locator("aside.layer h2")).to_have_text("encoder.relu")
+    before = page.evaluate("history.length")
+    for _ in range(4):
+        page.keyboard.press("ArrowLeft")
+    assert page.evaluate("history.length") <= before + 1
+
+
+def test_the_page_is_accessible(page: Page, files: Path, blocks: Path) -> None:
+    """The checks of axe-core find nothing, in the light and in the dark theme."""
+    options = {"resultTypes": ["violations"], "rules": {"label-content-name-mismatch": {"enabled": True}}}
+    for path, place in (
+        (files / "both.html", ""),
+        (files / "sick.html", "#tab=graph&layer=encoder.relu"),
+        (blocks, ""),
+    ):
+        opened(page, path, place)
+        if "graph" in place:
+            page.locator("g.node").first.wait_for()
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+            found = Axe().run(page, options=options).response["violations"]
+            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
+    page.emulate_media(color_scheme="light")
+    assert "/" in page.title()
+
+
+def test_a_healthy_run_names_its_extremes(page: Page, files: Path) -> None:
+    """Without findings, the layers farthest from the usual value are links, called normal."""
+    opened(page, files / "healthy.html")
+    expect(page.locator(".extremes")).to_contain_text("all within the usual range")
+    link = page.locator(".extremes .link").first
+    link.click()
+    expect(page.locator("aside.layer h2")).to_have_text(link.inner_text())

@@ -144,7 +144,7 @@ export function GraphView(props: {
         const number = worst !== null && paint ? `\n${format(paint.value(worst))}${names.includes(worst) ? "" : ` in ${worst}`}` : "";
         const about = `${names.join(", ").slice(0, 300) || tree.data.title}\n${[node.type_name, ...(node.outputs ?? [])].filter(Boolean).join(" ")}${number}`;
         if (tip.textContent !== about) tip.textContent = about;
-        put(group, "aria-label", `${box.title} ${box.detail}${number.replace("\n", ", ")}${tree.inside(node).length ? (box.open ? ", open" : ", closed") : ""}`);
+        if (tree.inside(node).length) put(group, "aria-expanded", String(box.open));
       });
       marks.push(() => {
         const { layer: chosen, query, sick, unused, changed } = latest.current;
@@ -226,12 +226,12 @@ export function GraphView(props: {
   });
   const buttons = useMemo(() => [
     ["+", "zoom in", () => zoomBy(1.3, 300, 200)], ["−", "zoom out", () => zoomBy(1 / 1.3, 300, 200)],
-    ["fit", "show the whole graph", () => {
+    ["fit", "fit: show the whole graph", () => {
       const placed = drawn?.placed, element = holder.current!;
       if (placed) { const zoom = Math.min(1.2, (element.clientWidth - 20) / placed.width, (element.clientHeight - 20) / placed.height); setAt({ zoom, x: (element.clientWidth - placed.width * zoom) / 2, y: 10 }); }
     }],
-    ["SVG", "save the graph as SVG", () => { if (drawn) save(`${tree.data.title}.svg`, "image/svg+xml", pictureOf(holder.current!, drawn.placed)); }],
-    ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(first))],
+    ["SVG", "SVG: save the graph", () => { if (drawn) save(`${tree.data.title}.svg`, "image/svg+xml", pictureOf(holder.current!, drawn.placed)); }],
+    ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "reset: open the modules that fit", () => setOpen(tree.initial(first))],
     ["shapes", "show the shapes of tensors at the edges", () => setShapes((now) => !now)],
   ] as [string, string, () => void][], [drawn, tree, first]);
 

@@ -4,10 +4,11 @@ import { render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { AXIS, Bars, Channels, COLORS, Histogram, Legend, Lines, shownValues, Spark, Strip, stripColumns, TALLEST_ROW, type Curve } from "./charts";
+import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
-import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { AXIS, MOST_LABELED, RELATIVE_ENDS, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
@@ -20,9 +21,19 @@ const UNCHANGED: Map<number, Change> = new Map();
 
 interface State { tab: "overview" | "graph"; layer: string; step: number; recorder: string; statistic: string; run: number }
 
+const ONE_MOVE = 1000;  // milliseconds; changes of the step that follow each other faster are one entry of the history
+
+/** The last parts of a folder's path, which tell runs apart. */
+function folderOf(run: Run): string {
+  const parts = run.data.folder.split(/[\\/]/).filter(Boolean);
+  return parts.slice(-2).join("/") || run.data.name;
+}
+
 function readHash(): Partial<State> {
   const given = new URLSearchParams(location.hash.slice(1));
   const found: Partial<State> = {};
+  // An address without a layer is one of a closed panel.
+  if ([...given.keys()].length) found.layer = "";
   if (given.has("tab")) found.tab = given.get("tab") === "graph" ? "graph" : "overview";
   if (given.has("layer")) found.layer = given.get("layer")!;
   if (given.has("step") && Number.isFinite(Number(given.get("step")))) found.step = Number(given.get("step"));
@@ -65,10 +76,19 @@ function App(props: { data: PageData }) {
   const other = runs.length > 1 ? runs[(state.run + 1) % runs.length]! : null;
   const change = useCallback((part: Partial<State>) => setState((now) => ({ ...now, ...part })), []);
 
+  useEffect(() => { document.title = `${folderOf(run)}: ${run.data.verdict}`; }, [run]);
+  const shownBefore = useRef<State & { at: number } | null>(null);
   useEffect(() => {
     const parts = new URLSearchParams({ tab: state.tab, step: String(state.step), show: `${state.recorder}/${state.statistic}` });
     if (state.layer) parts.set("layer", state.layer);
-    try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame inside a notebook has no address */ }
+    const before = shownBefore.current, now = performance.now();
+    // Back leads to the tab, layer or step before; a slider that moves through many steps is one entry.
+    const isMove = before !== null && before.tab === state.tab && before.layer === state.layer && before.recorder === state.recorder && now - before.at < ONE_MOVE;
+    shownBefore.current = { ...state, at: now };
+    if (location.hash === `#${parts}`) return;
+    try {
+      if (before === null || isMove || playing) history.replaceState(null, "", `#${parts}`); else history.pushState(null, "", `#${parts}`);
+    } catch { /* a frame inside a notebook has no address */ }
   }, [state]);
   // A layout effect runs before the page is painted, so that no key and no address is missed.
   useLayoutEffect(() => {
@@ -188,23 +208,24 @@ function App(props: { data: PageData }) {
       <label><select aria-label="statistic" value={recorder ? statistic : cost} onChange={(event) => change({ statistic: event.currentTarget.value })}>
         {(recorder ? recorder.statistics : costs).map((each) => <option>{each}</option>)}
       </select></label>
-      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />}
     </span>
   );
+  const legend = painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />;
   const graph = (sideways: boolean): ComponentChildren => <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree!} paint={painted?.paint ?? null}
     layer={state.layer} query={query} sick={sick} unused={run.data.graph?.unused ?? []} changed={changed} sideways={sideways} onPick={(layer) => change({ layer })} />;
   return (
     <div class="page">
       <header>
-        <b class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</b>
+        <h1 class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</h1>
         <span class="run" title={run.data.folder}>
           {(data.available?.length ?? 0) > 1 ? <>
             <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
             <select aria-label="compare with" value={other?.data.name ?? ""} onChange={(event) => setWanted([run.data.name, event.currentTarget.value].filter(Boolean))}>
               <option value="">compare with …</option>{data.available!.filter((each) => each !== run.data.name).map((each) => <option>{each}</option>)}
             </select></>
-          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.label}</option>)}</select> : run.data.name}
+          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.label}</option>)}</select> : folderOf(run)}
         </span>
+        <CopyLink live={data.live === true} />
         <nav role="tablist">
           <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
           <button type="button" role="tab" aria-selected={state.tab === "graph"} disabled={!tree} onClick={() => change({ tab: "graph" })}>Graph</button>
@@ -228,10 +249,10 @@ function App(props: { data: PageData }) {
       </header>
       <div class="body">
         <main>
-          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} graph={tree && graph(true)} differing={tree ? differing(tree, changed) : []} />}
+          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} legend={legend} tree={tree} graph={tree && graph(true)} differing={tree ? differing(tree, changed) : []} />}
           {state.tab === "graph" && tree && (
             <section class="graphs" aria-label="graph">
-              <div class="bar">{chooser}{changed.size > 0 && <span class="key">
+              <div class="bar">{chooser}{legend}{changed.size > 0 && <span class="key">
                 <b class="altered" /> differs <b class="added" /> only in {run.label} <b class="removed" /> only in {other!.label}</span>}</div>
               {graph(false)}
             </section>)}
@@ -253,16 +274,29 @@ function differing(tree: Tree, changed: Map<number, Change>): NodeData[] {
   return tree.data.nodes.filter((node) => node.kind === "module" && changed.has(node.id) && !(node.parent !== null && changed.get(node.parent) === changed.get(node.id) && changed.get(node.id) !== "altered"));
 }
 
+const FINDINGS = "named by a finding";
 const LEAST_GRAPH = 170;  // pixels
 const MOST_NEVER = 8;  // modules in the list of those that were never called
 
 function Overview(props: {
   run: Run; other: Run | null; data: PageData; state: State; change: (part: Partial<State>) => void; prefix: string; sick: Set<string>;
-  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; graph: ComponentChildren; differing: NodeData[];
+  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; legend: ComponentChildren; tree: Tree | null; graph: ComponentChildren; differing: NodeData[];
 }) {
   const { run, other, state, change, recorder } = props;
   const names = [...new Set(run.curves.map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
+  const [wanted, setWanted] = useState(""), [byUser, setRelative] = useState<boolean | null>(null), [smoothing, setSmoothing] = useState(0);
+  const kinds = useMemo(() => new Map((props.tree?.data.nodes ?? []).filter((each) => each.kind === "module").map((each) => [each.name, each.type_name ?? ""])), [props.tree]);
+  const present = useMemo(() => [...new Set((recorder?.modules ?? []).map((each) => kinds.get(each) ?? "").filter(Boolean))].sort(), [recorder, kinds]);
+  const chosen = wanted === FINDINGS ? (props.sick.size ? wanted : "") : present.includes(wanted) ? wanted : "";
+  const only = useCallback((module: string) => chosen === "" || (chosen === FINDINGS ? props.sick.has(module) : kinds.get(module) === chosen), [chosen, props.sick, kinds]);
+  const hasBlocks = useMemo(() => {
+    const counts = new Map<string, number>();
+    for (const each of recorder?.modules ?? []) counts.set(wildcard(each), (counts.get(wildcard(each)) ?? 0) + 1);
+    return [...counts.values()].some((each) => each > 2);
+  }, [recorder]);
+  // A block has layers of all kinds, whose values cannot be compared: the strip of blocks compares each with its equals.
+  const relative = hasBlocks && (byUser ?? (recorder !== undefined && stripColumns(recorder).length > MOST_LABELED));
   const [room, setRoom] = useState(0);
   const never = run.data.graph?.neverCalled ?? [];
   const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
@@ -284,20 +318,28 @@ function Overview(props: {
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
           {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
           {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
-          <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
+          <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} tree={props.tree} change={change} />)}</ol>
+          {run.data.findings.length === 0 && <Extremes run={run} change={change} />}
         </div>
         <div class="curves">
           {names.map((name) => {
             const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
-            return <Lines title={name} curves={curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
+            return <Lines title={name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
           })}
+          {run.curves.some((each) => each.steps.length >= LEAST_SMOOTHED) && <label class="smoothing">smoothing <select aria-label="smoothing" value={smoothing} onChange={(event) => setSmoothing(Number(event.currentTarget.value))}>
+            {[0, 0.6, 0.9, 0.98].map((each) => <option value={each}>{each || "none"}</option>)}</select></label>}
           {names.length === 0 && <p class="none">Neither the loss nor gradients of parameters were recorded.</p>}
         </div>
       </div>
       {recorder && props.scale && <>
-        <div class="bar"><h2>All layers over steps</h2>{props.chooser}</div>
+        <div class="bar"><h2>All layers over steps</h2>{props.chooser}
+          {(present.length > 1 || props.sick.size > 0) && <label>layers <select aria-label="layers" value={chosen} onChange={(event) => setWanted(event.currentTarget.value)}>
+            <option value="">all</option>{props.sick.size > 0 && <option>{FINDINGS}</option>}{present.map((each) => <option>{each}</option>)}
+          </select></label>}
+          {hasBlocks && <label><input type="checkbox" checked={relative} onChange={(event) => setRelative(event.currentTarget.checked)} /> relative to the other blocks</label>}
+          {relative ? <Legend scale={relativeScale()} label={`${state.statistic} relative to the other blocks`} hasFindings={props.sick.size > 0} ends={RELATIVE_ENDS} /> : props.legend}</div>
         <div ref={holder} class="stripes">
-          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300}
+          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300} only={only} relative={relative}
             onPick={(layer, step) => change({ layer, step })} />
         </div>
         {never.length > 0 && <p class="never"><b>Never called:</b> {never.slice(0, MOST_NEVER).join(", ")}{never.length > MOST_NEVER && `, and ${never.length - MOST_NEVER} more`}</p>}
@@ -307,7 +349,63 @@ function Overview(props: {
   );
 }
 
-function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<State>) => void }) {
+const LEAST_SMOOTHED = 20;  // points of a curve
+
+/** A curve, faint, and its exponential moving average with this weight of the past, as in TensorBoard. */
+function smoothed(curve: Curve, weight: number): Curve[] {
+  let mean = 0, share = 0;
+  const values = curve.values.map((value) => {
+    if (!Number.isFinite(value)) return value;
+    mean = weight * mean + (1 - weight) * value; share = weight * share + (1 - weight);
+    return mean / share;
+  });
+  return [{ ...curve, color: `${curve.color}55`, label: "" }, { ...curve, values }];
+}
+
+/** The module before or after another one, as links. */
+function Beside(props: { names: string[]; onPick: (module: string) => void }) {
+  return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
+}
+
+/** The way of the values through a module: what is before it, the module itself, and what is after it. */
+function Chain(props: { tree: Tree | null; module: string; onPick: (module: string) => void }) {
+  const { tree, module } = props;
+  const ends = useMemo(() => {
+    const node = module ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === module) : undefined;
+    return node ? [tree!.beside(node, false), tree!.beside(node, true)] : null;
+  }, [tree, module]);
+  if (!ends || (!ends[0]!.length && !ends[1]!.length)) return null;
+  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}<b>{module}</b>{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
+}
+
+/** The layers that are farthest from the usual value of their kind, in a run without findings. */
+function Extremes(props: { run: Run; change: (part: Partial<State>) => void }) {
+  const found = useMemo(() => props.run.recorders.filter((each) => each.data.stage === "train" && each.steps.length > 0).flatMap((recorder) => {
+    const statistic = usual(recorder), columns = stripColumns(recorder), row = recorder.steps.length - 1;
+    const values = columns.map((column) => recorder.value(statistic, row, column)), middle = median(values), scale = new Scale(values, statistic);
+    const odd = columns.map((column, at) => ({ recorder, statistic, module: recorder.sites[column]!.module, value: values[at]!, odd: oddness(values[at]!, middle, scale) })).filter((each) => Number.isFinite(each.odd));
+    return odd.sort((one, other) => other.odd - one.odd).slice(0, 1).map((each) => ({ ...each, middle }));
+  }).slice(0, 3), [props.run]);
+  if (!found.length) return null;
+  return <div class="extremes"><p class="none">The most extreme layers, all within the usual range:</p><ul>{found.map((each) => (
+    <li><button type="button" class="link" onClick={() => props.change({ layer: each.module, recorder: each.recorder.title, statistic: each.statistic })}>{each.module || "(model)"}</button>{" "}
+      <small>{each.recorder.title}: {each.statistic} {format(each.value)}, the median of all layers is {format(each.middle)}</small></li>))}</ul></div>;
+}
+
+/** A button that copies the address of what is shown. */
+function CopyLink(props: { live: boolean }) {
+  const [said, setSaid] = useState("");
+  const isFile = location.protocol === "file:";
+  // A frame of a notebook has no address of its own.
+  if (!isFile && !props.live) return null;
+  const what = isFile ? "copied; it opens this file on this machine" : "copied; it works while the server runs";
+  return <span class="copy"><button type="button" onClick={() => {
+    navigator.clipboard.writeText(location.href).then(() => setSaid(what), () => setSaid("copy the address of this page"));
+    setTimeout(() => setSaid(""), 4000);
+  }}>copy link</button><span role="status">{said}</span></span>;
+}
+
+function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; change: (part: Partial<State>) => void }) {
   const { finding, run, change } = props;
   const trace = finding.trace;
   const open = (): void => {
@@ -318,12 +416,27 @@ function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<
     <li class={finding.severity}>
       <button type="button" onClick={open}>
         <span class="mark">{finding.severity}</span>
-        <span class="text">{finding.verdict}{finding.others.length > 1 && <small> {finding.others.length} more modules are affected.</small>}</span>
+        <span class="text">{finding.verdict}</span>
         {trace && <Spark steps={trace.steps} values={trace.values.map(toNumber)} width={110} height={28} />}
       </button>
-      {finding.severity !== "note" && <p><b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>}
+      {finding.severity !== "note" && <>
+        <p><Measured finding={finding} /> <b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>
+        <Chain tree={props.tree} module={finding.module} onPick={(layer) => change({ layer })} />
+        {finding.others.length > 0 && <p class="others"><b>Also affected</b> {finding.others.slice(0, MOST_OTHERS).map((each) => <button type="button" class="link" onClick={() => change({ layer: each })}>{each || "(model)"}</button>)}{finding.others.length > MOST_OTHERS && `and ${finding.others.length - MOST_OTHERS} more`}</p>}
+      </>}
     </li>
   );
+}
+
+const MOST_OTHERS = 8;
+const COUNTED = ["modules", "parameters", "buffers"];  // numbers that the verdict has in words
+
+/** The measured numbers beside what is usual. */
+function Measured(props: { finding: Finding }) {
+  const { numbers, usual: bound } = props.finding;
+  const found = Object.entries(numbers).filter(([name]) => !COUNTED.includes(name)).map(([name, value]) => `${name.replace(/_/g, " ")} ${format(toNumber(value))}`);
+  if (!found.length && !bound) return null;
+  return <>{found.length > 0 && <><b>Measured</b> {found.join(", ")}. </>}{bound && <><b>Usual</b> {bound}. </>}</>;
 }
 
 /** All records of the sites of a module, asked from the server if the page has only some of them. */
@@ -378,7 +491,7 @@ function Tensors(props: { run: Run; module: string; step: number; more: boolean;
       <tbody>{rows.map(({ recorder, column }) => {
         const site = recorder.sites[column]!, row = recorder.rowAt(props.step), main = usual(recorder, column);
         const kind = { activations: "output", gradients: "gradient of", parameters: "" }[recorder.group] ?? recorder.label;
-        const trend = <Spark steps={recorder.steps} values={recorder.history(main, column)} width={70} height={18} />;
+        const trend = <Spark {...recorder.recorded(main, column)} width={70} height={18} />;
         return <tr>
           <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && site.path.startsWith("in") ? "input" : kind} {site.path}<span class="beneath-name">{trend}</span></th>
           {shown.map((each) => {
@@ -400,8 +513,8 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
   if (!recorder) return null;
   const statistic = usual(recorder), row = recorder.rowAt(props.step);
   const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each), statistic));
-  const at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
-  const alike = order.filter((each) => pattern(each) === pattern(module)), place = alike.indexOf(module);
+  const at = order.indexOf(module);
+  const alike = order.filter((each) => wildcard(each) === wildcard(module)), place = alike.indexOf(module);
   const near = alike.length > 2 ? alike.slice(Math.max(0, place - 2), place + 3) : order.slice(Math.max(0, at - 2), at + 3);
   const value = (name: string): number => recorder.value(statistic, row, recorder.column(name));
   return (
@@ -409,7 +522,7 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
       <h3>{alike.length > 2 ? `the same layer in ${alike.length} blocks` : "neighbors in depth"}</h3>
       {alike.length > 2 && <Bars names={alike} values={alike.map(value)} chosen={place} label={`${statistic} at step ${props.step}`} onPick={props.onPick} />}
       <ul class="neighbors">{near.filter((each) => each !== module).map((each) => (
-        <li><button type="button" onClick={() => props.onPick(each)}>{each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, recorder.column(each))} width={90} height={20} />
+        <li><button type="button" onClick={() => props.onPick(each)}>{each}</button><Spark {...recorder.recorded(statistic, recorder.column(each))} width={90} height={20} />
           <small>{statistic} {format(value(each))}</small></li>))}</ul>
     </section>
   );
@@ -427,7 +540,7 @@ function Inside(props: { run: Run; module: string; step: number; onPick: (module
       <h3>inside</h3>
       <ul class="neighbors">{inside.slice(0, 24).map((each) => {
         const column = recorder.column(each), statistic = usual(recorder, column);
-        return <li><button type="button" onClick={() => props.onPick(each)}>{module ? each.slice(module.length + 1) : each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, column)} width={90} height={20} />
+        return <li><button type="button" onClick={() => props.onPick(each)}>{module ? each.slice(module.length + 1) : each}</button><Spark {...recorder.recorded(statistic, column)} width={90} height={20} />
           <small>{statistic} {format(recorder.value(statistic, recorder.rowAt(props.step), column))}</small></li>;
       })}</ul>
       {inside.length > 24 && <small>and {inside.length - 24} more</small>}
@@ -474,16 +587,17 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
           <section>
             <h3>{recorder.title} · {site.path} <small>{site.shape.join("×")} {site.dtype}{recorder.data.joined > 1 && !all ? ` · one point for ${recorder.data.joined} records` : ""}</small></h3>
             {[...new Set(shown)].map((statistic) => {
-              const full = all?.statistics[statistic], values = full ? [...floats(full)] : recorder.history(statistic, column);
-              if (values.every((each) => Number.isNaN(each))) return null;
-              const curves: Curve[] = [{ label: run.label, steps: full ? all!.steps : recorder.steps, values, color: COLORS[0]! }];
-              if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.label, steps: twin.steps, values: twin.history(statistic, twinColumn), color: COLORS[1]!, dashed: true });
+              const full = all?.statistics[statistic], found = full ? { steps: all!.steps, values: [...floats(full)] } : recorder.recorded(statistic, column);
+              if (found.values.every((each) => Number.isNaN(each))) return null;
+              const curves: Curve[] = [{ label: run.label, ...found, color: COLORS[0]! }];
+              if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.label, ...twin.recorded(statistic, twinColumn), color: COLORS[1]!, dashed: true });
               return <Lines title={`${statistic}: ${format(recorder.value(statistic, recorder.rowAt(step), column))} at step ${recorder.steps[recorder.rowAt(step)] ?? step}`} curves={curves} step={step} height={84} onStep={onStep} share={isShare(statistic)} />;
             })}
             {recorder.vectors(column).map((each) => <Channels {...each} step={step} onStep={onStep} />)}
             <Histogram recorder={recorder} column={column} step={step} onStep={onStep} />
           </section>);
       }))}
+      <Chain tree={tree} module={module} onPick={(layer) => change({ layer })} />
       <Depth run={run} module={module} step={step} onPick={(layer) => change({ layer })} />
       <button type="button" class="more" onClick={() => setMore(!more)}>{more ? "fewer statistics" : "all statistics and tensors"}</button>
     </aside>

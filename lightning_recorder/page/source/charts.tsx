@@ -1,8 +1,8 @@
 /** Charts: lines over steps, small trends, histograms over steps, and the strip of all layers. */
 
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { format, FOUND, isShare, median, NOT_FINITE, NOT_RECORDED, oddness, Recorder, Scale, shortened } from "./model";
+import { format, FOUND, isShare, NOT_FINITE, NOT_RECORDED, Recorder, Scale } from "./model";
 
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
@@ -44,16 +44,24 @@ export function saveSvg(title: string, curves: Curve[]): void {
     + label(580, 200, "end", String(right)) + label(320, 18, "middle", title) + "</svg>");
 }
 
-/** The ends of the axis of values: 0 and 1 for shares, close to the value of a constant, or null for those of the data. */
-function ends(values: number[], share: boolean): [number, number] | null {
+/** The ends of the axis of values: 0 and 1 for shares, 0 for a constant count, close to the value of another constant, or null for those of the data. */
+function ends(values: number[], share: boolean, count: boolean): [number, number] | null {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   if (share && low >= 0 && high <= 1) return [0, 1];
+  if (count && low === high && low >= 0) return [0, low * 1.25 || 1];
   const around = Math.abs(low) * 0.05 || 1;
   return low === high ? [low - around, low + around] : null;
 }
 
 // A step is a whole number.
 const STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
+
+/** The marks of the axis of steps: multiples of a number, and the last step. */
+function stepMarks(low: number, high: number, by: number): number[] {
+  const first = Math.ceil(low / by), count = Math.max(0, Math.floor((high - 0.6 * by) / by) - first + 1);
+  const marks = Array.from({ length: count }, (_, at) => (first + at) * by);
+  return Number.isInteger(high) ? [...marks, high] : marks;
+}
 
 const TICK = 15;  // pixels between two labels of an axis of values
 
@@ -81,7 +89,7 @@ export function Lines(props: {
     const element = holder.current!;
     const tables = props.curves.map((each) => [each.steps, each.values] as uPlot.AlignedData);
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]];
-    const values = props.curves.flatMap((each) => each.values), fixed = ends(values, props.share === true);
+    const values = props.curves.flatMap((each) => each.values), fixed = ends(values, props.share === true, /count/.test(props.title));
     const finite = values.filter((each) => Number.isFinite(each) && each !== 0);
     const log = !fixed && (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
     const color = getComputedStyle(element).color;
@@ -90,7 +98,7 @@ export function Lines(props: {
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
-      axes: [{ ...axis, size: 26, incrs: STEPS, space: (_, __, ___, high) => Math.max(50, 24 + 6.5 * high.toLocaleString("en").length), values: (_, found) => { element.dataset.steps = found.join(" "); return found.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, splits: (self, _, low, high) => fixed ? [low, (low + high) / 2, high] : ticks(low, high, self.bbox.height / devicePixelRatio, log), filter: (_, found) => found, values: (_, found) => { element.dataset.values = found.join(" "); return new Set(found.map(format)).size < found.length ? found.map(String) : found.map(format); } }],
+      axes: [{ ...axis, size: 26, incrs: STEPS, splits: (_, __, low, high, by) => stepMarks(low, high, by), space: (_, __, ___, high) => Math.max(50, 24 + 6.5 * high.toLocaleString("en").length), values: (_, found) => { element.dataset.steps = found.join(" "); return found.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, splits: (self, _, low, high) => fixed ? [low, (low + high) / 2, high] : ticks(low, high, self.bbox.height / devicePixelRatio, log), filter: (_, found) => found, values: (_, found) => { element.dataset.values = found.join(" "); return new Set(found.map(format)).size < found.length ? found.map(String) : found.map(format); } }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
@@ -125,7 +133,7 @@ export function Lines(props: {
     <figure class="chart">
       <figcaption>
         <span>{props.title}</span>
-        <span class="legend">{props.curves.length > 1 && props.curves.map((each) => (
+        <span class="legend">{props.curves.length > 1 && props.curves.filter((each) => each.label).map((each) => (
           <span><i style={{ background: each.color }} />{each.label}</span>))}</span>
         <span class="save">
           <button type="button" onClick={() => saveSvg(props.title, props.curves)} aria-label={`save ${props.title} as SVG`}>SVG</button>
@@ -254,118 +262,12 @@ export function Bars(props: { names: string[]; values: number[]; chosen: number;
   );
 }
 
-export const TALLEST_ROW = 28;
-export const AXIS = 18;  // pixels beneath the strip
-const LABELED_ROW = 14;  // pixels of a row whose label does not touch the next one
-const MOST_ODD = 8;
-const MOST_LABELED = 64;  // rows that all have a label, even if the page becomes longer than the screen
-const ROOM = 36;  // letters beside the strip
-
-/** The tensors that have a row in the strip: all, but only one of the parameters of each module. */
-export function stripColumns(recorder: Recorder): number[] {
-  return recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
-}
-
-/** All values of a statistic that have a color, in the strip or in the graph. */
-export function shownValues(recorder: Recorder, statistic: string): Float32Array {
-  const columns = stripColumns(recorder), found = new Float32Array(recorder.steps.length * columns.length);
-  return found.map((_, at) => recorder.shown(statistic, Math.floor(at / columns.length), columns[at % columns.length]!));
-}
-
-/** All sites × steps for one statistic, in the order of execution. A click opens the layer. */
-export function Strip(props: {
-  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; prefix: string; layer: string;
-  height: number; onPick: (module: string, step: number) => void;
-}) {
-  const { recorder, statistic, scale, marked, prefix } = props;
-  const holder = useRef<HTMLCanvasElement>(null), hint = useRef<HTMLSpanElement>(null);
-  const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
-  // The tooltip is at the right of the pointer if it fits there, or else at the left.
-  useLayoutEffect(() => {
-    const element = hint.current;
-    if (!tip || !element) return;
-    const width = element.offsetWidth, fits = tip.x + 12 + width <= holder.current!.clientWidth;
-    element.style.left = `${fits ? tip.x + 12 : tip.x - 8 - width}px`;
-  }, [tip]);
-  const columns = stripColumns(recorder);
-  const least = columns.length <= MOST_LABELED ? LABELED_ROW : 1;
-  const rowHeight = Math.max(least, Math.min(TALLEST_ROW, (props.height - AXIS) / Math.max(1, columns.length)));
-  const height = Math.max(rowHeight * columns.length, 20);
-  const steps = recorder.steps;
-  useEffect(() => {
-    const element = holder.current!;
-    const context = element.getContext("2d")!;
-    const image = context.createImageData(steps.length, columns.length);
-    const pixels = new Uint32Array(image.data.buffer), color = scale.pixels();
-    columns.forEach((column, row) => {
-      for (let at = 0; at < steps.length; at++) {
-        const value = recorder.shown(statistic, at, column);
-        pixels[row * steps.length + at] = color(value, Number.isFinite(value) || recorder.seen(at, column, statistic));
-      }
-    });
-    context.putImageData(image, 0, 0);
-  }, [recorder, statistic]);
-  const labels: { y: number; text: string; kind: string; module: string }[] = [];
-  const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= LABELED_ROW - 0.1);
-  const label = (column: number, module: (name: string) => string): string => {
-    const site = recorder.sites[column]!;
-    return (module(site.module) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
-  };
-  const fits = columns.every((column) => label(column, (each) => each).length <= ROOM);
-  const name = (column: number): string => label(column, (each) => fits ? each : shortened(each, prefix, ROOM));
-  const add = (row: number, kind: string): void => {
-    const y = Math.max(LABELED_ROW / 2, Math.min(height - LABELED_ROW / 2, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
-    if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });
-  };
-  columns.forEach((column, row) => { if (recorder.sites[column]!.module === props.layer) add(row, "chosen"); });
-  columns.forEach((column, row) => { if (marked.has(recorder.sites[column]!.module)) add(row, "sick"); });
-  // If not all labels fit, the rows that differ most from the others have theirs.
-  const ends = columns.map((column) => recorder.shown(statistic, recorder.rowAt(props.step), column)), usual = median(ends);
-  const odd = ends.map((value, row) => [Number.isNaN(value) ? 0 : oddness(value, usual, scale), row] as const).filter(([far]) => far > 0.2).sort((one, other) => other[0] - one[0]);
-  odd.slice(0, MOST_ODD).forEach(([, row]) => add(row, ""));
-  if (columns.length) [0, columns.length - 1].forEach((row) => add(row, ""));
-  columns.forEach((_, row) => add(row, ""));
-  const at = (event: MouseEvent): [number, number] => {
-    const area = holder.current!.getBoundingClientRect();
-    const column = Math.min(steps.length - 1, Math.max(0, Math.floor((event.clientX - area.left) / area.width * steps.length)));
-    const row = Math.min(columns.length - 1, Math.max(0, Math.floor((event.clientY - area.top) / area.height * columns.length)));
-    return [column, row];
-  };
-  const chosen = recorder.rowAt(props.step);
-  const marks = [...new Set([0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (steps.length - 1))))];
-  return (<>
-    <div class="strip">
-      <div class="names" style={{ height: `${height}px` }}>
-        {labels.map((each) => (
-          <button type="button" class={each.kind} style={{ top: `${each.y - 8}px` }} title={each.module}
-            onClick={() => props.onPick(each.module, props.step)}>{each.text}</button>))}
-      </div>
-      <div class="cells" style={{ height: `${height}px` }} onMouseLeave={() => setTip(null)}
-        onMouseMove={(event) => {
-          const [column, row] = at(event);
-          const area = event.currentTarget.getBoundingClientRect();
-          setTip({ x: event.clientX - area.left, y: event.clientY - area.top,
-            text: `${name(columns[row]!)}: ${statistic} ${format(recorder.value(statistic, column, columns[row]!))} at step ${steps[column]}` });
-        }}
-        onClick={(event) => { const [column, row] = at(event); props.onPick(recorder.sites[columns[row]!]!.module, steps[column]!); }}>
-        <canvas ref={holder} width={steps.length} height={columns.length} role="img"
-          aria-label={`${statistic} of ${columns.length} tensors over ${steps.length} records`} />
-        <i class="now" style={{ left: `${(chosen + 0.5) / steps.length * 100}%` }} />
-        {tip && <span ref={hint} class="tip" style={{ top: `${tip.y}px` }}>{tip.text}</span>}
-      </div>
-    </div>
-    <div class="steps" style={{ height: `${AXIS}px` }} aria-hidden="true">
-      {marks.map((each, at) => <span style={at === 0 ? { left: 0 } : at === marks.length - 1 ? { right: 0 } : { left: `${(each + 0.5) / steps.length * 100}%`, transform: "translateX(-50%)" }}>{at ? steps[each] : `step ${steps[each]}`}</span>)}
-    </div>
-  </>);
-}
-
-export function Legend(props: { scale: Scale; label: string; hasFindings: boolean }) {
+export function Legend(props: { scale: Scale; label: string; hasFindings: boolean; ends?: [string, string] }) {
   const { scale } = props, many = scale.high > scale.low;
   const stops = Array.from({ length: 11 }, (_, at) => scale.at(many ? at / 10 : 0)).join(", ");
   return (
     <span class="scale" role="img" aria-label={`colors of ${props.label}: ${scale.range}`}>
-      <span>{many ? format(scale.low) : scale.range}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{many && format(scale.high)}{scale.kind === "log" && <small> (log)</small>}</span>
+      <span>{props.ends ? props.ends[0] : many ? format(scale.low) : scale.range}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{props.ends ? props.ends[1] : many && format(scale.high)}{scale.kind === "log" && <small> (log)</small>}</span>
       <span><b style={{ background: NOT_FINITE }} /> NaN or ∞</span> <span><b style={{ background: NOT_RECORDED }} /> not recorded</span>
       {props.hasFindings && <span><b style={{ border: `2px solid ${FOUND}` }} /> named by a finding</span>}
     </span>

@@ -55,6 +55,21 @@ export class Tree {
     }
   }
 
+  /** The modules from which a module gets its inputs, or those that get its outputs, through operations between them. */
+  beside(module: NodeData, forward: boolean): string[] {
+    const own = new Set([module.id, ...[...this.below(module)].map((each) => each.id)]), around = new Set([...this.above(module)].map((each) => each.id));
+    const queue = [...own], seen = new Set(queue), found = new Set<string>();
+    for (const id of queue) for (const edge of this.data.edges) {
+      const [from, to] = forward ? [edge[0], edge[1]] : [edge[1], edge[0]];
+      if (from !== id || seen.has(to)) continue;
+      seen.add(to);
+      const node = this.byId.get(to)!;
+      const owner = [node, ...this.above(node)].find((each) => each.kind === "module" && !around.has(each.id));
+      if (owner) found.add(owner.name); else queue.push(to);
+    }
+    return [...found];
+  }
+
   /** Open modules from the outside in, as long as the number of boxes stays below a limit. */
   initial(limit: number): Set<number> {
     const open = new Set([this.root.id]);

@@ -123,6 +123,12 @@ export class Recorder {
     return this.steps.map((_, row) => table[row * width + column] ?? NaN);
   }
 
+  /** The records that have a tensor, and its values in them: what was not recorded is no NaN. */
+  recorded(statistic: string, column: number): { steps: number[]; values: number[] } {
+    const rows = this.steps.map((_, row) => row).filter((row) => this.seen(row, column, statistic));
+    return { steps: rows.map((row) => this.steps[row]!), values: rows.map((row) => this.value(statistic, row, column)) };
+  }
+
   /** The columns of a module's tensors: the whole output or the weight first. */
   columnsOf(module: string): number[] { return this.columns.get(module) ?? []; }
 
@@ -221,7 +227,8 @@ export class Scale {
   readonly kind: "linear" | "log" | "diverging";
   readonly low: number; readonly high: number;
 
-  constructor(values: Float32Array | number[], statistic = "") {
+  /** With `isEven`, equal differences of values that may be negative have equal differences of color. */
+  constructor(values: Float32Array | number[], statistic = "", private readonly isEven = false) {
     let least = Infinity, most = -Infinity, smallest = Infinity;
     for (const each of values) {
       if (!Number.isFinite(each)) continue;
@@ -244,6 +251,8 @@ export class Scale {
     }
   }
 
+  private get soft(): number { return this.isEven ? 1e3 : 1e-4; }
+
   /** The values of the first and the last color, in words. */
   get range(): string {
     if (Number.isNaN(this.low)) return "no finite values";
@@ -257,7 +266,7 @@ export class Scale {
       return Math.min(1, Math.max(0, share));
     }
     if (this.kind === "diverging") {
-      const limit = this.high, soft = limit * 1e-4;
+      const limit = this.high, soft = limit * this.soft;
       const size = Math.log1p(Math.abs(value) / soft) / Math.log1p(limit / soft);
       return 0.5 + Math.sign(value) * size / 2;
     }
@@ -267,7 +276,7 @@ export class Scale {
   value(place: number): number {
     if (this.kind === "log") return this.low * Math.pow(this.high / this.low, place);
     if (this.kind === "diverging") {
-      const soft = this.high * 1e-4, size = Math.abs(place - 0.5) * 2;
+      const soft = this.high * this.soft, size = Math.abs(place - 0.5) * 2;
       return Math.sign(place - 0.5) * soft * Math.expm1(size * Math.log1p(this.high / soft));
     }
     return this.low + place * (this.high - this.low);
@@ -322,6 +331,9 @@ export function sharedPrefix(names: string[]): string {
   while (count && parts.some((each) => /^\d+$/.test(each[count]!))) count--;
   return count ? first.slice(0, count).join(".") + "." : "";
 }
+
+/** A name of a module in which each number stands for all numbers, as for the blocks of a model. */
+export function wildcard(name: string): string { return name.replace(/\d+/g, "#"); }
 
 export function median(values: number[]): number {
   const finite = values.filter(Number.isFinite).sort((one, other) => one - other);
