@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_recorder.insight import RULES, Examination
-from lightning_recorder.insight.examination import causes_first
+from lightning_recorder.insight.examine import causes_first
 from tests.insight.records import Values, brief, chain, network, record, run
 
 

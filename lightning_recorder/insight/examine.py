@@ -11,25 +11,7 @@ import numpy as np
 
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import (
-    backward,
-    comparisons,
-    finiteness,
-    forward,
-    gradient_depth,
-    gradient_steps,
-    latent,
-    normalization,
-    operations,
-    optimization,
-    ranks,
-    scales,
-    settings,
-    small_updates,
-    steps,
-    uncalled,
-)
-from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
+from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import (
     NON_FINITE,
     SEVERITIES,
@@ -40,37 +22,16 @@ from lightning_recorder.insight.finding import (
     with_watched,
 )
 from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_records
-from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
+from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.rules import RULES
+from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
+from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
+from lightning_recorder.insight.rules.non_finite import first_bad_step
 from lightning_recorder.insight.table import SiteRecords, Table
-from lightning_recorder.insight.wiring import Wiring
 
-__all__ = ["RULES", "Examination", "causes_first", "check_rules"]
-
-# From settings over single layers to comparisons: of two findings that do not explain each other, the one whose cause
-# is easier to see is named first.
-_PARTS = (
-    finiteness,
-    ranks,
-    operations,
-    settings,
-    steps,
-    scales,
-    optimization,
-    small_updates,
-    uncalled,
-    backward,
-    latent,
-    normalization,
-    forward,
-    comparisons,
-    gradient_steps,
-    gradient_depth,
-)
-
-RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
-"""All rules."""
+__all__ = ["Examination", "causes_first", "check_rules"]
 
 
 def causes_first(rules: Sequence[Rule]) -> dict[str, int]:
@@ -175,7 +136,7 @@ class Examination:
 
     def gaps(self) -> tuple[Gap, ...]:
         """Return the rules that cannot run on the records so far, with the reasons."""
-        rules = [rule.name for rule in RULES if rule.name not in self.ignored]
+        rules = [rule for rule in RULES if rule.name not in self.ignored]
         return gaps_of(group_records(self._tables), self.coverage, rules, has_graph=self.graph is not None)
 
     def diagnosis(self, watched: list[Finding]) -> Diagnosis:
@@ -185,7 +146,7 @@ class Examination:
     def findings(self) -> list[Finding]:
         """Return the findings so far: causes first, consequences merged into them."""
         evidence = self.evidence()
-        bad = finiteness.first_bad_step(evidence)
+        bad = first_bad_step(evidence)
         found: list[Finding] = []
         whole = evidence
         if bad is not None:
@@ -195,7 +156,7 @@ class Examination:
         with np.errstate(all="ignore"):
             for rule in RULES:
                 if rule.name not in self.ignored:
-                    found += rule.examine(rule, whole if rule.name == NON_FINITE else evidence)
+                    found += rule.examine(whole if rule.name == NON_FINITE else evidence)
         for table in self._tables.values():
             table.free()
         return _merged(sorted(found, key=lambda each: _rank(each, evidence)), evidence)
