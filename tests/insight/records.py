@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def record(
     )
 
 
-def run(
+def examined(
     activations: Mapping[str, Values] | None = None,
     gradients: Mapping[str, Values] | None = None,
     parameters: Mapping[str, Values] | None = None,
@@ -76,8 +77,8 @@ def run(
     dtype: str = "float32",
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
     about: Mapping[str, object] | None = None,
-) -> list[Finding]:
-    """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
+) -> Examination:
+    """Return the examination of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
 
     ``inputs`` are the first inputs of the modules.
     """
@@ -94,7 +95,12 @@ def run(
             values = {site: {name: _at(value, row) for name, value in each.items()} for site, each in sites.items()}
             options = {"shapes": shapes, "dtype": dtype, "histograms": histograms, "about": about}
             examination.add(record(group, row * every, values, stage=stage, **options))  # type: ignore[arg-type]  # mixed
-    return examination.findings()
+    return examination
+
+
+def run(*args: Any, **kwargs: Any) -> list[Finding]:
+    """Return the findings of a run; see :func:`examined` for the arguments."""
+    return examined(*args, **kwargs).findings()
 
 
 def _parameter(name: str) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def gradient_step(
     for group in groups:
         growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
         place = int(np.argmax(np.abs(growth)))
-        others = float(np.abs(np.delete(growth, place)).max())
+        others = float(np.abs(np.delete(growth, place)).max(initial=0.0))
         is_large = abs(growth[place]) - others > np.log(factor)
         if is_large or (len(group) >= many and _is_lone(evidence, group, growth, lone, quiet)):
             blocks = blocks_of([site.name for site in group])

@@ -167,8 +167,8 @@ def saturation(
 ) -> Iterator[Finding]:
     known = set()
     for kinds, share_of in (
-        (_BOUNDED, lambda histogram: _above(histogram, end)),
-        (_GATES, lambda histogram: _above(histogram, end) + _below(histogram, zero)),
+        (_BOUNDED, lambda histogram: _at_the_ends(histogram, -end, end)),
+        (_GATES, lambda histogram: _at_the_ends(histogram, zero, end)),
     ):
         for view, shares in _shares(evidence, kinds, share_of):
             if len(shares) >= persistence and min(shares) > share:
@@ -241,14 +241,10 @@ def _middles(histogram: Histogram) -> Floats:
     return middles
 
 
-def _above(histogram: Histogram, end: float) -> float:
-    """Return the share of values whose magnitude is in bins around an end or above it."""
-    return float(histogram.counts[np.abs(_middles(histogram)) >= end].sum() / max(histogram.count, 1))
-
-
-def _below(histogram: Histogram, zero: float) -> float:
-    """Return the share of positive values in bins up to a number."""
-    return float(histogram.counts[_middles(histogram) <= zero].sum() / max(histogram.count, 1))
+def _at_the_ends(histogram: Histogram, low: float, high: float) -> float:
+    """Return the share of values in bins up to one number or from another one on."""
+    middles = _middles(histogram)
+    return float(histogram.counts[(middles <= low) | (middles >= high)].sum() / max(histogram.count, 1))
 
 
 def _near_the_bounds(histogram: Histogram) -> float:

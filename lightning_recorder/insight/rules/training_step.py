@@ -232,7 +232,7 @@ def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 
     first = table.column(large, "rms")[0][0] / max(table.column(small, "rms")[0][0], 1e-300)
     if min(outweighs, first) > factor:
         verdict = (
-            f"the loss of {large.name} outweighs that of {small.name}: the gradient of its output is {outweighs:.3g} × as "
-            "large, so that the layers before both hardly learn the other task"
+            f"the loss of {large.name} outweighs that of {small.name}: the gradient of its output is {outweighs:.3g} × "
+            "as large, so that the layers before both hardly learn the other task"
         )
         yield View(evidence, table, large).found(verdict, "rms", others=(small.name,), factor=outweighs)
