@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.module_edges import Wiring
-from lightning_recorder.insight.odd_blocks import OddBlock
 from lightning_recorder.insight.table import STATISTICS, Floats, Table
 from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.names import RUNNING_STATISTICS
@@ -184,7 +183,6 @@ class Evidence:
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
-        odd_blocks: The blocks that compute something else than all others of their list.
     """
 
     activations: Table
@@ -194,7 +192,6 @@ class Evidence:
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: Table = field(default_factory=Table)
-    odd_blocks: tuple[OddBlock, ...] = ()
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""

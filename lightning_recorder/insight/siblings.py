@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_recorder.insight.evidence import Evidence, gradient_norms
 from lightning_recorder.insight.module_edges import families
+from lightning_recorder.insight.odd_blocks import odd_blocks
 from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.taps import Site
 
@@ -122,7 +123,7 @@ def all_outliers(
 
     A block that is of another kind by design is left out.
     """
-    others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
+    others_kind = tuple(f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design)
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
         outliers: list[_Outlier] = []
         firsts: list[_Outlier] = []

@@ -9,12 +9,35 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
+from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, SiteRecords, examine
+from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.examine import evidence_of
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
 Values = Mapping[str, float | Sequence[float]]
 """Statistics, each with one value for all records or one for each."""
+
+
+class Examination:
+    """A history with the graph and the coverage of its run."""
+
+    def __init__(self, graph: Graph | None = None, coverage: Mapping[str, Any] | None = None) -> None:
+        self.history, self.graph, self.facts = RunHistory(), graph, RunFacts(coverage or {})
+        self.add = self.history.add
+
+    def diagnosis(self) -> Diagnosis:
+        return examine(self.history, self.graph, self.facts)
+
+    def findings(self) -> list[Finding]:
+        return self.diagnosis().findings
+
+    def gaps(self) -> tuple[Gap, ...]:
+        return self.diagnosis().gaps
+
+    def evidence(self) -> Evidence:
+        return evidence_of(self.history, self.graph, self.facts)
+
 
 _DEFAULTS = {"count": 256.0, "mean": 0.0, "zero_fraction": 0.0, "nan_count": 0.0, "inf_count": 0.0}
 

@@ -13,10 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import Examination
 from lightning_recorder.insight.rules import comparisons
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, brief, chain, network, record, run, trained
+from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
 
 @pytest.mark.parametrize(("place", "factor", "alarm"), [(2, 10, True), (2, 5, False), (5, 10, False), (5, 30, True)])

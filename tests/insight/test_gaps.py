@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_recorder.insight import RULES, Examination
-from tests.insight.records import chain, record
+from lightning_recorder.insight import RULES
+from tests.insight.records import Examination, chain, record
 
 GROUPS = ("activations", "gradients", "parameters")
 SITES: Mapping[str, Any] = {
@@ -45,7 +45,7 @@ def test_a_group_without_recorder_is_expected(group: str) -> None:
     examination = examined(*(each for each in GROUPS if each != group))
     gaps = examination.gaps()
     assert [(gap.what, gap.is_expected) for gap in gaps if gap.what != "the validation"] == [(group, True)]
-    assert examination.diagnosis([]).is_healthy is True
+    assert examination.diagnosis().is_healthy is True
     assert set(gaps[0].rules) == {rule.name for rule in RULES if group in rule.needs}
 
 
@@ -55,7 +55,7 @@ def test_short_runs(records: int) -> None:
     examination = examined(*GROUPS, records=records)
     (gap,) = examination.gaps()
     assert gap.rules == tuple(rule.name for rule in RULES if rule.records > records)
-    assert examination.diagnosis([]).verdict == ("no findings" if records < 3 else "healthy")
+    assert examination.diagnosis().verdict == ("no findings" if records < 3 else "healthy")
 
 
 def test_reasons_are_grouped() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
@@ -21,6 +22,7 @@ from lightning_recorder.reductions import Histogram
 from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Values, chain, examined, trained
 from tests.insight.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.test_odd_blocks import Stage
 from tests.insight.test_operations import Codes, Step, mlp, rows
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -561,6 +563,56 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for steps in ([3.5] * 3, [2.8] * 3, [2.5, 5.0, 5.0], [1.2, 6.0, 6.0], [2.0, 20.0, 2.0], [8.0, 8.0]):
         yield case(blocks(list(accumulate(steps, lambda one, other: one * other, initial=1.0))))
+
+
+class Calls(torch.nn.Module):
+    """A layer and functions of its output."""
+
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.functions = torch.nn.Linear(4, 4), functions
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+@cases("odd-block")
+def _() -> Iterator[Evidence]:
+    functions = (
+        torch.relu,
+        torch.sin,
+        torch.cos,
+        torch.tanh,
+        torch.exp,
+        torch.abs,
+        torch.erf,
+        torch.sigmoid,
+        torch.neg,
+    )
+    plain: list[tuple[Callable[[Tensor], Tensor], ...]] = [()] * 10
+
+    def step(*calls: tuple[Callable[[Tensor], Tensor], ...]) -> Evidence:
+        return case(graph=capture_graph(torch.nn.Sequential(*(Calls(*each) for each in calls)), torch.randn(2, 4)))
+
+    for number in (7, 8):
+        yield step(*plain[:3], (torch.sin,), *plain[: number - 4])
+    for number in (3, 4):
+        yield step(*plain[:4], functions[:number], *plain[:5])
+    for period, number in ((8, 25), (9, 28), (3, 10), (4, 9)):
+        kinds = [(functions[place % period],) for place in range(number)]
+        yield step(*kinds[:period], (torch.round,), *kinds[period + 1 :])
+    for number, mistakes in (
+        *((11, {6: "act"}), (10, {6: "act"}), (13, {6: "act", 1: "factor", 10: "factor"})),
+        (15, {6: "act", 1: "factor", 2: "factor", 10: "factor", 11: "factor"}),
+    ):
+        widths = [4, *[4] * 4, *[8] * 4, *[16] * (number - 8)]
+        net = torch.nn.Sequential(
+            *(Stage(*pair, mistakes.get(place, "")) for place, pair in enumerate(pairwise(widths)))
+        )
+        yield case(graph=capture_graph(net, torch.randn(2, 4, 32)))
 
 
 @cases("unlike-siblings")

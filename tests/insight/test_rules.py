@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_recorder.insight import RULES, Examination
+from lightning_recorder.insight import RULES
 from lightning_recorder.insight.examine import causes_first
-from tests.insight.records import Values, brief, chain, network, record, run
+from tests.insight.records import Examination, Values, brief, chain, network, record, run
 
 
 def test_every_rule_is_complete() -> None:

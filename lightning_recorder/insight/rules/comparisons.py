@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import USUAL_UNTIL, Finding
+from lightning_recorder.insight.odd_blocks import LIMITS as ODD_LIMITS
+from lightning_recorder.insight.odd_blocks import OddLimits, odd_blocks
 from lightning_recorder.insight.rule import ANY_GROUP, GRAPH, VALIDATION, rule
 from lightning_recorder.insight.siblings import (
     FORWARD,
@@ -49,8 +51,17 @@ UNLIKE = "unlike-siblings"
         **dict.fromkeys(("norm-ineffective", "attention-collapse", "running-statistics", "no-activation"), ("same",)),
     },
 )
-def odd_block(evidence: Evidence) -> Iterator[Finding]:
-    for each in evidence.odd_blocks:
+def odd_block(
+    evidence: Evidence,
+    *,
+    fewest: int = ODD_LIMITS.fewest,
+    kinds: int = ODD_LIMITS.kinds,
+    period: int = ODD_LIMITS.period,
+    periods: int = ODD_LIMITS.periods,
+    alike: int = ODD_LIMITS.alike,
+    most_others: float = ODD_LIMITS.others,
+) -> Iterator[Finding]:
+    for each in odd_blocks(evidence.graph, OddLimits(fewest, kinds, period, periods, alike, most_others)):
         source = f" ({each.source})" if each.source else ""
         others = f"the other {each.others} blocks" if each.is_one_kind else f"{each.others} similar blocks"
         verdict = f"{each.block} computes something else than {others}: {each.what}{source}"
