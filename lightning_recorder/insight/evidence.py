@@ -98,13 +98,13 @@ class View:
     def gradient(self) -> View:
         """The gradient of a parameter or of an output."""
         if self.table is self.evidence.parameters:
-            return replace(self, site=Site(self.site.name, f"{self.site.path}.grad"))
-        return replace(self, table=self.evidence.gradients)
+            return View(self.evidence, self.table, Site(self.site.name, f"{self.site.path}.grad"))
+        return View(self.evidence, self.evidence.gradients, self.site)
 
     @cached_property
     def update(self) -> View:
         """The update of a parameter."""
-        return replace(self, site=Site(self.site.name, f"{self.site.path}.update"))
+        return View(self.evidence, self.table, Site(self.site.name, f"{self.site.path}.update"))
 
     @property
     def inputs(self) -> list[View]:

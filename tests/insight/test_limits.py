@@ -653,8 +653,8 @@ def _() -> Iterator[Evidence]:
         yield both(1.5, "BatchNorm1d", before=before)
     for worse in (2.0, 1.2):
         layers: dict[str, Values] = {"b": {}, "loss": {"mean": 1.0}}
-        there: dict[str, Values] = {"b": {"rms": last(1, 3.0, 1.0)}, "loss": {"mean": worse}}
-        yield case(layers, validation=there, shapes={("loss", "out"): ()})
+        validation: dict[str, Values] = {"b": {"rms": last(1, 3.0, 1.0)}, "loss": {"mean": worse}}
+        yield case(layers, validation=validation, shapes={("loss", "out"): ()})
 
 
 @cases("gradient-step")
@@ -737,6 +737,11 @@ def evidence_of(name: str) -> tuple[Evidence, ...]:
 def told(rule: Rule, evidence: Evidence, **limits: float) -> list[Finding]:
     with np.errstate(all="ignore"):
         return rule.examine(evidence, **limits)
+
+
+def test_each_rule_with_limits_has_cases() -> None:
+    """A rule with limits comes with evidence near them."""
+    assert CASES.keys() == {rule.name for rule in RULES if rule.thresholds}
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.thresholds], ids=lambda rule: rule.name)

@@ -147,9 +147,9 @@ def stops_moving(
     for group in families_of(evidence, table, {each.site: 1.0 for each in evidence.weights}, fewest):
         members = moves[:, [table.places[site] for site in group]]
         for place, site in enumerate(group):
-            own, others_move = members[:, place], np.delete(members, place, axis=1).all(axis=1)
+            own, equal_ones = members[:, place], np.delete(members, place, axis=1)
             number = int(own.sum())
-            if before <= number <= len(own) - persistence and own[:number].all() and others_move[number:].all():
+            if before <= number <= len(own) - persistence and own[:number].all() and equal_ones[number:].all():
                 found[site] = number
     if found:
         site = min(found, key=lambda each: (found[each], evidence.wiring.order.get(each.name, -1)))
