@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning_recorder
 from lightning_recorder.commands.main import _parser
-from lightning_recorder.insight import RULES
+from lightning_recorder.insight import RULES, Rule
 from lightning_recorder.insight.finding import SEVERITIES
 
 DOCS = Path(__file__).parent
@@ -173,12 +173,19 @@ def rules_page() -> str:
         f"- **Severity:** {rule.severity}\n"
         f"- **Looks at:** {sentence(rule.statistic)}\n"
         f"- **In healthy runs:** {sentence(rule.usual)}\n"
+        f"{limits(rule)}"
         f"- **Usual cause:** {sentence(rule.why)}\n"
         f"- **What to try:** {sentence(rule.next)}\n"
         f"- **Healthy cases that look like it:** {sentence(rule.false_alarms)}"
         for rule in rules
     ]
     return RULES_PAGE.format(rules="\n\n".join(texts))
+
+
+def limits(rule: Rule) -> str:
+    """Return the line with the limits of a rule; nothing if it has none."""
+    found = ", ".join(f"`{name}` {value:g}" for name, value in rule.thresholds.items())
+    return f"- **Limits:** {found}\n" if found else ""
 
 
 def sentence(text: str) -> str:

@@ -1,6 +1,6 @@
 """Findings: what is wrong in a run, derived from its records."""
 
-from lightning_recorder.insight.examination import RULES, Examination, check_rules
+from lightning_recorder.insight.examine import RunFacts, RunHistory, check_rules, examine
 from lightning_recorder.insight.finding import (
     FINDINGS_FORMAT,
     NON_FINITE,
@@ -15,6 +15,7 @@ from lightning_recorder.insight.finding import (
 )
 from lightning_recorder.insight.gaps import Diagnosis, Gap
 from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.table import STATISTICS, SiteRecords
 
 __all__ = [
@@ -26,13 +27,15 @@ __all__ = [
     "STATISTICS",
     "UNBOUNDED",
     "Diagnosis",
-    "Examination",
     "Finding",
     "Gap",
     "Rule",
+    "RunFacts",
+    "RunHistory",
     "SiteRecords",
     "Trace",
     "check_rules",
+    "examine",
     "findings_from_json",
     "findings_to_json",
     "with_watched",

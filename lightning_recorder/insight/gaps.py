@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_recorder.insight.finding import Finding, findings_to_json
+from lightning_recorder.insight.rule import ANY_GROUP, GRAPH, VALIDATION, Rule
 
-__all__ = ["NEEDS", "Diagnosis", "Gap", "gaps_of", "group_records"]
+__all__ = ["Diagnosis", "Gap", "gaps_of", "group_records"]
 
 _Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
 """What could not be examined, why, True if it is expected, and a function that tells the rules by their needs."""
@@ -17,76 +18,8 @@ FEWEST_RECORDS = 3
 """The records that most rules need. A run with fewer is not called healthy."""
 
 _GROUPS = {"activations": "ActivationRecorder", "gradients": "GradientRecorder", "parameters": "ParameterRecorder"}
-_ANY = "any"  # one of the groups
-_GRAPH, _VALIDATION = "graph", "validation"
-_A, _G, _P = _GROUPS
 _FEW = 3  # modules that a reason names
 _MOST_REASONS = 3
-
-NEEDS: dict[str, tuple[tuple[str, ...], int]] = {
-    "not-in-optimizer": ((_P,), 0),
-    "two-optimizers": ((_P,), 2),
-    "frozen": ((_P,), 0),
-    "constant-weight": ((_P,), 2),
-    "learning-rate-outlier": ((_P,), 3),
-    "weight-drift": ((_P,), 3),
-    "updates-lost": ((_P,), 2),
-    "does-not-move": ((_P,), 2),
-    "barely-moves": ((_P,), 3),
-    "slow-last-layer": ((_P, _GRAPH), 1),
-    "softmax-dimension": ((_A,), 1),
-    "learning-rate-too-large": ((_P,), 3),
-    "weight-decay-too-strong": ((_P,), 3),
-    "decayed-norm": ((_P,), 3),
-    "always-clipped": ((_P,), 3),
-    "eval-mode": ((_A, _P), 2),
-    "strong-dropout": ((_GRAPH,), 0),
-    "nothing-moves": ((_P,), 2),
-    "not-registered": ((_GRAPH,), 0),
-    "learning-rate-vanishes": ((_P,), 6),
-    "norm-ineffective": ((_A, _P), 2),
-    "running-statistics": ((_A, _P), 3),
-    "double-activation": ((_GRAPH,), 0),
-    "constant-input": ((_P, _GRAPH), 4),
-    "gradients-accumulate": ((_G, _P), 2),
-    "loss-imbalance": ((_G, _GRAPH), 3),
-    "unused-parameter": ((_P,), 2),
-    "never-chosen": ((_A, _P), 2),
-    "forgotten-parameter": ((_P,), 2),
-    "gradient-stops": ((_P,), 2),
-    "low-precision": ((_G,), 2),
-    "gradient-spike": ((_P,), 6),
-    "vanishing-gradient": ((_G,), 2),
-    "exploding-gradient": ((_G,), 2),
-    "weights-too-large": ((_P,), 1),
-    "input-scale": ((_A,), 1),
-    "dead-output": ((_A,), 2),
-    "saturation": ((_A,), 2),
-    "attention-collapse": ((_A,), 2),
-    "scale-jump": ((_A,), 1),
-    "posterior-collapse": ((_A, _P, _GRAPH), 10),
-    "gradient-step": ((_G,), 1),
-    "odd-block": ((_GRAPH,), 0),
-    "sudden-change": ((_A,), 6),
-    "stops-moving": ((_P,), 7),
-    "block-trend": ((_ANY,), 1),
-    "unlike-siblings": ((_ANY,), 1),
-    "train-differs": ((_A, _VALIDATION), 2),
-    "loss-shapes": ((_GRAPH,), 0),
-    "cut-off-logits": ((_GRAPH,), 0),
-    "no-log-softmax": ((_GRAPH,), 0),
-    "no-activation": ((_GRAPH,), 0),
-    "along-batch": ((_GRAPH,), 0),
-    "one-class": ((_GRAPH,), 0),
-    "sees-the-target": ((_GRAPH,), 0),
-    "inverted-mask": ((_GRAPH,), 0),
-    "target-scale": ((_A, _P, _GRAPH), 8),
-    "unused-codes": ((_P, _GRAPH), 8),
-    "ranks-differ": ((_P,), 1),
-}
-"""What each rule reads, and the least number of records of it. ``"any"`` stands for one of the groups.
-
-The rule ``non-finite`` is not in it, because the watch examines every step for it, whatever is recorded."""
 
 
 @dataclass(frozen=True)
@@ -163,30 +96,30 @@ def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
     Args:
         tables: The tables by group and stage, as an examination keeps them.
     """
-    found = dict.fromkeys((*_GROUPS, _VALIDATION), 0)
+    found = dict.fromkeys((*_GROUPS, VALIDATION), 0)
     for (group, stage), table in tables.items():
-        name = group.removesuffix(" of inputs") if stage == "train" else _VALIDATION
+        name = group.removesuffix(" of inputs") if stage == "train" else VALIDATION
         if name in found and table.places:
             found[name] = max(found[name], len(table))
     return found
 
 
 def gaps_of(
-    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[str], *, has_graph: bool
+    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[Rule], *, has_graph: bool
 ) -> tuple[Gap, ...]:
     """Return the rules that could not run, each under the first reason.
 
     Args:
         records: The result of :func:`group_records`.
         coverage: The contents of ``receipt.json``.
-        rules: The names of the rules to run.
+        rules: The rules to run.
         has_graph: True if there is a recorded graph.
     """
-    left = [name for name in rules if name in NEEDS]
+    left = [rule for rule in rules if rule.needs]
     found = []
     for what, why, is_expected, is_concerned in _reasons(records, coverage, has_graph=has_graph):
-        concerned = tuple(name for name in left if is_concerned(*NEEDS[name]))
-        left = [name for name in left if name not in concerned]
+        concerned = tuple(rule.name for rule in left if is_concerned(rule.needs, rule.records))
+        left = [rule for rule in left if rule.name not in concerned]
         if concerned or not is_expected:
             found.append(Gap(what, why, concerned, is_expected))
     return tuple(found)
@@ -199,10 +132,10 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_gra
     most = max(records[group] for group in _GROUPS)
     if not recorded and not any(receipts.values()):
         words = "activations, gradients and parameters"
-        yield words, "no record of training has any", False, lambda needs, _: needs != (_GRAPH,)
+        yield words, "no record of training has any", False, lambda needs, _: needs != (GRAPH,)
     for group in _GROUPS:
         if group not in recorded and receipts[group]:
-            yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [_ANY]))
+            yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [ANY_GROUP]))
         for each in receipts[group] if group in recorded else ():
             if each.get("ended"):
                 yield f"the rest of the {group}", str(each["ended"]), False, lambda _needs, _least: False
@@ -217,9 +150,9 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_gra
         if group not in recorded and not receipts[group]:
             yield group, f"there was no {name}", True, _reads(group)
     if not has_graph:
-        yield "the graph", "none was recorded", True, _reads(_GRAPH)
-    if not records[_VALIDATION]:
-        yield "the validation", "none was recorded", True, _reads(_VALIDATION)
+        yield "the graph", "none was recorded", True, _reads(GRAPH)
+    if not records[VALIDATION]:
+        yield "the validation", "none was recorded", True, _reads(VALIDATION)
     yield "a longer course", there, True, is_short
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -14,9 +15,8 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.views.forms import GEOMETRY, SETTINGS, VARIED, forms
 from lightning_recorder.graph.views.wiring import MutableGraph
 
-__all__ = ["OddBlock", "odd_blocks"]
+__all__ = ["LIMITS", "OddBlock", "OddLimits", "odd_blocks"]
 
-_FEWEST = 8  # blocks of a list
 _BLOCK = "another block"
 _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
 # Functions that one block alone calls by mistake. Others may be its design.
@@ -33,14 +33,36 @@ _MASKS = frozenset(
         *("lt", "le", "gt", "ge", "logical_or", "logical_and", "logical_not", "ones_like", "zeros_like", "full_like"),
     )
 )
-_MOST_KINDS = 3  # of calls that differ: a block of another design differs in more
-_LONGEST_PERIOD = 8  # of blocks of several kinds in turn
-_FEWEST_PERIODS = 3
-_FEWEST_ALIKE = 6  # of the blocks of a network in stages
-_MOST_OTHERS = 0.25  # share of those that are neither alike nor the odd one
 
 _Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
 """A call in a block: the module around it relative to the block, its function or class, its path, and its settings."""
+
+
+@dataclass(frozen=True)
+class OddLimits:
+    """The limits of the comparison of blocks.
+
+    Args:
+        fewest: The least number of blocks in a list.
+        kinds: The most kinds of calls that differ. A block of another design differs in more.
+        period: The longest period of blocks of several kinds in turn.
+        periods: The least number of periods.
+        alike: The least number of equal blocks in a network in stages.
+        others: The largest share of blocks that are neither equal nor the odd one.
+    """
+
+    fewest: int = 8
+    kinds: int = 3
+    period: int = 8
+    periods: int = 3
+    alike: int = 6
+    others: float = 0.25
+
+
+LIMITS = OddLimits()
+"""The limits by default."""
+
+_known: tuple[weakref.ref[Graph], OddLimits, tuple[OddBlock, ...]] | None = None  # a run is examined again and again
 
 
 @dataclass(frozen=True)
@@ -68,24 +90,32 @@ class OddBlock:
     is_one_kind: bool = True
 
 
-def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
+def odd_blocks(graph: Graph, limits: OddLimits = LIMITS) -> tuple[OddBlock, ...]:
     """Return the blocks that compute something else than all other blocks of their list, which are equal.
 
     The modules must be of the same class, and each must feed the next one. The first and the last block may differ from
     the others and are never named, because they often have other neighbors. A difference that one of them has, too, is
     left out. The other blocks may also differ in sizes, as in the stages of a convolutional network, or be of several
-    kinds that alternate. A block is then compared with those of its kind.
+    kinds that alternate. A block is then compared with those of its kind. The last result is kept while its graph is.
     """
+    global _known  # noqa: PLW0603 - the result of the last call
+    known = _known
+    if known is None or known[0]() is not graph or known[1] != limits:
+        _known = known = weakref.ref(graph), limits, _odd_blocks(graph, limits)
+    return known[2]
+
+
+def _odd_blocks(graph: Graph, limits: OddLimits) -> tuple[OddBlock, ...]:
     parts = MutableGraph(graph)
     numbers = cache(partial(forms, graph, parts, with_training=False))
     holders = {node.parent for node in graph.nodes if node.kind == "module"}
     found: dict[str, OddBlock] = {}  # by module, as a block may be in another one
-    for calls in chain(_lists(graph, _list_of), _lists(graph, _list_in_stages)):
+    for calls in chain(_lists(graph, _list_of, limits.fewest), _lists(graph, _list_in_stages, limits.fewest)):
         blocks = [each[0] for each in calls]
         is_one_list = len({block.parent for block in blocks}) == 1
         if not (is_one_list or blocks[0].id in holders) or not _is_chain(parts, blocks):
             continue
-        exact, rough = (_Blocks(graph, parts, blocks, with_sizes=each) for each in (True, False))
+        exact, rough = (_Blocks(graph, parts, blocks, limits, with_sizes=each) for each in (True, False))
         if any(len(each) != 1 for each in calls):
             new = _other_calls(calls)
         elif is_one_list and _are_of_one_kind(known := [numbers(with_sizes=True)[block.id] for block in blocks]):
@@ -97,12 +127,13 @@ def odd_blocks(graph: Graph) -> tuple[OddBlock, ...]:
     return tuple(found.values())
 
 
-def _lists(graph: Graph, list_of: Callable[[Node], Hashable]) -> Iterator[list[list[Node]]]:
+def _lists(graph: Graph, list_of: Callable[[Node], Hashable], fewest: int) -> Iterator[list[list[Node]]]:
     """Yield the calls of the modules of each list, in the order of their numbers.
 
     Args:
         graph: The graph.
         list_of: Returns the list of a module, or None if it is in none.
+        fewest: The least number of modules.
     """
     lists: dict[Hashable, dict[tuple[int, ...], list[Node]]] = defaultdict(dict)
     for node in graph.nodes:
@@ -112,7 +143,7 @@ def _lists(graph: Graph, list_of: Callable[[Node], Hashable]) -> Iterator[list[l
             numbers = tuple(int(each) for each in re.findall("[0-9]+", node.name))
             lists[key, node.type_name].setdefault(numbers, []).append(node)
     for calls in lists.values():
-        if len(calls) >= _FEWEST:
+        if len(calls) >= fewest:
             yield [calls[numbers] for numbers in sorted(calls)]
 
 
@@ -162,12 +193,15 @@ class _Blocks:
         graph: The graph.
         parts: The same graph.
         blocks: The calls of the blocks.
+        limits: The limits of the comparison.
         with_sizes: Also compare settings that decide sizes.
     """
 
-    def __init__(self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node], *, with_sizes: bool = True) -> None:
+    def __init__(
+        self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node], limits: OddLimits, *, with_sizes: bool
+    ) -> None:
         self._graph, self._parts, self.blocks = graph, parts, blocks
-        self.with_sizes = with_sizes
+        self.limits, self.with_sizes = limits, with_sizes
 
     def contents(self, block: Node) -> list[Node]:
         """Return the nodes of a block."""
@@ -245,7 +279,7 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
 
 def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     """Yield the block that is alone in its form, if the others differ in sizes or are of several kinds in turn."""
-    inner = range(1, len(known) - 1)
+    inner, limits = range(1, len(known) - 1), blocks.limits
     counts = Counter(known)
     alone = [place for place in inner if counts[known[place]] == 1]
     if len(alone) != 1:
@@ -255,8 +289,8 @@ def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     same = next(
         (
             [place for place in others if place % period == odd % period]
-            for period in range(1, _LONGEST_PERIOD + 1)
-            if period * _FEWEST_PERIODS <= len(known)
+            for period in range(1, limits.period + 1)
+            if period * limits.periods <= len(known)
             and all(len({known[each] for each in others if each % period == phase}) == 1 for phase in range(period))
         ),
         [],
@@ -269,7 +303,7 @@ def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
         kinds = Counter(known[place] for place in others).most_common(1)
         same = [place for place in others if known[place] == kinds[0][0]]
         is_beside = bool(same) and known[same[0]] in (known[odd - 1], known[odd + 1])
-        if not is_beside or len(same) < max(_FEWEST_ALIKE, (1 - _MOST_OTHERS) * len(others)):
+        if not is_beside or len(same) < max(limits.alike, (1 - limits.others) * len(others)):
             return
     usual = min(same, key=lambda place: abs(place - odd))
     for each in _other_form(blocks, blocks.blocks[odd], blocks.blocks[usual]):
@@ -292,7 +326,7 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     if not differing and blocks.with_sizes and block.total_parameters != usual.total_parameters:
         return
     at_the_ends = any(end[item] == here[item] for end in ends for item in differing)
-    if is_loop or at_the_ends or len(kinds) > _MOST_KINDS:
+    if is_loop or at_the_ends or len(kinds) > blocks.limits.kinds:
         return
     extra = {item for item in differing if here[item] > there[item]}
     missing = {item for item in differing if there[item] > here[item]}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_recorder.insight.backward import gradient_norms
-from lightning_recorder.insight.rule import Evidence
+from lightning_recorder.insight.evidence import Evidence, gradient_norms
+from lightning_recorder.insight.module_edges import families
+from lightning_recorder.insight.odd_blocks import odd_blocks
 from lightning_recorder.insight.table import Floats, Table
-from lightning_recorder.insight.wiring import families
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "INITIAL",
     "LIMITS",
     "WEIGHT_GRADIENT",
+    "SiblingLimits",
     "all_outliers",
     "blocks_of",
     "families_of",
@@ -34,14 +36,34 @@ WEIGHT_GRADIENT = "rms of the weight gradient"
 FORWARD = 3
 """The number of the statistics of the forward pass, in which siblings are compared first."""
 
-LIMITS = {"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0, "vector": 4.0}
-"""The thresholds of the comparison."""
+
+@dataclass(frozen=True)
+class SiblingLimits:
+    """The limits of a comparison of siblings.
+
+    Args:
+        fewest: The least number of siblings.
+        factor: The least factor from their median.
+        margin: The least factor from the nearest of them.
+        at_the_end: A further factor for the first and the last block, which have other neighbors.
+        vector: A further factor for biases and other vectors, and for the gradients of weights.
+        zero: The largest rms of a parameter that is zero.
+    """
+
+    fewest: int = 4
+    factor: float = 8.0
+    margin: float = 4.0
+    at_the_end: float = 3.0
+    vector: float = 4.0
+    zero: float = 1e-6
+
+
+LIMITS = SiblingLimits()
+"""The limits by default."""
 
 _MOST_MEMBERS = 64  # of a list that are looked at
 
 _Outlier = tuple[Site, float, Floats]
-
-_ZERO = 1e-6  # a parameter of this rms or less is zero
 
 
 def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
@@ -61,7 +83,7 @@ def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[S
     ratios = evidence.medians(parameters, "update_ratio")
     yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
     sizes = evidence.medians(parameters, "rms")
-    found = {each.gradient: sizes[each.gradient] for each in evidence.weights if each.gradient is not None}
+    found = {each.gradient.site: sizes[each.gradient.site] for each in evidence.weights if each.gradient}
     yield parameters, "rms", WEIGHT_GRADIENT, found
 
 
@@ -94,27 +116,29 @@ def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
     return list(found.values())
 
 
-def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
+def all_outliers(
+    evidence: Evidence, limits: SiblingLimits = LIMITS
+) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
     """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values.
 
     A block that is of another kind by design is left out.
     """
-    others_kind = tuple(f"{each.block}." for each in evidence.odd_blocks if each.may_be_design)
+    others_kind = tuple(f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design)
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
         outliers: list[_Outlier] = []
         firsts: list[_Outlier] = []
         is_second_odd = False
-        for group in families_of(evidence, table, values, int(LIMITS["fewest"])):
+        for group in families_of(evidence, table, values, limits.fewest):
             if words.endswith("gradient") and _are_experts(evidence, group):
                 continue  # the gradient of an expert depends on the number of its tokens
-            found = list(_outliers(values, group, words))
+            found = list(_outliers(values, group, words, limits))
             # Without a norm, a small stream makes small outputs in the first block; a norm makes its gradient large.
             if any(site is group[0] for site, _, _ in found) and words.endswith(("output", "gradient")):
-                found = list(_outliers(values, group, words, 1 / _entering(evidence, group)))
+                found = list(_outliers(values, group, words, limits, 1 / _entering(evidence, group)))
             outliers += found
             if words.endswith("output"):
                 is_second_odd |= any(site is group[1] for site, _, _ in found)
-                as_others = list(_outliers(values, group, words, 1 / LIMITS["at_the_end"]))
+                as_others = list(_outliers(values, group, words, limits, 1 / limits.at_the_end))
                 firsts += [each for each in as_others if each[0] is group[0]]
         if is_second_odd:  # what the first block does wrong is seen in the second one
             known = {site for site, _, _ in outliers}
@@ -124,22 +148,23 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
                 yield kind, table, statistic, words, site, value, others
 
 
-def initial_steps(evidence: Evidence, table: Table, site: Site) -> list[int]:
+def initial_steps(evidence: Evidence, table: Table, site: Site, limits: SiblingLimits) -> list[int]:
     """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it.
 
     Args:
         evidence: The evidence.
         table: The table of the parameters.
         site: The parameter.
+        limits: The limits of the comparison.
     """
     values = table.get("rms")
     is_known = ~np.isnan(values)
     alike = {each: 1.0 for each, at in table.places.items() if each.path == site.path and is_known[:, at].any()}
-    groups = families_of(evidence, table, alike, int(LIMITS["fewest"]))
+    groups = families_of(evidence, table, alike, limits.fewest)
     others = [table.places[each] for group in groups if site in group for each in group if each != site]
     own = values[:, table.places[site]]
     rows = np.flatnonzero(is_known[:, table.places[site]])
-    far = (np.abs(np.log(own / np.median(values[:, others], axis=1))) > np.log(LIMITS["factor"]))[rows]
+    far = (np.abs(np.log(own / np.median(values[:, others], axis=1))) > np.log(limits.factor))[rows]
     count = max(1, len(far) if far.all() else int(far.argmin()))
     return [table.steps[row] for row in rows[:count]]
 
@@ -178,11 +203,13 @@ def _entering(evidence: Evidence, group: list[Site]) -> float:
     return min([1.0, *found])
 
 
-def _outliers(values: Mapping[Site, float], group: list[Site], words: str, first: float = 1.0) -> Iterator[_Outlier]:
+def _outliers(
+    values: Mapping[Site, float], group: list[Site], words: str, limits: SiblingLimits, first: float = 1.0
+) -> Iterator[_Outlier]:
     """Yield the sites that are far from the others; ``first`` is a further factor for the first block."""
     known = np.array([values[site] for site in group])
     is_vector = words.endswith("vector")
-    wider = LIMITS["vector"] if is_vector or words == WEIGHT_GRADIENT else 1.0
+    wider = limits.vector if is_vector or words == WEIGHT_GRADIENT else 1.0
     # Nothing but the largest and the smallest value can be far from all others.
     for place in sorted({int(known.argmin()), int(known.argmax())}):
         site, value, others = group[place], float(known[place]), np.delete(known, place)
@@ -191,13 +218,13 @@ def _outliers(values: Mapping[Site, float], group: list[Site], words: str, first
         is_end = place in (0, len(group) - 1)
         if not (value > 0 and (others > 0).all()):
             # A parameter that begins at zero, or the only one that does not.
-            is_one = (others > _ZERO).all() if value == 0 else value > _ZERO and not others.any()
+            is_one = (others > limits.zero).all() if value == 0 else value > limits.zero and not others.any()
             if is_one and not is_end and words.endswith(("weight", "vector")):
                 yield site, value, others
             continue
         # The first and the last block have other neighbors, so more is normal there.
-        factor = wider * (LIMITS["at_the_end"] if is_end else 1.0) * (first if place == 0 else 1.0)
-        middle, limit, margin = float(np.median(others)), LIMITS["factor"] * factor, LIMITS["margin"] * factor
+        factor = wider * (limits.at_the_end if is_end else 1.0) * (first if place == 0 else 1.0)
+        middle, limit, margin = float(np.median(others)), limits.factor * factor, limits.margin * factor
         if (value > limit * middle and value > margin * others.max()) or (
             # One of several learned scales is small by chance.
             not is_vector and value * limit < middle and value * margin < others.min()

@@ -20,9 +20,11 @@ from lightning_recorder.insight import (
     RULES,
     STATISTICS,
     Diagnosis,
-    Examination,
     Finding,
+    RunFacts,
+    RunHistory,
     SiteRecords,
+    examine,
     with_watched,
 )
 from lightning_recorder.outputs.pipeline import RecordConsumer
@@ -84,7 +86,7 @@ class RunFindings:
         self._report_wanted: list[bool | None] = []
         self._run = None if directory is None else Run(directory.parent.name, directory)
         self._log, self._graph, self._strict = log, graph, strict
-        self._examination = Examination(types=types)
+        self._history, self._types, self._ignored = RunHistory(), types, set[str]()
         self._lock = threading.RLock()
         self._open: set[str] = set()
         self._groups: dict[str, str] = {}
@@ -134,7 +136,7 @@ class RunFindings:
             ignored: The names of the rules to leave out, for all recorders.
         """
         self._open.add(label)
-        self._examination.ignored.update(ignored)
+        self._ignored.update(ignored)
         self._report_wanted.append(report)
         self._groups[label], self._waits[label] = group, wait
         self._due = _FIRST_CHECK * len(self._groups)
@@ -172,7 +174,7 @@ class RunFindings:
             self._contained(partial(self._report, finding))
 
     def _report(self, finding: Finding) -> None:
-        if finding.rule in self._examination.ignored:
+        if finding.rule in self._ignored:
             return
         known = {_key(each): place for place, each in enumerate(self._watched)}
         self._last_step = max(self._last_step, finding.last_step)
@@ -238,7 +240,7 @@ class RunFindings:
             warn(f"records are no longer examined for findings: {describe_error(error)}")
 
     def _add(self, record: SiteRecords) -> None:
-        self._examination.add(record)
+        self._history.add(record)
         is_in_step = self._is_in_step(record)
         self._records += 1
         self._last_step = max(self._last_step, record.step)
@@ -275,9 +277,8 @@ class RunFindings:
     def _examined(self) -> Diagnosis:
         # The graph and the receipt change during the run. A resumed run has the graph of the first one.
         run = self._run
-        self._examination.graph = self._graph() or (None if run is None else run.graph)
-        self._examination.coverage = self._coverage()
-        return self._examination.diagnosis(self._watched)
+        graph = self._graph() or (None if run is None else run.graph)
+        return examine(self._history, graph, RunFacts(self._coverage(), self._types, self._ignored, self._watched))
 
     def _finish(self, sink: Sink | None) -> None:
         # Only the files have the records before a resumption, and a fixed order of several recorders of one group.
@@ -286,7 +287,7 @@ class RunFindings:
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
         found = self._examined()
         if run is not None and in_files:
-            read = diagnose(run, self._examination.ignored)
+            read = diagnose(run, self._ignored)
             found = Diagnosis(with_watched(read.findings, self._watched), read.gaps)
         if not found.bad and not (self._records or self._has_steps or self._watched):
             return  # no step was trained, which the recorders report

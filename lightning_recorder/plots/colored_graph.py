@@ -18,8 +18,8 @@ from lightning_recorder.graph.drawing import Drawing, draw
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.escape import dot_label
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
+from lightning_recorder.insight.module_edges import families
 from lightning_recorder.insight.unusual import STANDS_OUT, unusualness
-from lightning_recorder.insight.wiring import families
 from lightning_recorder.names import closest_names
 from lightning_recorder.plots.axes import number, scale_of
 from lightning_recorder.plots.canvas import literal

@@ -1,4 +1,4 @@
-"""The findings of a recorded run: its files, read into an examination."""
+"""Examine a recorded run: read its files into a history, whose findings are those of the fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import (
     STATISTICS,
     Diagnosis,
-    Examination,
     Finding,
+    RunFacts,
+    RunHistory,
     SiteRecords,
     findings_from_json,
+)
+from lightning_recorder.insight import (
+    examine as examine_history,
 )
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
@@ -48,12 +52,12 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
     Raises:
         DumpError: If a file of the run is damaged.
     """
-    examination = Examination(run.graph, run.receipt, ignored=ignored)
+    history = RunHistory()
     # The watch on every step finds what its records show while it records.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
-        examination.add(record)
-    return examination.diagnosis([each for each in _watched(run) if each.rule not in ignored])
+        history.add(record)
+    return examine_history(history, run.graph, RunFacts(run.receipt or {}, ignored=ignored, watched=_watched(run)))
 
 
 def _watched(run: Run) -> list[Finding]:

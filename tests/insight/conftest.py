@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_recorder.insight import Examination, Finding
+from lightning_recorder.insight import Finding
+from tests.insight.records import Examination
 
 
 @pytest.fixture(autouse=True)

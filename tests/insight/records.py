@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
+from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, SiteRecords, examine
+from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.examine import evidence_of
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
 Values = Mapping[str, float | Sequence[float]]
 """Statistics, each with one value for all records or one for each."""
+
+
+class Examination:
+    """A history with the graph and the coverage of its run."""
+
+    def __init__(self, graph: Graph | None = None, coverage: Mapping[str, Any] | None = None) -> None:
+        self.history, self.graph, self.facts = RunHistory(), graph, RunFacts(coverage or {})
+        self.add = self.history.add
+
+    def diagnosis(self) -> Diagnosis:
+        return examine(self.history, self.graph, self.facts)
+
+    def findings(self) -> list[Finding]:
+        return self.diagnosis().findings
+
+    def gaps(self) -> tuple[Gap, ...]:
+        return self.diagnosis().gaps
+
+    def evidence(self) -> Evidence:
+        return evidence_of(self.history, self.graph, self.facts)
+
 
 _DEFAULTS = {"count": 256.0, "mean": 0.0, "zero_fraction": 0.0, "nan_count": 0.0, "inf_count": 0.0}
 
@@ -61,7 +85,7 @@ def record(
     )
 
 
-def run(
+def examined(
     activations: Mapping[str, Values] | None = None,
     gradients: Mapping[str, Values] | None = None,
     parameters: Mapping[str, Values] | None = None,
@@ -76,8 +100,8 @@ def run(
     dtype: str = "float32",
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
     about: Mapping[str, object] | None = None,
-) -> list[Finding]:
-    """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
+) -> Examination:
+    """Return the examination of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
 
     ``inputs`` are the first inputs of the modules.
     """
@@ -94,7 +118,12 @@ def run(
             values = {site: {name: _at(value, row) for name, value in each.items()} for site, each in sites.items()}
             options = {"shapes": shapes, "dtype": dtype, "histograms": histograms, "about": about}
             examination.add(record(group, row * every, values, stage=stage, **options))  # type: ignore[arg-type]  # mixed
-    return examination.findings()
+    return examination
+
+
+def run(*args: Any, **kwargs: Any) -> list[Finding]:
+    """Return the findings of a run; see :func:`examined` for the arguments."""
+    return examined(*args, **kwargs).findings()
 
 
 def _parameter(name: str) -> tuple[str, str]:

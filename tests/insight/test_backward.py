@@ -88,8 +88,8 @@ def test_low_precision() -> None:
     values = [1e-6, 2e-6, 1e-5, 1e-4]
     histogram = Histogram(np.array([0, 1e-5, 5e-5, 1e-3]), np.array([2, 1, 1]), min(values), max(values), 1e-4, 1e-8)
     options = {"gradients": {"a": {"rms": 1e-5, "max": 1e-4, "min": 0.0}}, "histograms": {("a", "out"): histogram}}
-    assert [each.rule for each in run(**options, dtype="float16")] == ["low-precision"]  # type: ignore[arg-type]  # mixed
-    assert run(**options, dtype="float32") == []  # type: ignore[arg-type]  # mixed
+    assert [each.rule for each in run(**options, dtype="float16")] == ["low-precision"]
+    assert run(**options, dtype="float32") == []
 
 
 def test_a_spike_of_the_gradients() -> None:

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import Examination, comparisons
+from lightning_recorder.insight.rules import comparisons
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, brief, chain, network, record, run, trained
+from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
 
 @pytest.mark.parametrize(("place", "factor", "alarm"), [(2, 10, True), (2, 5, False), (5, 10, False), (5, 30, True)])
@@ -504,17 +504,19 @@ def first_change(sizes: list[float], before: int, lasting: int, factor: float) -
 @example([[0.125, 1.0, 1.0, 1.0, 9.0, 9.0]])
 def test_sudden_changes_are_found_as_defined(sizes: list[list[float]]) -> None:
     """The first lasting change of each module is found, whatever is missing in the records of others."""
-    (rule,) = (each for each in comparisons.RULES if each.name == "sudden-change")
+    rule = comparisons.sudden_change
     examination = Examination()
     for step in range(max(map(len, sizes))):
         seen = {(f"m{place}", "out"): {"rms": each[step]} for place, each in enumerate(sizes) if step < len(each)}
         examination.add(record("activations", step, seen))
     with np.errstate(all="ignore"):
-        found = {each.module: each.first_step for each in rule.examine(rule, examination.evidence())}
+        found = {each.module: each.first_step for each in rule.examine(examination.evidence())}
     expected = {}
     for place, each in enumerate(sizes):
         steps = [step for step, size in enumerate(each) if not math.isnan(size)]
-        at = first_change([each[step] for step in steps], 4, rule.persistence, rule.thresholds["factor"])
+        at = first_change(
+            [each[step] for step in steps], 4, int(rule.thresholds["persistence"]), rule.thresholds["factor"]
+        )
         if at is not None:
             expected[f"m{place}"] = steps[at]
     assert found == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ _QUICK_HEALTHY = ("mlp_adam", "lora", "lstm")
 
 
 def findings(task: Task, folder: Path) -> list[Finding]:
-    """Train a task and return its findings."""
+    """Train a task and return its findings, which are the same live and when its files are read."""
     train(task, folder)
-    return open_recording(folder).findings
+    recording = open_recording(folder)
+    written = json.loads((recording.run.directory / "findings.json").read_text(encoding="utf-8"))
+    assert written == json.loads(json.dumps(recording.diagnosis.to_json()))
+    return recording.findings
 
 
 @pytest.mark.parametrize("name", _QUICK)

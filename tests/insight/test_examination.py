@@ -15,7 +15,6 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import (
     STATISTICS,
-    Examination,
     SiteRecords,
     findings_from_json,
     findings_to_json,
@@ -26,7 +25,7 @@ from lightning_recorder.insight.table import Table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
-from tests.insight.records import Values, chain, record, run, trained
+from tests.insight.records import Examination, Values, chain, record, run, trained
 from tests.recordings.runs import record_run
 
 NAMES = ("a", "act", "b", "head")

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_recorder.insight import RULES, Examination
-from lightning_recorder.insight.gaps import NEEDS
-from tests.insight.records import chain, record
+from lightning_recorder.insight import RULES
+from tests.insight.records import Examination, chain, record
 
 GROUPS = ("activations", "gradients", "parameters")
 SITES: Mapping[str, Any] = {
@@ -32,7 +31,7 @@ def examined(*groups: str, records: int = 12, graph: bool = True, coverage: Mapp
 
 def test_each_rule_has_its_needs() -> None:
     """The table names each rule, except the one that the watch examines as well."""
-    assert NEEDS.keys() == {rule.name for rule in RULES} - {"non-finite"}
+    assert [rule.name for rule in RULES if not rule.needs] == ["non-finite"]
 
 
 def test_nothing_is_left_with_all_records() -> None:
@@ -46,8 +45,8 @@ def test_a_group_without_recorder_is_expected(group: str) -> None:
     examination = examined(*(each for each in GROUPS if each != group))
     gaps = examination.gaps()
     assert [(gap.what, gap.is_expected) for gap in gaps if gap.what != "the validation"] == [(group, True)]
-    assert examination.diagnosis([]).is_healthy is True
-    assert set(gaps[0].rules) == {name for name, (needs, _) in NEEDS.items() if group in needs}
+    assert examination.diagnosis().is_healthy is True
+    assert set(gaps[0].rules) == {rule.name for rule in RULES if group in rule.needs}
 
 
 @pytest.mark.parametrize("records", [1, 2, 3])
@@ -55,8 +54,8 @@ def test_short_runs(records: int) -> None:
     """With one or two records a run is not called healthy; the rules that need more are named."""
     examination = examined(*GROUPS, records=records)
     (gap,) = examination.gaps()
-    assert gap.rules == tuple(name for name in [rule.name for rule in RULES] if NEEDS.get(name, ("", 0))[1] > records)
-    assert examination.diagnosis([]).verdict == ("no findings" if records < 3 else "healthy")
+    assert gap.rules == tuple(rule.name for rule in RULES if rule.records > records)
+    assert examination.diagnosis().verdict == ("no findings" if records < 3 else "healthy")
 
 
 def test_reasons_are_grouped() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph import capture_graph
-from lightning_recorder.insight import Examination
 from lightning_recorder.insight.odd_blocks import odd_blocks
 from tests.effort import lines_run
+from tests.insight.records import Examination
 
 BLOCKS = 10
 

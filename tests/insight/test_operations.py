@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
-from lightning_recorder.insight import Examination, Finding
-from lightning_recorder.insight.operations import RULES
-from tests.insight.records import brief, run
+from lightning_recorder.insight import RULES, Finding
+from tests.insight.records import Examination, brief, run
 
-NAMES = {rule.name for rule in RULES}
+NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".operations")}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
-from lightning_recorder.insight import Examination, SiteRecords
+from lightning_recorder.insight import SiteRecords
 from lightning_recorder.statistics import OptimizerRecorder
 from tests.effort import lines_run
-from tests.insight.records import Values, brief, chain, network, run, trained
+from tests.insight.records import Examination, Values, brief, chain, network, run, trained
 
 
 def test_the_drift_of_weights() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.insight import Examination, Finding
-from tests.insight.records import record
+from lightning_recorder.insight import Finding
+from tests.insight.records import Examination, record
 
 SITES = tuple(
     (name, f"weight{part}") for name in ("first", "norm", "head") for part in ("", ".grad", ".update", ".exp_avg")

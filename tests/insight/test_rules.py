@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import replace
 
 import pytest
 
-from lightning_recorder.insight import RULES, Examination
-from lightning_recorder.insight.examination import causes_first
-from tests.insight.records import Values, brief, chain, network, record, run
+from lightning_recorder.insight import RULES, rules
+from lightning_recorder.insight.examine import causes_first
+from tests.insight.records import Examination, Values, brief, chain, network, record, run
 
 
 def test_every_rule_is_complete() -> None:
@@ -16,6 +17,12 @@ def test_every_rule_is_complete() -> None:
     for rule in RULES:
         assert all((rule.statistic, rule.usual, rule.why, rule.next, rule.false_alarms)), rule.name
         assert rule.explains.keys() <= {each.name for each in RULES}, rule.name
+
+
+def test_every_file_has_rules() -> None:
+    """Each file of the folder has rules, which are among those that run."""
+    files = {f"{rules.__name__}.{each.name}" for each in pkgutil.iter_modules(rules.__path__)}
+    assert {rule.function.__module__ for rule in RULES} == files
 
 
 def test_causes_come_before_their_effects() -> None:

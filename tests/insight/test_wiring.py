@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_recorder import capture_graph
-from lightning_recorder.insight.backward import last_behind
-from lightning_recorder.insight.wiring import INPUT, Wiring, families
+from lightning_recorder.insight.module_edges import INPUT, Wiring, families
+from lightning_recorder.insight.rules.gradients import last_behind
 from tests.effort import lines_run
 
 

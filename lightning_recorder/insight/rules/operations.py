@@ -11,13 +11,13 @@ from math import prod
 import numpy as np
 
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.taps import Site
-
-__all__ = ["RULES"]
+from lightning_recorder.insight.rule import GRAPH, rule
 
 Shape = tuple[int, ...]
+
+_ANY = ("any",)
 
 _ELEMENTWISE = frozenset(
     ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"]
@@ -152,12 +152,12 @@ def _softmax_dimension(node: Node) -> int | None:
 
 
 def _of_step(evidence: Evidence) -> _Step:
-    return _Step(evidence.wiring.graph or Graph((), ()))
+    return _Step(evidence.graph)
 
 
-def _found(rule: Rule, evidence: Evidence, name: str, verdict: str, **numbers: float) -> Finding:
+def _found(evidence: Evidence, name: str, verdict: str, **numbers: float) -> Finding:
     table = evidence.activations if len(evidence.activations) else evidence.parameters
-    return replace(rule.found(evidence, table, Site(name, ""), verdict), numbers=numbers)
+    return replace(evidence.view(table, name).found(verdict), numbers=numbers)
 
 
 def _joined(found: list[Finding]) -> Iterator[Finding]:
@@ -167,7 +167,17 @@ def _joined(found: list[Finding]) -> Iterator[Finding]:
         yield replace(first, others=tuple(names))
 
 
-def _unequal_shapes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "loss-shapes",
+    statistic="shapes of prediction and target of losses that compare element by element",
+    usual="the same shape",
+    why="Each prediction is compared with the targets of all samples, so the model learns their mean.",
+    next="Give both the same shape, such as prediction.squeeze(-1) or target.unsqueeze(-1).",
+    false_alarms="A target without dimensions, and dimensions of size 1 at the same place, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     for node in step.operations:
         if node.name not in _ELEMENTWISE:
@@ -179,7 +189,7 @@ def _unequal_shapes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"{node.name} in {step.place(node)} compares a prediction {_listed(one)} with a target "
                 f"{_listed(other)}: torch expands both to {_listed(_broadcast(one, other))}"
             )
-            yield _found(rule, evidence, step.owner(node), verdict)
+            yield _found(evidence, step.owner(node), verdict)
             return
 
 
@@ -190,7 +200,18 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
     return tuple(max(sizes) for sizes in zip(*filled, strict=True))
 
 
-def _cut_off(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "cut-off-logits",
+    statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits",
+    usual="a linear layer, whose outputs have both signs",
+    why="The loss expects logits of both signs. A logit that is cut off at zero has no gradient there.",
+    next="Give the output of the last linear layer to the loss.",
+    false_alarms="None are known.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("dead-output", "gradient-stops", "does-not-move"), _ANY),
+    is_lasting=True,
+)
+def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     for node in step.operations:
         if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
@@ -199,21 +220,43 @@ def _cut_off(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name):
             owner = step.owner(source)
             verdict = f"{node.name} gets the output of the {source.name} in {step.place(source)} as logits"
-            yield _found(rule, evidence, owner, verdict)
+            yield _found(evidence, owner, verdict)
             return
 
 
-def _no_logarithm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "no-log-softmax",
+    statistic="function that makes the input of nll_loss",
+    usual="log_softmax",
+    why="nll_loss expects logarithms of probabilities. Other numbers make it fall without bound.",
+    next="Use cross_entropy, or apply log_softmax before nll_loss.",
+    false_alarms="None are known.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("exploding-gradient", "weight-drift", "sudden-change"), _ANY),
+    is_lasting=True,
+)
+def no_log_softmax(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     for node in step.operations:
         source = step.behind(node) if node.name == "nll_loss" else None
         if source is not None and source.kind == "op" and source.name in ("linear", "conv2d"):
             verdict = f"nll_loss in {step.place(node)} gets the output of the {source.name} in {step.place(source)}"
-            yield _found(rule, evidence, step.owner(source), verdict)
+            yield _found(evidence, step.owner(source), verdict)
             return
 
 
-def _no_activation(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "no-activation",
+    statistic="linear layers whose input comes directly from a linear layer",
+    usual="an activation between two linear layers",
+    why="Without an activation between them, two linear layers are one: the depth adds nothing.",
+    next="Add an activation, such as ReLU, between the layers.",
+    false_alarms="A low-rank factorization, whose inner width is the smallest, and a layer with another reader are "
+    "left out. If other linear layers have activations, it is a note.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def no_activation(evidence: Evidence, *, share: float = 0.99) -> Iterator[Finding]:
     """Yield a finding if linear layers follow each other directly, and a note if only some of them do."""
     step = _of_step(evidence)
     linear = [node for node in step.operations if node.name == "linear"]
@@ -224,9 +267,9 @@ def _no_activation(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     shapes = " and ".join(_listed(shape) for shape in (_shape(first, 1), _shape(second, 1)) if shape)
     more = f"; {len(pairs)} pairs of layers are like this" if len(pairs) > 1 else ""
     verdict = f"{step.owner(second)} directly follows {step.owner(first)} (weights {shapes}){more}: together they "
-    found = _found(rule, evidence, step.owner(second), f"{verdict}compute what one linear layer can", pairs=len(pairs))
+    found = _found(evidence, step.owner(second), f"{verdict}compute what one linear layer can", pairs=len(pairs))
     # A pair in a network with activations costs time and little else.
-    is_all = len(pairs) >= rule.thresholds["share"] * (len(linear) - 1)
+    is_all = len(pairs) >= share * (len(linear) - 1)
     yield found if is_all else replace(found, severity="note")
 
 
@@ -260,7 +303,18 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
     return not inner or not outer or inner[0] < min(inner[-1], outer[0])
 
 
-def _along_batch(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "along-batch",
+    statistic="dimension of softmax, recurrence and position embedding, in steps with one target for each sample",
+    usual="a dimension inside of each sample",
+    why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
+    "the place of the sample in it.",
+    next="Choose a dimension inside of the sample: dim=-1, batch_first=True, or exchanged dimensions.",
+    false_alarms="Sequences that begin with the time, and the square logits of contrastive losses, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def along_batch(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     if not step.batch:
         return
@@ -268,7 +322,7 @@ def _along_batch(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for node in step.operations:
         verdict = _of_softmax(step, node) or _of_recurrence(step, node) or _of_position(step, node)
         if verdict:
-            found.append(_found(rule, evidence, step.owner(node), verdict, batch=step.batch))
+            found.append(_found(evidence, step.owner(node), verdict, batch=step.batch))
     yield from _joined(found)
 
 
@@ -320,7 +374,18 @@ def _of_position(step: _Step, node: Node) -> str:
     return ""
 
 
-def _one_class(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "one-class",
+    statistic="size of the dimension of a softmax whose output a loss gets",
+    usual="at least two entries",
+    why="Probabilities of a single class add up to 1, whatever the input is.",
+    next="Use a sigmoid for one output, or one output for each class.",
+    false_alarms="Attention to one position, whose output no loss gets directly.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("gradient-stops", "does-not-move", "double-activation", "constant-input"), _ANY),
+    is_lasting=True,
+)
+def one_class(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     for node in step.operations:
         shape = _shape(node)
@@ -335,11 +400,21 @@ def _one_class(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             f"the {node.name} in {step.place(node)} runs over dimension {dimension} of {_listed(shape)}, which has one "
             f"entry: its output is always {value}, and no gradient passes it"
         )
-        yield _found(rule, evidence, step.owner(node), verdict)
+        yield _found(evidence, step.owner(node), verdict)
         return
 
 
-def _sees_the_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "sees-the-target",
+    statistic="masks of attention in a step whose targets are the inputs shifted by one position",
+    usual="a causal mask",
+    why="Without a causal mask, the model copies the next token from its input. It cannot when it generates text.",
+    next="Pass is_causal=True or a mask above the diagonal to the attention.",
+    false_alarms="Any sum, selection or mask between the product and the softmax counts as a mask.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def sees_the_target(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if the targets are the inputs shifted by one position, and no attention is masked."""
     step = _of_step(evidence)
     if not any(node.name == "cross_entropy" and _is_shifted(step, node) for node in step.operations):
@@ -354,7 +429,7 @@ def _sees_the_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             f"the targets of cross_entropy are the inputs shifted by one position, and the attention in "
             f"{step.place(first)} has no mask, nor has any other: each position sees the token that it has to predict"
         )
-        yield _found(rule, evidence, step.owner(first), verdict, attentions=len(found))
+        yield _found(evidence, step.owner(first), verdict, attentions=len(found))
 
 
 def _is_shifted(step: _Step, loss: Node) -> bool:
@@ -393,7 +468,18 @@ def _is_masked(step: _Step, softmax: Node) -> bool:
     return False
 
 
-def _inverted_mask(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "inverted-mask",
+    statistic="comparison with the padding that makes the mask of an attention",
+    usual="tokens == padding",
+    why="The modules of torch leave out the positions where a padding mask is True.",
+    next="Pass tokens == padding as key_padding_mask.",
+    false_alarms="Masks that are made outside of the recorded step are not known.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("constant-input", "attention-collapse"), _ANY),
+    is_lasting=True,
+)
+def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if attention leaves out the tokens that are not padding."""
     step = _of_step(evidence)
     padding = {_setting(node, "padding_idx") for node in step.operations if node.name == "embedding"} - {"", "None"}
@@ -409,11 +495,26 @@ def _inverted_mask(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"the mask in {step.place(node)} is True where the token is not the padding "
                 f"({_setting(mask, 'other')}), and attention leaves out what is True: it sees the padding alone"
             )
-            yield _found(rule, evidence, step.owner(node), verdict)
+            yield _found(evidence, step.owner(node), verdict)
             return
 
 
-def _far_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "target-scale",
+    statistic="mean error of a regression, from the gradient of its last bias, against the rms of the predictions",
+    usual="below 1 after the first records",
+    why="The targets are far larger than what the last layer returns, so that training spends its steps on their mean.",
+    next="Standardize the targets, or set the bias of the last layer to their mean.",
+    false_alarms="The first records count only in a run of fewer than eight, which has no finding.",
+    needs=("activations", "parameters", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("exploding-gradient", "weight-drift", "sudden-change", "learning-rate-outlier", "scale-jump"), _ANY
+    ),
+)
+def target_scale(
+    evidence: Evidence, *, persistence: int = 4, ratio: float = 10.0, records: int = 8
+) -> Iterator[Finding]:
     """Yield a finding if the mean error of a regression stays far larger than its predictions.
 
     The gradient of the last bias under a mean squared error of K outputs is 2/K times the mean error of each.
@@ -427,29 +528,35 @@ def _far_target(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if layer is None or layer.name != "linear" or users or not shape or len(list(step.readers(layer))) != 1:
             continue
         name = step.owner(layer)
-        bias = next((each for each in evidence.tensors if each.site == Site(name, "bias")), None)
-        output = Site(name, "out")
-        if bias is None or bias.gradient is None or output not in evidence.activations.places:
+        gradient = evidence.parameter(name, "bias").gradient
+        gradients, steps = gradient.column("rms")
+        sizes = evidence.output(name).rms
+        if min(len(gradients), len(sizes)) < persistence or len(gradients) < records:
             continue
-        gradients, steps = evidence.parameters.column(bias.gradient, "rms")
-        sizes = evidence.activations.column(output, "rms")[0]
-        most = min(len(gradients), len(sizes), rule.persistence)
-        if most < rule.persistence or len(gradients) < rule.thresholds["records"]:
-            continue
-        errors = gradients[-most:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
-        ratios = errors / sizes[-most:]
-        if (ratios > rule.thresholds["ratio"]).all():
+        errors = gradients[-persistence:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
+        if (errors / sizes[-persistence:] > ratio).all():
             error, size = float(errors[-1]), float(sizes[-1])
             verdict = (
                 f"the mean error of the predictions from {name} is {error:.3g} at step {int(steps[-1])}, "
                 f"{error / size:.3g} × their rms ({size:.3g})"
             )
-            found = rule.found(evidence, evidence.parameters, bias.gradient, verdict, statistic="rms")
-            yield replace(found, numbers={"error": error, "rms": size}, module=name)
+            yield gradient.found(verdict, "rms", error=error, rms=size)
             return
 
 
-def _unused_codes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "unused-codes",
+    statistic="rows of a code book with a gradient, if argmin or argmax chooses the rows",
+    usual="at least a tenth of the rows, as far as the batch can reach them",
+    why="Nearly all samples are closest to the same rows, and rows without a gradient do not move to the samples.",
+    next="Begin with rows from encoded samples, replace rows that are not used, or normalize codes and samples.",
+    false_alarms="Batches that look up fewer than 20 rows are left out.",
+    needs=("parameters", GRAPH),
+    records=8,
+)
+def unused_codes(
+    evidence: Evidence, *, persistence: int = 8, share: float = 0.05, reached: int = 20
+) -> Iterator[Finding]:
     """Yield a finding if the nearest rows of a code book are nearly always the same few ones."""
     step = _of_step(evidence)
     parameters = {each.name: each for each in evidence.tensors}
@@ -459,167 +566,20 @@ def _unused_codes(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         sources = step.sources(node)
         nearest = next((each for each in map(step.made_by, sources) if each.name in ("argmin", "argmax")), None)
         book = next((parameters[each.name] for each in sources if each.name in parameters), None)
-        if nearest is None or book is None or book.gradient is None or not nearest.outputs:
+        if nearest is None or book is None or not book.gradient or not nearest.outputs:
             continue
-        rows = evidence.shape(book)[0] if evidence.shape(book) else 0
+        rows = book.shape[0] if book.shape else 0
         possible = min(rows, prod(nearest.outputs[0].shape))
-        zeros, steps = evidence.parameters.column(book.gradient, "zero_fraction")
-        last = np.round((1 - zeros[-rule.persistence :]) * rows)
-        if len(last) < rule.persistence or possible < rule.thresholds["rows"]:
+        zeros, steps = book.gradient.column("zero_fraction")
+        last = np.round((1 - zeros[-persistence:]) * rows)
+        if len(last) < persistence or possible < reached:
             continue
-        if (last <= rule.thresholds["share"] * possible).all():
+        if (last <= share * possible).all():
             most = int(last.max())
             verdict = (
                 f"at most {most} of the {rows} rows of {book.name} got a gradient in each of the last {len(last)} "
                 f"records; a batch looks up the nearest row {prod(nearest.outputs[0].shape)} times"
             )
-            since = int(steps[-rule.persistence])
-            found = rule.found(evidence, evidence.parameters, book.gradient, verdict, since=since)
-            yield replace(found, numbers={"used": most, "rows": rows})
+            since = int(steps[-persistence])
+            yield book.gradient.found(verdict, since=since, used=most, rows=rows)
             return
-
-
-_ANY = {"any"}
-
-RULES = (
-    Rule(
-        name="loss-shapes",
-        severity="warning",
-        statistic="shapes of prediction and target of losses that compare element by element",
-        thresholds={},
-        persistence=0,
-        usual="the same shape",
-        why="Each prediction is compared with the targets of all samples, so the model learns their mean.",
-        next="Give both the same shape, such as prediction.squeeze(-1) or target.unsqueeze(-1).",
-        false_alarms="A target without dimensions, and dimensions of size 1 at the same place, are left out.",
-        examine=_unequal_shapes,
-        is_lasting=True,
-    ),
-    Rule(
-        name="cut-off-logits",
-        severity="warning",
-        statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits",
-        thresholds={},
-        persistence=0,
-        usual="a linear layer, whose outputs have both signs",
-        why="The loss expects logits of both signs. A logit that is cut off at zero has no gradient there.",
-        next="Give the output of the last linear layer to the loss.",
-        false_alarms="None are known.",
-        examine=_cut_off,
-        explains=dict.fromkeys(("dead-output", "gradient-stops", "does-not-move"), _ANY),
-        is_lasting=True,
-    ),
-    Rule(
-        name="no-log-softmax",
-        severity="warning",
-        statistic="function that makes the input of nll_loss",
-        thresholds={},
-        persistence=0,
-        usual="log_softmax",
-        why="nll_loss expects logarithms of probabilities. Other numbers make it fall without bound.",
-        next="Use cross_entropy, or apply log_softmax before nll_loss.",
-        false_alarms="None are known.",
-        examine=_no_logarithm,
-        explains=dict.fromkeys(("exploding-gradient", "weight-drift", "sudden-change"), _ANY),
-        is_lasting=True,
-    ),
-    Rule(
-        name="no-activation",
-        severity="warning",
-        statistic="linear layers whose input comes directly from a linear layer",
-        thresholds={"share": 0.99},
-        persistence=0,
-        usual="an activation between two linear layers",
-        why="Without an activation between them, two linear layers are one: the depth adds nothing.",
-        next="Add an activation, such as ReLU, between the layers.",
-        false_alarms=(
-            "A low-rank factorization, whose inner width is the smallest, and a layer with another reader are left "
-            "out. If other linear layers have activations, it is a note."
-        ),
-        examine=_no_activation,
-        is_lasting=True,
-    ),
-    Rule(
-        name="along-batch",
-        severity="warning",
-        statistic="dimension of softmax, recurrence and position embedding, in steps with one target for each sample",
-        thresholds={},
-        persistence=0,
-        usual="a dimension inside of each sample",
-        why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
-        "the place of the sample in it.",
-        next="Choose a dimension inside of the sample: dim=-1, batch_first=True, or exchanged dimensions.",
-        false_alarms="Sequences that begin with the time, and the square logits of contrastive losses, are left out.",
-        examine=_along_batch,
-        is_lasting=True,
-    ),
-    Rule(
-        name="one-class",
-        severity="warning",
-        statistic="size of the dimension of a softmax whose output a loss gets",
-        thresholds={},
-        persistence=0,
-        usual="at least two entries",
-        why="Probabilities of a single class add up to 1, whatever the input is.",
-        next="Use a sigmoid for one output, or one output for each class.",
-        false_alarms="Attention to one position, whose output no loss gets directly.",
-        examine=_one_class,
-        explains=dict.fromkeys(("gradient-stops", "does-not-move", "double-activation", "constant-input"), _ANY),
-        is_lasting=True,
-    ),
-    Rule(
-        name="sees-the-target",
-        severity="warning",
-        statistic="masks of attention in a step whose targets are the inputs shifted by one position",
-        thresholds={},
-        persistence=0,
-        usual="a causal mask",
-        why="Without a causal mask, the model copies the next token from its input. It cannot when it generates text.",
-        next="Pass is_causal=True or a mask above the diagonal to the attention.",
-        false_alarms="Any sum, selection or mask between the product and the softmax counts as a mask.",
-        examine=_sees_the_target,
-        is_lasting=True,
-    ),
-    Rule(
-        name="inverted-mask",
-        severity="warning",
-        statistic="comparison with the padding that makes the mask of an attention",
-        thresholds={},
-        persistence=0,
-        usual="tokens == padding",
-        why="The modules of torch leave out the positions where a padding mask is True.",
-        next="Pass tokens == padding as key_padding_mask.",
-        false_alarms="Masks that are made outside of the recorded step are not known.",
-        examine=_inverted_mask,
-        explains=dict.fromkeys(("constant-input", "attention-collapse"), _ANY),
-        is_lasting=True,
-    ),
-    Rule(
-        name="target-scale",
-        severity="warning",
-        statistic="mean error of a regression, from the gradient of its last bias, against the rms of the predictions",
-        thresholds={"ratio": 10.0, "records": 8},
-        persistence=4,
-        usual="below 1 after the first records",
-        why="The targets are far larger than what the last layer returns, so that training spends its steps on their "
-        "mean.",
-        next="Standardize the targets, or set the bias of the last layer to their mean.",
-        false_alarms="The first records count only in a run of fewer than eight, which has no finding.",
-        examine=_far_target,
-        explains=dict.fromkeys(
-            ("exploding-gradient", "weight-drift", "sudden-change", "learning-rate-outlier", "scale-jump"), _ANY
-        ),
-    ),
-    Rule(
-        name="unused-codes",
-        severity="warning",
-        statistic="rows of a code book with a gradient, if argmin or argmax chooses the rows",
-        thresholds={"share": 0.05, "rows": 20},
-        persistence=8,
-        usual="at least a tenth of the rows, as far as the batch can reach them",
-        why="Nearly all samples are closest to the same rows, and rows without a gradient do not move to the samples.",
-        next="Begin with rows from encoded samples, replace rows that are not used, or normalize codes and samples.",
-        false_alarms="Batches that look up fewer than 20 rows are left out.",
-        examine=_unused_codes,
-    ),
-)

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.taps import Site
-
-__all__ = ["RULES"]
+from lightning_recorder.insight.rule import GRAPH, rule
 
 _NOISE = ("randn", "randn_like", "normal", "normal_")
 
 
-def _collapsed(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    table, graph = evidence.activations, evidence.wiring.graph
-    learned = {each.site.name for each in evidence.tensors if Site(each.site.name, "out") in table.places} - {""}
-    pairs = list(dict.fromkeys(_latents(graph, learned))) if graph is not None else []
-    since = [_collapse(rule, evidence, mean, scale) for mean, scale in pairs]
+@rule(
+    "posterior-collapse",
+    statistic="std of the outputs that give the mean and the logarithmic scale of a random variable",
+    usual="0.3 to 2 for the mean, so that it differs between samples",
+    why="The KL term outweighs the reconstruction, for example because one is summed over the values of a sample "
+    "and the other one averaged. Or the decoder does not get the random variable with its gradient.",
+    next="Compare the two terms of the loss per sample; sum the reconstruction loss over the values, and lower or "
+    "warm up the weight of the KL term. Use rsample() rather than sample().",
+    false_alarms="Hierarchical models that do not use some of their variables: all of them must collapse. Outputs "
+    "that were as constant at the beginning do not count.",
+    needs=("activations", "parameters", GRAPH),
+    records=10,
+    explains=dict.fromkeys(("weight-drift", "vanishing-gradient", "unlike-siblings", "sudden-change"), ("any",)),
+)
+def posterior_collapse(
+    evidence: Evidence, *, records: int = 10, most_nats: float = 0.01, shrink: float = 0.3, most_scale: float = 0.5
+) -> Iterator[Finding]:
+    learned = {each.module for each in evidence.tensors if evidence.output(each.module)} - {""}
+    pairs = list(dict.fromkeys(_latents(evidence.graph, learned)))
+    outputs = [(evidence.output(mean), evidence.output(scale)) for mean, scale in pairs]
+    since = [_collapse(mean, scale, records, most_nats, shrink, most_scale) for mean, scale in outputs]
     if not since or None in since:  # hierarchical models do not use all of their variables
         return
     mean, scale = pairs[0]
     names = f"outputs of {mean} and {scale} are" if mean != scale else f"output of {mean} is"
     verdict = f"the {names} nearly the same for all samples, so that the random variable tells nothing about a sample"
-    site = Site(mean, "out")
+    view = outputs[0][0]
     first = max(step for step in since if step is not None)
-    found = rule.found(
-        evidence, table, site, verdict, statistic="std", since=first, std=table.column(site, "std")[0][-1]
-    )
-    yield replace(found, others=tuple(dict.fromkeys(each for pair in pairs for each in pair if each != mean)))
+    others = tuple(dict.fromkeys(each for pair in pairs for each in pair if each != mean))
+    yield view.found(verdict, "std", since=first, others=others, std=view.std[-1])
 
 
 def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str]]:
@@ -73,49 +84,22 @@ def _source(graph: Graph, nodes: list[Node], learned: set[str]) -> tuple[str, bo
     return "", False
 
 
-def _collapse(rule: Rule, evidence: Evidence, mean: str, scale: str) -> int | None:
+def _collapse(mean: View, scale: View, records: int, most_nats: float, shrink: float, most_scale: float) -> int | None:
     """Return the first step from which on mean and scale are nearly constant; None if they vary.
 
     A normal distribution with standard deviation 1 whose mean varies by s has at most s² / 2 nats per dimension.
     """
-    table, site = evidence.activations, Site(mean, "out")
-    values, steps = table.column(site, "std")
-    (spreads, levels), _ = table.columns(Site(scale, "out"), "std", "rms")
-    if min(len(values), len(spreads)) < rule.persistence:
+    values, steps = mean.column("std")
+    (spreads, levels), _ = scale.columns("std", "rms")
+    if min(len(values), len(spreads)) < records:
         return None
-    nats = values**2 / 2 * float(np.prod((table.shapes[table.places[site]] or ())[1:]))
+    nats = values**2 / 2 * float(np.prod(mean.shape[1:]))
     limits = (
-        (values, rule.thresholds["shrink"] * values[0]),
-        (spreads, rule.thresholds["shrink"] * spreads[0]),
-        (levels, rule.thresholds["scale"]),
-        (nats, rule.thresholds["nats"]),
+        (values, shrink * values[0]),
+        (spreads, shrink * spreads[0]),
+        (levels, most_scale),
+        (nats, most_nats),
     )
     if any(each[len(each) // 2 :].max() > limit for each, limit in limits):
         return None
-    return int(steps[int(np.flatnonzero(nats > rule.thresholds["nats"]).max(initial=-1)) + 1])
-
-
-RULES = (
-    Rule(
-        name="posterior-collapse",
-        severity="warning",
-        statistic="std of the outputs that give the mean and the logarithmic scale of a random variable",
-        thresholds={"nats": 0.01, "shrink": 0.3, "scale": 0.5},
-        persistence=10,
-        usual="0.3 to 2 for the mean, so that it differs between samples",
-        why=(
-            "The KL term outweighs the reconstruction, for example because one is summed over the values of a sample "
-            "and the other one averaged. Or the decoder does not get the random variable with its gradient."
-        ),
-        next=(
-            "Compare the two terms of the loss per sample; sum the reconstruction loss over the values, and lower or "
-            "warm up the weight of the KL term. Use rsample() rather than sample()."
-        ),
-        false_alarms=(
-            "Hierarchical models that do not use some of their variables: all of them must collapse. Outputs that were "
-            "as constant at the beginning do not count."
-        ),
-        examine=_collapsed,
-        explains=dict.fromkeys(("weight-drift", "vanishing-gradient", "unlike-siblings", "sudden-change"), ("any",)),
-    ),
-)
+    return int(steps[int(np.flatnonzero(nats > most_nats).max(initial=-1)) + 1])

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import NON_FINITE, Finding
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.rule import rule
 from lightning_recorder.insight.table import Floats, Table
-from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import split_call
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES", "first_bad_step"]
+__all__ = ["first_bad_step"]
 
 # They return what they are given, so a NaN in their output came from elsewhere if there is another candidate.
 _PASSIVE = ("ReLU", "Dropout", "Identity", "Flatten", "Dropout1d", "Dropout2d", "LeakyReLU", "GELU", "SiLU", "Tanh")
@@ -27,11 +28,11 @@ def first_bad_step(evidence: Evidence) -> int | None:
     return min((step for table in tables for step in _nan_steps(table)), default=None)
 
 
-def _does_harm(evidence: Evidence, step: int) -> bool:
-    """Return False if two later records have finite gradients and parameters, so that only outputs had a NaN."""
+def _does_harm(evidence: Evidence, step: int, harmless: int) -> bool:
+    """Return False if enough later records have finite gradients and parameters, so that only outputs had a NaN."""
     table = evidence.parameters
     later = [each for each in table.steps if each > step]
-    return len(later) < 2 or any(_nan_steps(each) for each in (table, evidence.gradients))
+    return len(later) < harmless or any(_nan_steps(each) for each in (table, evidence.gradients))
 
 
 def _nan_steps(table: Table) -> list[int]:
@@ -57,11 +58,23 @@ def _bad(table: Table, step: int, *, only_nan: bool = False) -> dict[Site, float
     return {site: found[table.places[site]] for site in table.order(row) if found[table.places[site]] > 0}
 
 
-def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    NON_FINITE,
+    "critical",
+    statistic="nan_count and inf_count of outputs, gradients and parameters",
+    usual="no NaN in any record",
+    why="A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high.",
+    next="Look at the inputs and the statistics of this module at the step before; lower the learning rate, clip "
+    "gradients, or add a small constant where the function is undefined.",
+    false_alarms="Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not "
+    "count.",
+    is_lasting=True,
+)
+def non_finite(evidence: Evidence, *, harmless: int = 2) -> Iterator[Finding]:
     step = first_bad_step(evidence)
     if step is not None:
-        found = _first(rule, evidence, step)
-        yield found if _does_harm(evidence, step) else replace(found, severity="warning")
+        found = _first(evidence, step)
+        yield found if _does_harm(evidence, step, harmless) else replace(found, severity="warning")
         return
     # Infinities alone, such as those of a mask, do no harm.
     for table, what in ((evidence.activations, "output"), (evidence.gradients, "gradient")):
@@ -70,25 +83,25 @@ def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             step = table.steps[int(rows.argmax())]
             site = next(iter(_bad(table, step)))
             verdict = f"the {what} of {_named(site)} has infinities from step {step} on, and no NaN follows"
-            found = rule.found(evidence, table, site, verdict, statistic="inf_count", since=step)
+            found = View(evidence, table, site).found(verdict, "inf_count", since=step)
             yield replace(found, severity="note", why="Usually a mask of minus infinity before a softmax.")
             return
 
 
-def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
+def _first(evidence: Evidence, step: int) -> Finding:
     values = [each.site for each in evidence.tensors]
     bad = _bad(evidence.parameters, step)
     spoiled = [site for site in values if site in bad]
     if spoiled:
-        return _from_parameters(rule, evidence, step, spoiled)
+        return _from_parameters(evidence, step, spoiled)
     if outputs := _bad(evidence.activations, step):
         site, fed = _origin(evidence, list(outputs))
         total = outputs[site]
         where = f"the output of {_named(site)} has {total:.0f} values that are not finite at step {step}"
         spoiled_inputs = _bad(evidence.inputs, step, only_nan=True)
-        first = next((each for each in evidence.inputs_of(site.name) if each in spoiled_inputs), None)
+        first = next((each for each in evidence.inputs_of(site.name) if each.site in spoiled_inputs), None)
         if first is not None:
-            return _from_input(rule, evidence, step, first, spoiled_inputs[first])
+            return _from_input(first, step, spoiled_inputs[first.site])
         paths = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
         if paths:
             clean = f"; its inputs ({', '.join(paths)}) are finite"
@@ -97,30 +110,26 @@ def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
             so = "" if INPUT in fed else ", so it arose in this module or in an operation before it"
             clean = f"; the modules before it ({modules}) are finite{so}" if modules else ""
         table = evidence.activations
-        return rule.found(
-            evidence, table, site, f"{where}{clean}", statistic="nan_count", since=step, values=total, forward=1
-        )
+        return View(evidence, table, site).found(f"{where}{clean}", "nan_count", since=step, values=total, forward=1)
     if inputs := _bad(evidence.inputs, step, only_nan=True):
-        first = next(iter(inputs))
-        return _from_input(rule, evidence, step, first, inputs[first])
+        site, count = next(iter(inputs.items()))
+        return _from_input(View(evidence, evidence.inputs, site), step, count)
     if gradients := _bad(evidence.gradients, step):
-        return _from_backward(rule, evidence, step, gradients)
+        return _from_backward(evidence, step, gradients)
     site = next(iter(bad))
     verdict = f"{site.path} of {site.name or '(root)'} has {bad[site]:.0f} values that are not finite at step {step}"
-    return rule.found(evidence, evidence.parameters, site, verdict, statistic="nan_count", since=step, values=bad[site])
+    return View(evidence, evidence.parameters, site).found(verdict, "nan_count", since=step, values=bad[site])
 
 
-def _from_input(rule: Rule, evidence: Evidence, step: int, site: Site, count: float) -> Finding:
+def _from_input(view: View, step: int, count: float) -> Finding:
     verdict = (
-        f"the input {site.path} of {site.name or '(root)'} has {count:.0f} NaN at step {step}: "
+        f"the input {view.path} of {view.module or '(root)'} has {count:.0f} NaN at step {step}: "
         "they are in the data, or arose in a function before this module"
     )
-    return rule.found(
-        evidence, evidence.inputs, site, verdict, statistic="nan_count", since=step, values=count, forward=1
-    )
+    return view.found(verdict, "nan_count", since=step, values=count, forward=1)
 
 
-def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Site]) -> Finding:
+def _from_parameters(evidence: Evidence, step: int, spoiled: list[Site]) -> Finding:
     table = evidence.parameters
     row = table.steps.index(step)
     before = table.steps[row - 1] if row else None
@@ -132,10 +141,10 @@ def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Si
         verdict = f"a value that is not finite arose {since}: at step {step}, {count} have one"
     few = len(spoiled) < len(evidence.tensors)
     site = spoiled[0] if few else Site("", "")
-    found = rule.found(evidence, table, site, verdict, statistic="nan_count", since=step)
+    found = View(evidence, table, site).found(verdict, "nan_count", since=step)
     low = 0 if before is None else before
     again = f"Record every step from {low} to {step} to name the module: every_n_train_steps=1"
-    return replace(found, next=f"{again}, schedule=Schedule(step_window=({low}, {step + 1})). {rule.next}")
+    return replace(found, next=f"{again}, schedule=Schedule(step_window=({low}, {step + 1})). {non_finite.next}")
 
 
 def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
@@ -175,7 +184,7 @@ def _is_outer(evidence: Evidence, first: Site, chosen: str, names: set[str]) -> 
     return bool(inner) and first.name != chosen and not names.intersection(inner)
 
 
-def _from_backward(rule: Rule, evidence: Evidence, step: int, bad: dict[Site, float]) -> Finding:
+def _from_backward(evidence: Evidence, step: int, bad: dict[Site, float]) -> Finding:
     wiring, table = evidence.wiring, evidence.gradients
     names = {site.name for site in bad}
     row = table.steps.index(step)
@@ -196,31 +205,9 @@ def _from_backward(rule: Rule, evidence: Evidence, step: int, bad: dict[Site, fl
             f"the gradient of the output of {_named(site)} is not finite at step {step}: "
             "it arose after this module, in the loss or in a function without a module"
         )
-    return rule.found(evidence, table, site, verdict, statistic="nan_count", since=step, forward=0)
+    return View(evidence, table, site).found(verdict, "nan_count", since=step, forward=0)
 
 
 def _named(site: Site) -> str:
     inner, call = split_call(site.path)
     return (site.name or "(root)") + call + ("" if inner == "out" else f" ({inner})")
-
-
-RULES = (
-    Rule(
-        name=NON_FINITE,
-        severity="critical",
-        statistic="nan_count and inf_count of outputs, gradients and parameters",
-        thresholds={"count": 0},
-        persistence=0,
-        usual="no NaN in any record",
-        why="A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high.",
-        next=(
-            "Look at the inputs and the statistics of this module at the step before; lower the learning rate, clip "
-            "gradients, or add a small constant where the function is undefined."
-        ),
-        false_alarms=(
-            "Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not count."
-        ),
-        examine=_examine,
-        is_lasting=True,
-    ),
-)

@@ -1,35 +1,17 @@
-"""The engine: it is fed one record at a time and gives the ranked findings."""
+"""Examine a run: from its records and its graph to the ranked findings, while it trains or afterwards."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import (
-    backward,
-    comparisons,
-    finiteness,
-    forward,
-    gradient_depth,
-    gradient_steps,
-    latent,
-    normalization,
-    operations,
-    optimization,
-    ranks,
-    scales,
-    settings,
-    small_updates,
-    steps,
-    uncalled,
-)
-from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
+from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import (
     NON_FINITE,
     SEVERITIES,
@@ -39,38 +21,16 @@ from lightning_recorder.insight.finding import (
     Finding,
     with_watched,
 )
-from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_records
-from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
-from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.gaps import Diagnosis, gaps_of, group_records
+from lightning_recorder.insight.module_edges import Wiring
+from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.rules import RULES
+from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
+from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
+from lightning_recorder.insight.rules.non_finite import first_bad_step
 from lightning_recorder.insight.table import SiteRecords, Table
-from lightning_recorder.insight.wiring import Wiring
 
-__all__ = ["RULES", "Examination", "causes_first", "check_rules"]
-
-# From settings over single layers to comparisons: of two findings that do not explain each other, the one whose cause
-# is easier to see is named first.
-_PARTS = (
-    finiteness,
-    ranks,
-    operations,
-    settings,
-    steps,
-    scales,
-    optimization,
-    small_updates,
-    uncalled,
-    backward,
-    latent,
-    normalization,
-    forward,
-    comparisons,
-    gradient_steps,
-    gradient_depth,
-)
-
-RULES: tuple[Rule, ...] = tuple(rule for part in _PARTS for rule in part.RULES)
-"""All rules."""
+__all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of", "examine"]
 
 
 def causes_first(rules: Sequence[Rule]) -> dict[str, int]:
@@ -113,37 +73,16 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
 _SAME_FACTOR = 0.8  # the exponent from which on a factor of the first record is that of the run
 
 
-class Examination:
-    """Collects the records of a run and derives the findings.
-
-    During a run, records are added as they are written; afterwards, they are read from the files. Both give the same
-    findings, because the rules only see what was added.
-
-    Args:
-        graph: The recorded graph, for the classes of the modules and their edges.
-        coverage: The contents of ``receipt.json``.
-        types: The class names of the modules, in addition to those in the coverage and in the graph.
-        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
+class RunHistory:
+    """The records of a run, one table for each group and stage.
 
     Note:
         Memory is bounded: at most 512 records of each kind of tensor are kept, and at most 128 if they take more than
         16 MB. A record takes 104 bytes per site.
     """
 
-    def __init__(
-        self,
-        graph: Graph | None = None,
-        coverage: Mapping[str, Any] | None = None,
-        *,
-        types: Mapping[str, str] | None = None,
-        ignored: Collection[str] = (),
-    ) -> None:
-        self.graph = graph
-        self.coverage = coverage or {}
-        self.types = types or {}
-        self.ignored = set(ignored)
+    def __init__(self) -> None:
         self._tables: dict[tuple[str, str], Table] = {}
-        self._odd: tuple[Graph | None, tuple[OddBlock, ...]] = (None, ())
 
     def add(self, record: SiteRecords) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
@@ -153,52 +92,85 @@ class Examination:
         if inputs is not None:
             self._tables.setdefault((f"{record.group} of inputs", record.stage), Table()).add(inputs)
 
-    def evidence(self) -> Evidence:
-        """Return the evidence so far."""
-        activations, gradients, parameters = (
-            self._tables.get((group, "train"), Table()) for group in ("activations", "gradients", "parameters")
-        )
-        inputs = self._tables.get(("activations of inputs", "train"), Table())
-        names = [site.name for table in (activations, gradients, parameters, inputs) for site in table.places]
-        if self._odd[0] is not self.graph:
-            self._odd = self.graph, () if self.graph is None else odd_blocks(self.graph)
-        return Evidence(
-            activations=activations,
-            gradients=gradients,
-            parameters=parameters,
-            validation=self._tables.get(("activations", "validate"), Table()),
-            inputs=inputs,
-            wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
-            coverage=self.coverage,
-            odd_blocks=self._odd[1],
-        )
+    def table(self, group: str, stage: str = "train") -> Table:
+        """Return the records of a group, or of the inputs of modules as ``"activations of inputs"``; maybe none."""
+        return self._tables.get((group, stage), Table())
 
-    def gaps(self) -> tuple[Gap, ...]:
-        """Return the rules that cannot run on the records so far, with the reasons."""
-        rules = [rule.name for rule in RULES if rule.name not in self.ignored]
-        return gaps_of(group_records(self._tables), self.coverage, rules, has_graph=self.graph is not None)
+    def counts(self) -> dict[str, int]:
+        """Return the number of records with at least one tensor for each group, and for the validation."""
+        return group_records(self._tables)
 
-    def diagnosis(self, watched: list[Finding]) -> Diagnosis:
-        """Return the findings so far with those of the watch, and the rules that cannot run."""
-        return Diagnosis(with_watched(self.findings(), watched), self.gaps())
-
-    def findings(self) -> list[Finding]:
-        """Return the findings so far: causes first, consequences merged into them."""
-        evidence = self.evidence()
-        bad = finiteness.first_bad_step(evidence)
-        found: list[Finding] = []
-        whole = evidence
-        if bad is not None:
-            # After a NaN every other statistic is a consequence of it.
-            evidence = evidence.before(bad)
-        # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
-        with np.errstate(all="ignore"):
-            for rule in RULES:
-                if rule.name not in self.ignored:
-                    found += rule.examine(rule, whole if rule.name == NON_FINITE else evidence)
+    def free(self) -> None:
+        """Free the arrays that rules have read."""
         for table in self._tables.values():
             table.free()
-        return _merged(sorted(found, key=lambda each: _rank(each, evidence)), evidence)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Everything that is known about a run beside its records and its graph.
+
+    Args:
+        coverage: The contents of ``receipt.json``.
+        types: The class names of the modules, in addition to those in the coverage and in the graph.
+        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
+        watched: The findings of the watch on every step, in the order of their steps.
+    """
+
+    coverage: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    ignored: Collection[str] = ()
+    watched: Sequence[Finding] = ()
+
+
+def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | None = None) -> Diagnosis:
+    """Return the findings of a run so far, causes first, and the rules that could not run.
+
+    A running fit, ``doctor``, the page, TensorBoard and notebooks all call this function, so that equal records give
+    equal findings.
+
+    Args:
+        history: The records.
+        graph: The recorded graph, for the classes of the modules and their edges.
+        facts: Everything else that is known.
+    """
+    facts = facts or RunFacts()
+    found = _findings(evidence_of(history, graph, facts), facts.ignored)
+    history.free()
+    watched = [each for each in facts.watched if each.rule not in facts.ignored]
+    rules = [rule for rule in RULES if rule.name not in facts.ignored]
+    gaps = gaps_of(history.counts(), facts.coverage, rules, has_graph=graph is not None)
+    return Diagnosis(with_watched(found, watched), gaps)
+
+
+def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Evidence:
+    """Return everything that the rules may examine."""
+    tables = [history.table(group) for group in ("activations", "gradients", "parameters", "activations of inputs")]
+    activations, gradients, parameters, inputs = tables
+    names = [site.name for table in tables for site in table.places]
+    return Evidence(
+        activations=activations,
+        gradients=gradients,
+        parameters=parameters,
+        validation=history.table("activations", "validate"),
+        inputs=inputs,
+        wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
+        coverage=facts.coverage,
+    )
+
+
+def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
+    """Return the findings from records: causes first, consequences merged into them."""
+    bad = first_bad_step(evidence)
+    # After a NaN every other statistic is a consequence of it.
+    healthy = evidence if bad is None else evidence.before(bad)
+    found: list[Finding] = []
+    # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
+    with np.errstate(all="ignore"):
+        for rule in RULES:
+            if rule.name not in ignored:
+                found += rule.examine(evidence if rule.name == NON_FINITE else healthy)
+    return _merged(sorted(found, key=lambda each: _rank(each, healthy)), healthy)
 
 
 def _types(coverage: Mapping[str, Any]) -> dict[str, str]:

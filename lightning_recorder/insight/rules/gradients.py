@@ -10,16 +10,14 @@ from itertools import combinations
 
 import numpy as np
 
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule, medians
-from lightning_recorder.insight.table import Table
-from lightning_recorder.insight.wiring import Wiring
+from lightning_recorder.insight.module_edges import Wiring
+from lightning_recorder.insight.rule import rule
 from lightning_recorder.taps import Site
 
 __all__ = [
     "GRADIENT_CONSEQUENCES",
-    "RULES",
-    "gradient_norms",
     "last_behind",
     "pairs_of_heads",
     "trains",
@@ -37,58 +35,89 @@ _NO_GRAD = "(no_grad)"  # as the graph notes it
 _WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
 _WHY_ZERO_LOSS = "The loss is multiplied with zero, or does not change with this output, as where it is clamped."
 _NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between this output and the loss."
-_SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
+_SMALLEST_NORMAL = 6.1e-5  # float16
 
 
-def without_gradient(evidence: Evidence) -> dict[str, bool]:
-    """Return the modules none of whose parameters ever had a gradient, with True if it was recorded as zero."""
-    table = evidence.parameters
+def without_gradient(evidence: Evidence, records: int) -> dict[str, bool]:
+    """Return the modules none of whose parameters ever had a gradient, with True if it was recorded as zero.
+
+    Args:
+        evidence: The evidence.
+        records: The least number of records of each parameter.
+    """
     found: dict[str, list[float]] = {}
     for each in evidence.tensors:
-        largest = 0.0 if each.gradient is None else float(table.column(each.gradient, "rms")[0].max(initial=0.0))
-        records = len(table.column(each.site, "rms")[0])
-        found.setdefault(each.site.name, []).append(np.inf if records < 2 else largest)
-    recorded = {each.site.name for each in evidence.tensors if each.gradient is not None}
+        largest = float(each.gradient.rms.max(initial=0.0))
+        found.setdefault(each.module, []).append(np.inf if len(each.rms) < records else largest)
+    recorded = {each.module for each in evidence.tensors if each.gradient}
     return {name: name in recorded for name, largest in found.items() if max(largest) == 0.0}
 
 
 def trains(evidence: Evidence) -> bool:
     """Return True if some parameter has a gradient."""
-    return any(each.gradient is not None for each in evidence.tensors)
+    return any(each.gradient for each in evidence.tensors)
 
 
-def _forgotten(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "forgotten-parameter",
+    statistic="gradients of the parameters of a module of which another part is trained",
+    usual="every parameter of the optimizer has a gradient",
+    why="The code does not use the parameter, or its effect on the loss is cut off by a detach().",
+    next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
+    false_alarms="Parameters that are used in a part of training only, such as a mask token.",
+    needs=("parameters",),
+    records=2,
+)
+def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Finding]:
     """Yield a finding about parameters without a gradient in modules of which another part is trained."""
-    trained = [each.name for each in evidence.tensors if each.gradient is not None]
-    stopped = _stopped(evidence)
+    trained = [each.name for each in evidence.tensors if each.gradient]
+    stopped = _stopped(evidence, records)
     found = [
         each
         for each in evidence.tensors
-        if each.gradient is None
-        and each.site.name not in stopped
-        and len(evidence.column(each.site, "rms")) >= rule.thresholds["records"]
-        and any(name.startswith(f"{each.site.name}." if each.site.name else "") for name in trained)
+        if not each.gradient
+        and each.module not in stopped
+        and len(each.rms) >= records
+        and any(name.startswith(f"{each.module}." if each.module else "") for name in trained)
     ]
     if found:
         verdict = f"the parameter {found[0].name} of the model is not used by the loss, so it is not trained"
         if len(found) > 1:
             names = ", ".join(each.name for each in found[:3]) + (", …" if len(found) > 3 else "")
             verdict = f"{len(found)} parameters are not used by the loss, so they are not trained: {names}"
-        others = dict.fromkeys(each.site.name for each in found if each.site.name not in ("", found[0].site.name))
-        yield replace(rule.found(evidence, evidence.parameters, found[0].site, verdict), others=tuple(others))
+        others = dict.fromkeys(each.module for each in found if each.module not in ("", found[0].module))
+        yield found[0].found(verdict, others=tuple(others))
 
 
-def _stopped(evidence: Evidence) -> dict[str, bool]:
+def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded."""
     called = {site.name for site in evidence.activations.places}
-    found = without_gradient(evidence)
+    found = without_gradient(evidence, records)
     return {name: zero for name, zero in found.items() if name and (not called or name in called)}
 
 
-def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "gradient-stops",
+    statistic="gradients of parameters: none, or zero in every record",
+    usual="every called module with parameters in the optimizer has a gradient",
+    why="A detach(), a torch.no_grad(), a conversion to numbers, or a factor of zero after the module.",
+    next="Look at the code between this module and the one after it.",
+    false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
+    needs=("parameters",),
+    records=2,
+    explains={
+        **GRADIENT_CONSEQUENCES,
+        "updates-lost": ("upstream", "same"),
+        "saturation": ("downstream",),
+        "weight-drift": ("upstream", "same"),
+        "odd-block": ("same",),
+    },
+    is_lasting=True,
+)
+def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> Iterator[Finding]:
     """Yield one finding for each place at which the gradient stops."""
     called = {site.name for site in evidence.activations.places}
-    lost = _stopped(evidence)
+    lost = _stopped(evidence, records)
     if not lost or not trains(evidence):
         return
     wiring = evidence.wiring
@@ -97,7 +126,7 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     lasts = last_behind(wiring, lost, reached) if len(evidence.gradients) else {name: name for name in lost}
     for name, last in lasts.items():
         frontiers.setdefault(last, []).append(name)
-    for alike in _alike(_without_containers(frontiers)):
+    for alike in _alike(_without_containers(frontiers), blocks):
         frontier, names = alike[0][0], [name for _, names in alike for name in names]
         after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
@@ -111,39 +140,37 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if is_zero_from_the_loss:
             where = f"the gradient of the loss for the output of {frontier} is zero already"
         verdict = f"{count}: {where}"
-        site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
-        found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
+        others = tuple(each for each in names if each != frontier)
+        found = evidence.view(evidence.parameters, frontier).found(verdict, others=others, modules=len(names))
         recorded = _recorded_stops(evidence, {frontier, *names, *after})
         if is_zero_from_the_loss:
             found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
         elif recorded and all(_NO_GRAD in each for each in recorded):
             found = replace(found, why=_WHY_NO_GRAD)
         if recorded:
-            found = replace(
-                found, next=f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
-            )
-        yield replace(found, others=tuple(each for each in names if each != frontier))
+            following = f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
+            found = replace(found, next=following)
+        yield found
 
 
 def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:
     """Return at most two places where the gradient stops in the recorded graph, in a module around some modules."""
-    graph = evidence.wiring.graph
     found = []
-    for each in () if graph is None else graph.unused.stops:
+    for each in evidence.graph.unused.stops:
         module = each.partition(" ")[0].rpartition("/")[0]  # as in "encoder/detach (detach) at net.py:42"
         if module and any(f"{name}.".startswith(f"{module}.") for name in near):
             found.append(each)
     return found[:2]
 
 
-def _alike(frontiers: dict[str, list[str]]) -> list[list[tuple[str, list[str]]]]:
+def _alike(frontiers: dict[str, list[str]], fewest: int) -> list[list[tuple[str, list[str]]]]:
     """Return the places at which the gradient stops, those in equal blocks together if there are several of them."""
     blocks = {frontier: re.sub("[0-9]+", "#", frontier.rpartition(".")[0]) for frontier in frontiers}
     counts = Counter(blocks.values())
     found: dict[str, list[tuple[str, list[str]]]] = {}
     for frontier, names in frontiers.items():
         block = blocks[frontier]
-        key = block if "#" in block and counts[block] > 3 else frontier
+        key = block if "#" in block and counts[block] >= fewest else frontier
         found.setdefault(key, []).append((frontier, names))
     return list(found.values())
 
@@ -193,128 +220,71 @@ def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tupl
     ]
 
 
-def gradient_norms(table: Table) -> dict[Site, float]:
-    """Return the median L2 norm of each gradient.
-
-    The norm does not depend on the resolution of a feature map, while the rms does.
-    """
-    norms = table.get("rms") * np.sqrt(table.get("count"))
-    middle = medians(np.where(norms > 0, norms, np.nan)).tolist()
-    return {site: norm for site, norm in zip(table.places, middle, strict=True) if norm > 0 and site.path == "out"}
-
-
-def _underflow(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "low-precision",
+    statistic="share of a float16 gradient below the smallest normal number",
+    usual="0 to 0.2",
+    why="The loss is too small for float16, or its scaling is switched off.",
+    next="Use precision='16-mixed', which scales the loss, or 'bf16-mixed'.",
+    false_alarms="Sparse gradients with some large values.",
+    needs=("gradients",),
+    records=2,
+    explains={
+        **GRADIENT_CONSEQUENCES,
+        "updates-lost": ("upstream", "same"),
+        "low-precision": ("any",),
+        "gradient-stops": ("any",),
+    },
+)
+def low_precision(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.5, largest: float = 1e-3
+) -> Iterator[Finding]:
     table = evidence.gradients
-    for site in table.places:
-        dtype = table.dtypes[table.places[site]] or ""
-        if dtype != "float16":
+    for view in (View(evidence, table, site) for site in table.places):
+        if view.dtype != "float16":
             continue
         shares = []
-        for histogram in table.histograms(site):
+        for histogram in view.histograms():
             middles = (histogram.edges[1:] + histogram.edges[:-1]) / 2
-            below = histogram.counts[np.abs(middles) < _SMALLEST_NORMAL[dtype]].sum()
+            below = histogram.counts[np.abs(middles) < _SMALLEST_NORMAL].sum()
             shares.append(float(below) / max(histogram.count, 1))
-        zeros = table.column(site, "zero_fraction")[0][-1:].sum()
-        high = max(np.abs(table.column(site, name)[0][-1:]).max(initial=0.0) for name in ("min", "max"))
-        if (
-            len(shares) >= rule.persistence
-            and min(shares) > rule.thresholds["share"]
-            and high < rule.thresholds["largest"]
-        ):
+        zeros = view.zero_fraction[-1:].sum()
+        high = max(np.abs(each[-1:]).max(initial=0.0) for each in (view.min, view.max))
+        if len(shares) >= persistence and min(shares) > share and high < largest:
             verdict = (
-                f"{shares[-1]:.0%} of the gradient of {site.name} is below the smallest normal {dtype}, "
+                f"{shares[-1]:.0%} of the gradient of {view.module} is below the smallest normal float16, "
                 f"{zeros:.0%} is zero"
             )
-            yield rule.found(evidence, table, site, verdict, statistic="zero_fraction", share=shares[-1], largest=high)
+            yield view.found(verdict, "zero_fraction", share=shares[-1], largest=high)
 
 
-def _spike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "gradient-spike",
+    statistic="norm of all recorded gradients, against the median of the five records before",
+    usual="at most 6",
+    why="An unusual batch, or a learning rate at the edge of stability.",
+    next="Look at the batch of this step; clip gradients.",
+    false_alarms="The first five records do not count.",
+    needs=("parameters",),
+    records=6,
+)
+def gradient_spike(
+    evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, records: int = 5
+) -> Iterator[Finding]:
     table = evidence.parameters
-    sites = [each.gradient for each in evidence.tensors if each.gradient is not None]
-    if not sites:
+    gradients = [each.gradient for each in evidence.tensors if each.gradient]
+    if not gradients:
         return
-    places = [table.places[site] for site in sites]
+    places = [table.places[each.site] for each in gradients]
     squares = table.get("rms")[:, places] ** 2 * table.get("count")[:, places]
     norms = np.sqrt(np.nansum(squares, axis=1))
-    earlier = int(rule.thresholds["records"])
-    for row in range(earlier, len(norms)):
-        past = norms[row - earlier : row]
-        factor = rule.thresholds["factor"]
-        if norms[row] > factor * np.median(past) > 0 and norms[row] > 0.5 * factor * past.max():
-            largest = sites[int(np.nanargmax(squares[row]))]
+    for row in range(records, len(norms)):
+        past, step = norms[row - records : row], table.steps[row]
+        if norms[row] > factor * np.median(past) > 0 and norms[row] > of_largest * past.max():
+            largest = gradients[int(np.nanargmax(squares[row]))]
             verdict = (
-                f"the norm of all gradients at step {table.steps[row]} is {norms[row] / np.median(past):.3g} × its "
-                f"median in the {earlier} records before, most of it in {largest.name or '(root)'}"
+                f"the norm of all gradients at step {step} is {norms[row] / np.median(past):.3g} × its median in the "
+                f"{records} records before, most of it in {largest.module or '(root)'}"
             )
-            found = rule.found(
-                evidence, table, largest, verdict, statistic="rms", since=table.steps[row], norm=norms[row]
-            )
-            yield replace(found, last_step=table.steps[row], records=1)
+            yield replace(largest.found(verdict, "rms", since=step, norm=norms[row]), last_step=step, records=1)
             return
-
-
-RULES = (
-    Rule(
-        name="forgotten-parameter",
-        severity="warning",
-        statistic="gradients of the parameters of a module of which another part is trained",
-        thresholds={"records": 2},
-        persistence=2,
-        usual="every parameter of the optimizer has a gradient",
-        why="The code does not use the parameter, or its effect on the loss is cut off by a detach().",
-        next="Use the parameter in the code of its module, or remove it; DDP would stop with an error.",
-        false_alarms="Parameters that are used in a part of training only, such as a mask token.",
-        examine=_forgotten,
-    ),
-    Rule(
-        name="gradient-stops",
-        severity="warning",
-        statistic="gradients of parameters: none, or zero in every record",
-        thresholds={"records": 2},
-        persistence=2,
-        usual="every called module with parameters in the optimizer has a gradient",
-        why="A detach(), a torch.no_grad(), a conversion to numbers, or a factor of zero after the module.",
-        next="Look at the code between this module and the one after it.",
-        false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
-        examine=_stops,
-        explains={
-            **GRADIENT_CONSEQUENCES,
-            "updates-lost": ("upstream", "same"),
-            "saturation": ("downstream",),
-            "weight-drift": ("upstream", "same"),
-            "odd-block": ("same",),
-        },
-        is_lasting=True,
-    ),
-    Rule(
-        name="low-precision",
-        severity="warning",
-        statistic="share of a float16 gradient below the smallest normal number",
-        thresholds={"share": 0.5, "largest": 1e-3},
-        persistence=2,
-        usual="0 to 0.2",
-        why="The loss is too small for float16, or its scaling is switched off.",
-        next="Use precision='16-mixed', which scales the loss, or 'bf16-mixed'.",
-        false_alarms="Sparse gradients with some large values.",
-        examine=_underflow,
-        explains={
-            **GRADIENT_CONSEQUENCES,
-            "updates-lost": ("upstream", "same"),
-            "low-precision": ("any",),
-            "gradient-stops": ("any",),
-        },
-    ),
-    Rule(
-        name="gradient-spike",
-        severity="warning",
-        statistic="norm of all recorded gradients, against the median of the five records before",
-        thresholds={"factor": 20.0, "records": 5},
-        persistence=0,
-        usual="at most 6",
-        why="An unusual batch, or a learning rate at the edge of stability.",
-        next="Look at the batch of this step; clip gradients.",
-        false_alarms="The first five records do not count.",
-        examine=_spike,
-        explains={},
-    ),
-)

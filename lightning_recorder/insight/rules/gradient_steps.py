@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.evidence import Evidence, View, gradient_norms
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.rule import rule
 from lightning_recorder.insight.siblings import FORWARD, all_outliers, blocks_of, families_of
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.taps import Site
 
-__all__ = ["GRADIENT_STEP", "RULES"]
+__all__ = ["GRADIENT_STEP"]
 
 GRADIENT_STEP = "gradient-step"
 """The rule about a factor between the gradients of two blocks."""
@@ -25,22 +25,48 @@ _WHY_WITHOUT_SUM = "A factor in this block, a division by the spread of channels
 _NEXT_WITHOUT_SUM = "Look at what is computed there, with which factors, and for channels that are all zero."
 
 
-def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    GRADIENT_STEP,
+    statistic="L2 norm of the gradients of equal modules in repeated blocks, from one block to the one before it",
+    usual="0.3 to 3",
+    why="A wrong factor in the residual connection of this block, none at all, or a detach() in a part of it.",
+    next="Compare the code of this block with the others: what is added to its input, and with which factors.",
+    false_alarms="None known. Gradients that change in several blocks are left to the other rules. With 8 or more "
+    "blocks, a 6-fold step between two inner ones counts if it is there in every record and far larger than all "
+    "others.",
+    needs=("gradients",),
+    records=1,
+    explains=dict.fromkeys(
+        (
+            GRADIENT_STEP,
+            "unlike-siblings",
+            "vanishing-gradient",
+            "exploding-gradient",
+        ),
+        ("any",),
+    ),
+)
+def gradient_step(
+    evidence: Evidence,
+    *,
+    fewest: int = 3,
+    factor: float = 12.0,
+    share: float = 0.5,
+    many: int = 8,
+    lone: float = 6.0,
+    quiet: float = 1.5,
+) -> Iterator[Finding]:
     norms = gradient_norms(evidence.gradients)
     order = evidence.wiring.order
     steps: dict[str, list[tuple[Site, Site]]] = {}
     ends: dict[str, str] = {}
-    groups = [
-        group
-        for group in families_of(evidence, evidence.gradients, norms, int(rule.thresholds["fewest"]))
-        if _is_chain(evidence, group)
-    ]
+    groups = [group for group in families_of(evidence, evidence.gradients, norms, fewest) if _is_chain(evidence, group)]
     for group in groups:
         growth = np.log([norms[site] for site in group[:-1]]) - np.log([norms[site] for site in group[1:]])
         place = int(np.argmax(np.abs(growth)))
-        others = float(np.abs(np.delete(growth, place)).max())
-        is_large = abs(growth[place]) - others > np.log(rule.thresholds["factor"])
-        if is_large or _is_lone(rule, evidence, group, growth):
+        others = float(np.abs(np.delete(growth, place)).max(initial=0.0))
+        is_large = abs(growth[place]) - others > np.log(factor)
+        if is_large or (len(group) >= many and _is_lone(evidence, group, growth, lone, quiet)):
             blocks = blocks_of([site.name for site in group])
             # A factor at the end of a block and one at the beginning of the next one look the same in the gradients.
             block = blocks[place if _has_other_code(evidence, blocks, place, place + 1) else place + 1]
@@ -53,13 +79,13 @@ def _step(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if any(each.startswith((f"{block}.", *_before(block, groups))) for each in sick):
             continue
         same_sign = len({norms[site] > norms[behind] for site, behind in found}) == 1
-        if same_sign and len(found) >= rule.thresholds["share"] * len(groups):
+        if same_sign and len(found) >= share * len(groups):
             last = max(found, key=lambda each: order.get(each[0].name, -1))
-            yield _grown(rule, evidence, block, *last, norms, end=ends[block])
+            yield _grown(evidence, block, *last, norms, end=ends[block])
     for group in groups:
-        found_before = _before_first(rule, evidence, norms, group)
+        found_before = _before_first(evidence, norms, group, factor)
         if found_before is not None:
-            yield _grown(rule, evidence, blocks_of([site.name for site in group])[0], *found_before, norms)
+            yield _grown(evidence, blocks_of([site.name for site in group])[0], *found_before, norms)
             return
 
 
@@ -71,18 +97,18 @@ def _before(block: str, groups: list[list[Site]]) -> Iterator[str]:
             yield f"{names[names.index(block) - 1]}."
 
 
-def _is_lone(rule: Rule, evidence: Evidence, group: list[Site], growth: Floats) -> bool:
-    """Return True if one step between two of many inner blocks is larger than all others, in every record."""
+def _is_lone(evidence: Evidence, group: list[Site], growth: Floats, lone: float, quiet: float) -> bool:
+    """Return True if one step between two inner blocks is larger than all others, in every record."""
     place = int(np.argmax(np.abs(growth)))
     others = np.abs(np.delete(growth, place))
-    if len(group) < rule.thresholds["many"] or place in (0, len(growth) - 1) or np.median(others) > np.log(1.5):
+    if place in (0, len(growth) - 1) or np.median(others) > np.log(quiet):
         return False
     table = evidence.gradients
     norms = (table.get("rms") * np.sqrt(table.get("count")))[
         :, [table.places[site] for site in group[place : place + 2]]
     ]
     each = np.sign(growth[place]) * np.log(norms[:, 0] / norms[:, 1])
-    least, size = np.log(rule.thresholds["lone"]), abs(growth[place])
+    least, size = np.log(lone), abs(growth[place])
     each = each[np.isfinite(each)]
     return bool(size > max(least, others.max() + least / 2) and len(each) and each.min() > least / 2)
 
@@ -95,7 +121,7 @@ def _has_other_code(evidence: Evidence, blocks: list[str], place: int, other: in
 
 
 def _grown(
-    rule: Rule, evidence: Evidence, block: str, site: Site, behind: Site, norms: Mapping[Site, float], *, end: str = ""
+    evidence: Evidence, block: str, site: Site, behind: Site, norms: Mapping[Site, float], *, end: str = ""
 ) -> Finding:
     """Return the finding about a block behind which a gradient has one norm, and another one at a site before it.
 
@@ -114,7 +140,7 @@ def _grown(
         f"the gradient {way} {factor:.3g}-fold on its way back through {place}: its norm is {after:.3g} behind it and "
         f"{here:.3g} at {site.name}"
     )
-    found = rule.found(evidence, table, site, verdict, statistic="rms", factor=factor, first=first)
+    found = View(evidence, table, site).found(verdict, "rms", factor=factor, first=first)
     if evidence.wiring.has_graph and not _adds_branches(evidence):
         found = replace(found, why=_WHY_WITHOUT_SUM, next=_NEXT_WITHOUT_SUM)
     return replace(found, module=block)
@@ -122,13 +148,13 @@ def _grown(
 
 def _adds_branches(evidence: Evidence) -> bool:
     """Return True if the model adds two tensors somewhere, as a residual connection does."""
-    graph = evidence.wiring.graph
-    sums = (node for node in (() if graph is None else graph.nodes) if node.name.strip("_") in ("add", "iadd"))
-    return graph is not None and any(node.kind == "op" and len(graph.into(node)) > 1 for node in sums)
+    graph = evidence.graph
+    sums = (node for node in graph.nodes if node.name.strip("_") in ("add", "iadd"))
+    return any(node.kind == "op" and len(graph.into(node)) > 1 for node in sums)
 
 
 def _before_first(
-    rule: Rule, evidence: Evidence, norms: Mapping[Site, float], group: list[Site]
+    evidence: Evidence, norms: Mapping[Site, float], group: list[Site], factor: float
 ) -> tuple[Site, Site] | None:
     """Return the site before the first block and the one behind it, if the norms there are too different.
 
@@ -149,7 +175,7 @@ def _before_first(
     logs = np.log([norms[site] for site in (stem, *group)])
     growth = -np.diff(logs)
     # A normalization in the block divides by the size of the stream, and so multiplies the gradient.
-    limit = rule.thresholds["factor"] * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
+    limit = factor * (max(1.0, 1.0 / size) if growth[0] > 0 else 1.0)
     is_large = abs(growth[0]) - float(np.abs(growth[1:]).max()) > np.log(limit)
     return (stem, group[0]) if is_large else None
 
@@ -157,31 +183,3 @@ def _before_first(
 def _is_chain(evidence: Evidence, group: list[Site]) -> bool:
     """Return True if each module feeds the next one. Heads with losses of their own, or experts, do not."""
     return all(evidence.wiring.leads(site.name, after.name) for site, after in pairwise(group))
-
-
-RULES = (
-    Rule(
-        name=GRADIENT_STEP,
-        severity="warning",
-        statistic="L2 norm of the gradients of equal modules in repeated blocks, from one block to the one before it",
-        thresholds={"fewest": 3, "factor": 12.0, "share": 0.5, "many": 8, "lone": 6.0},
-        persistence=0,
-        usual="0.3 to 3",
-        why="A wrong factor in the residual connection of this block, none at all, or a detach() in a part of it.",
-        next="Compare the code of this block with the others: what is added to its input, and with which factors.",
-        false_alarms=(
-            "None known. Gradients that change in several blocks are left to the other rules. With 8 or more blocks, a "
-            "6-fold step between two inner ones counts if it is there in every record and far larger than all others."
-        ),
-        examine=_step,
-        explains=dict.fromkeys(
-            (
-                GRADIENT_STEP,
-                "unlike-siblings",
-                "vanishing-gradient",
-                "exploding-gradient",
-            ),
-            ("any",),
-        ),
-    ),
-)

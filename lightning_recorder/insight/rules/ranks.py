@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.rule import rule
 from lightning_recorder.names import RUNNING_STATISTICS
-
-__all__ = ["RULES"]
 
 _WHY_SOME = (
     "Something that is local to a rank can do this: clipping, a hook, another initialization, an optimizer step "
@@ -22,25 +21,39 @@ _WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNo
 _NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
 
 
-def _differ(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+@rule(
+    "ranks-differ",
+    "critical",
+    statistic="bitwise equality of replicated parameters, gradients, updates and optimizer states on all ranks",
+    usual="equal on all ranks in each record",
+    why="The gradients of all parameters differ, so they are not averaged: the step calls a module around the one "
+    "that DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients.",
+    next="Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies.",
+    false_alarms="Running statistics of a normalization alone are a note. Parameters that are meant to differ, such as "
+    "experts of one rank, are reported, too.",
+    needs=("parameters",),
+    records=1,
+    is_lasting=True,
+)
+def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
     table = evidence.parameters
     since = {site: step for site, step in table.diverged.items() if site in table.places}
     buffers = [site for site in since if site.path in RUNNING_STATISTICS]
-    differing = [each for each in evidence.tensors if {each.site, each.gradient, each.update} & since.keys()]
+    differing = [each for each in evidence.tensors if {each.site, each.gradient.site, each.update.site} & since.keys()]
     if not differing:
         if buffers:
             buffer = min(buffers, key=lambda site: since[site])
             verdict = f"the running statistics of {buffer.name} differ between the {table.ranks} ranks"
             more = f" and those of {len(buffers) - 1} more buffers" if len(buffers) > 1 else ""
-            found = rule.found(evidence, table, buffer, verdict + more, since=since[buffer], buffers=len(buffers))
+            found = View(evidence, table, buffer).found(verdict + more, since=since[buffer], buffers=len(buffers))
             yield replace(found, severity="note", why=_WHY_BUFFERS, next=_NEXT_BUFFERS)
         return
     first = differing[0]
-    unreduced = [since[each.gradient] for each in differing if each.gradient in since]
+    unreduced = [since[each.gradient.site] for each in differing if each.gradient.site in since]
     values = [since[each.site] for each in differing if each.site in since]
-    updates = [since[each.update] for each in differing if each.update in since]
+    updates = [since[each.update.site] for each in differing if each.update.site in since]
     begun = min([*values, *updates, *unreduced])
-    is_all = len(differing) == len([each for each in evidence.tensors if each.gradient is not None])
+    is_all = len(differing) == len([each for each in evidence.tensors if each.gradient])
     what = f"all {len(differing)} trained parameters" if is_all else _listed([each.name for each in differing])
     what = what if values else f"the gradients or updates of {what}"
     step = min(values) if values else begun
@@ -50,13 +63,10 @@ def _differ(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         verdict += f", and the gradients of {len(unreduced)} from step {min(unreduced)} on"
     earlier = [each for each in table.steps if each < begun]
     verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
-    found = rule.found(
-        evidence, table, first.site, verdict, since=begun, parameters=len(differing), unreduced=len(unreduced)
-    )
-    others = tuple(dict.fromkeys(each.site.name for each in differing if each.site.name != first.site.name))
-    why, following = (rule.why, rule.next) if is_all and unreduced else (_WHY_SOME, _NEXT_SOME)
-    graph = evidence.wiring.graph
-    passes = {node.name for node in graph.nodes if node.kind == "backward"} if graph is not None else set()
+    found = first.found(verdict, since=begun, parameters=len(differing), unreduced=len(unreduced))
+    others = tuple(dict.fromkeys(each.module for each in differing if each.module != first.module))
+    why, following = ("", "") if is_all and unreduced else (_WHY_SOME, _NEXT_SOME)
+    passes = {node.name for node in evidence.graph.nodes if node.kind == "backward"}
     if is_all and unreduced and passes == {"grad"}:
         why, following = _WHY_GRAD, _NEXT_GRAD
     yield replace(found, others=others, why=why, next=following)
@@ -66,26 +76,3 @@ def _listed(names: list[str]) -> str:
     """Return the first names with the number of the others."""
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more parameters" if len(names) > 3 else shown
-
-
-RULES = (
-    Rule(
-        name="ranks-differ",
-        severity="critical",
-        statistic="bitwise equality of replicated parameters, gradients, updates and optimizer states on all ranks",
-        thresholds={},
-        persistence=0,
-        usual="equal on all ranks in each record",
-        why=(
-            "The gradients of all parameters differ, so they are not averaged: the step calls a module around the one "
-            "that DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients."
-        ),
-        next="Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies.",
-        false_alarms=(
-            "Running statistics of a normalization alone are a note. Parameters that are meant to differ, such as "
-            "experts of one rank, are reported, too."
-        ),
-        examine=_differ,
-        is_lasting=True,
-    ),
-)

@@ -1,0 +1,286 @@
+"""The evidence that rules examine, and a view of one site in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight.finding import Finding, Severity, Trace
+from lightning_recorder.insight.module_edges import Wiring
+from lightning_recorder.insight.table import STATISTICS, Floats, Table
+from lightning_recorder.insight.unusual import known_median
+from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.taps import Site
+
+__all__ = ["Evidence", "View", "gradient_norms", "medians", "spread"]
+
+_LONGEST_TRACE = 60
+_OF_THE_RULE = cast("Severity", "")
+
+
+@dataclass(frozen=True)
+class View:
+    """One site in all its records. A site without a record is False, and has no values.
+
+    The statistics are attributes: ``view.rms`` has the known values, ``[n]``, in the order of the records.
+
+    Args:
+        evidence: The evidence that has the site.
+        table: The table of the site.
+        site: The site.
+    """
+
+    evidence: Evidence = field(repr=False, compare=False)
+    table: Table = field(repr=False)
+    site: Site
+
+    def __bool__(self) -> bool:
+        return self.site in self.table.places
+
+    def __getattr__(self, statistic: str) -> Floats:
+        if statistic not in STATISTICS:
+            raise AttributeError(f"{type(self).__name__} has no {statistic!r}")
+        return self.column(statistic)[0]
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return self.site.name
+
+    @property
+    def path(self) -> str:
+        """The path of the tensor in its module, such as ``out`` or ``weight``."""
+        return self.site.path
+
+    @property
+    def name(self) -> str:
+        """The dotted name of a parameter."""
+        return f"{self.site.name}.{self.site.path}" if self.site.name else self.site.path
+
+    @property
+    def kind(self) -> str:
+        """The class name of the module; an empty string if it is unknown."""
+        return self.evidence.type_of(self.site.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the last record; empty if it is unknown."""
+        return (self.table.shapes[self.table.places[self.site]] or ()) if self else ()
+
+    @property
+    def is_scalar(self) -> bool:
+        """True if the tensor has no dimensions, as a loss."""
+        return bool(self) and self.table.shapes[self.table.places[self.site]] == ()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, such as ``"float32"``; an empty string if it is unknown."""
+        return self.table.dtype(self.site) if self else ""
+
+    @property
+    def numel(self) -> int:
+        """The number of values; 1 if the shape is unknown."""
+        return int(np.prod(self.shape))
+
+    @property
+    def is_last(self) -> bool:
+        """True if nothing follows the module in the recorded graph, as after a head."""
+        return self.evidence.wiring.has_graph and not self.evidence.wiring.outputs.get(self.site.name)
+
+    @cached_property
+    def gradient(self) -> View:
+        """The gradient of a parameter or of an output."""
+        if self.table is self.evidence.parameters:
+            return View(self.evidence, self.table, Site(self.site.name, f"{self.site.path}.grad"))
+        return View(self.evidence, self.evidence.gradients, self.site)
+
+    @cached_property
+    def update(self) -> View:
+        """The update of a parameter."""
+        return View(self.evidence, self.table, Site(self.site.name, f"{self.site.path}.update"))
+
+    @property
+    def inputs(self) -> list[View]:
+        """The outputs of the modules that feed this one."""
+        return [self.evidence.output(name) for name in self.evidence.wiring.inputs.get(self.site.name, ())]
+
+    def column(self, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the known values of a statistic, ``[n]``, and their steps."""
+        return self.table.column(self.site, statistic) if self else (np.zeros(0), np.zeros(0, dtype=np.int64))
+
+    def columns(self, *statistics: str) -> tuple[list[Floats], NDArray[np.int64]]:
+        """Return several statistics in the records that have all of them, ``[n]`` each, and their steps."""
+        if not self:
+            return [np.zeros(0) for _ in statistics], np.zeros(0, dtype=np.int64)
+        return self.table.columns(self.site, *statistics)
+
+    def histograms(self) -> list[Histogram]:
+        """Return the histograms of the last two records, where they exist."""
+        return self.table.histograms(self.site) if self else []
+
+    def found(
+        self,
+        verdict: str,
+        statistic: str | None = None,
+        *,
+        since: int | None = None,
+        others: tuple[str, ...] = (),
+        **numbers: float,
+    ) -> Finding:
+        """Make a finding. The rule that yields it adds its name and its texts where they are empty.
+
+        Args:
+            verdict: The fault, in one sentence.
+            statistic: The statistic to show over time.
+            since: The first step that shows it; by default the first record.
+            others: Further modules with the same fault.
+            numbers: The compared values.
+        """
+        steps = [step for step in self.table.steps if since is None or step >= since] or self.table.steps or [0]
+        return Finding(
+            rule="",
+            severity=_OF_THE_RULE,
+            module=self.site.name,
+            path=self.site.path,
+            first_step=int(steps[0]),
+            last_step=int(steps[-1]),
+            records=len(steps),
+            verdict=verdict,
+            why="",
+            next="",
+            usual="",
+            numbers={name: float(value) for name, value in numbers.items()},
+            others=others,
+            trace=self._trace(statistic) if statistic is not None and self else None,
+        )
+
+    def _trace(self, statistic: str) -> Trace:
+        """Return a statistic over time, thinned to 60 steps."""
+        values, steps = self.column(statistic)
+        if len(steps) > _LONGEST_TRACE:
+            kept = np.linspace(0, len(steps) - 1, _LONGEST_TRACE).round().astype(int)
+            values, steps = values[kept], steps[kept]
+        label = self.table.recorders[self.table.places[self.site]]
+        return Trace(label, statistic, tuple(steps.tolist()), tuple(values.tolist()), self.site.name)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that a rule may examine.
+
+    Args:
+        activations: The outputs in training.
+        gradients: The gradients of the outputs.
+        parameters: The parameters, their gradients, updates and optimizer states.
+        validation: The outputs in validation.
+        wiring: The modules and their edges.
+        coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
+        inputs: The inputs of modules in training, if they were recorded.
+    """
+
+    activations: Table
+    gradients: Table
+    parameters: Table
+    validation: Table
+    wiring: Wiring
+    coverage: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Table = field(default_factory=Table)
+
+    def before(self, step: int) -> Evidence:
+        """Return the evidence before a step."""
+        tables = {
+            name: getattr(self, name).before(step)
+            for name in ("activations", "gradients", "parameters", "validation", "inputs")
+        }
+        return replace(self, **tables)
+
+    def view(self, table: Table, name: str, path: str = "") -> View:
+        """Return the view of a site. One without a path stands for the module, or for the model if it has no name."""
+        return View(self, table, Site(name, path))
+
+    def output(self, name: str) -> View:
+        """Return the output of a module."""
+        return View(self, self.activations, Site(name, "out"))
+
+    def parameter(self, name: str, path: str) -> View:
+        """Return a parameter of a module."""
+        return View(self, self.parameters, Site(name, path))
+
+    @property
+    def outputs(self) -> list[View]:
+        """The outputs, in the order of execution."""
+        return [View(self, self.activations, site) for site in self.activations.places]
+
+    def inputs_of(self, name: str) -> list[View]:
+        """Return the recorded inputs of a module."""
+        return [View(self, self.inputs, site) for site in self.inputs.places if site.name == name]
+
+    def type_of(self, name: str) -> str:
+        """Return the class name of a module; an empty string if it is unknown."""
+        return self.wiring.types.get(name, "")
+
+    @property
+    def graph(self) -> Graph:
+        """The recorded graph; an empty one if there is none."""
+        return self.wiring.graph or Graph((), ())
+
+    @cached_property
+    def tensors(self) -> list[View]:
+        """The parameters, in the order of execution."""
+        by_module: dict[str, list[str]] = {}
+        for name, path in self.parameters.places:
+            if path not in RUNNING_STATISTICS:
+                by_module.setdefault(name, []).append(path)
+        # The sites "weight.grad" and "weight.exp_avg" belong to "weight".
+        return [
+            self.parameter(name, path)
+            for name, paths in by_module.items()
+            for path in paths
+            if not any(path.startswith(f"{other}.") for other in paths)
+        ]
+
+    @cached_property
+    def weights(self) -> list[View]:
+        """The parameters with at least two dimensions."""
+        return [each for each in self.tensors if len(each.shape) >= 2]
+
+    def medians(self, table: Table, statistic: str) -> dict[Site, float]:
+        """Return the median over the steps of each site; NaN if it is never known."""
+        return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
+
+    def missing(self, group: str) -> Iterator[tuple[str, str]]:
+        """Yield the modules without a record in the recorders of a group, with the reason."""
+        for label, receipt in self.coverage.items():
+            modules = receipt.get("modules") if isinstance(receipt, Mapping) else None
+            if label.partition("-")[0] == group and isinstance(modules, Mapping):
+                for name, about in modules.items():
+                    if isinstance(about, Mapping) and not about.get("fired", True):
+                        yield str(name), str(about.get("why", ""))
+
+
+def medians(values: Floats) -> Floats:
+    """Return the median of the known values in each column, ``[columns]``; NaN if there are none."""
+    return known_median(values) if len(values) else np.full(values.shape[1], np.nan)
+
+
+def gradient_norms(table: Table) -> dict[Site, float]:
+    """Return the median L2 norm of each gradient.
+
+    The norm does not depend on the resolution of a feature map, while the rms does.
+    """
+    norms = table.get("rms") * np.sqrt(table.get("count"))
+    middle = medians(np.where(norms > 0, norms, np.nan)).tolist()
+    return {site: norm for site, norm in zip(table.places, middle, strict=True) if norm > 0 and site.path == "out"}
+
+
+def spread(values: Floats) -> float:
+    """Return the ratio of the 75th to the 25th percentile of positive values."""
+    low, high = np.quantile(values, (0.25, 0.75))
+    return float(high / low) if low > 0 else np.inf

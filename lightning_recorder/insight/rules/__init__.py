@@ -1,0 +1,47 @@
+"""The rules, one file per subject. Each is a function with its limits as arguments and its texts beside it."""
+
+from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.rules import (
+    comparisons,
+    gradient_depth,
+    gradient_steps,
+    gradients,
+    latent,
+    non_finite,
+    normalization,
+    operations,
+    optimization,
+    outputs,
+    ranks,
+    scales,
+    small_updates,
+    training_settings,
+    training_step,
+    uncalled,
+)
+
+__all__ = ["RULES"]
+
+# From settings over single layers to comparisons: of two findings that do not explain each other, the one whose cause
+# is easier to see is named first.
+_FILES = (
+    non_finite,
+    ranks,
+    operations,
+    training_settings,
+    training_step,
+    scales,
+    optimization,
+    small_updates,
+    uncalled,
+    gradients,
+    latent,
+    normalization,
+    outputs,
+    comparisons,
+    gradient_steps,
+    gradient_depth,
+)
+
+RULES: tuple[Rule, ...] = tuple(each for file in _FILES for each in vars(file).values() if isinstance(each, Rule))
+"""All rules, in the order of their files."""

@@ -1,0 +1,140 @@
+"""Rules about normalization layers: running statistics that lag behind, and layers that do not normalize."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.taps import Site
+
+_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
+
+
+@rule(
+    "norm-ineffective",
+    statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
+    usual="0.9 to 1.1",
+    why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
+    next="Check that the module is in train mode, its eps, and the scale of its input.",
+    false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
+    needs=("activations", "parameters"),
+    records=2,
+    explains={
+        "norm-ineffective": ("any",),
+        "unlike-siblings": ("any",),
+        "scale-jump": ("downstream", "same"),
+        "train-differs": ("downstream", "same"),
+    },
+)
+def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float = 1.5) -> Iterator[Finding]:
+    for view in evidence.outputs:
+        weight = evidence.parameter(view.module, "weight")
+        if not _NORMS.fullmatch(view.kind) or not weight or view.path != "out":
+            continue
+        low, high, steps = _expected_rms(view)
+        values, at = view.column("rms")
+        common, here, there = np.intersect1d(at, steps, return_indices=True)
+        if len(common) < persistence:
+            continue
+        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
+        if ((values > ratio * high) | (values * ratio < low))[-persistence:].all():
+            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
+            verdict = f"{view.module} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
+            yield view.found(verdict, "rms", rms=values[-1], low=low[-1], high=high[-1])
+
+
+def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, and the steps.
+
+    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
+    features with a small weight may have all of the variance.
+    """
+    weight, bias = (output.evidence.parameter(output.module, path) for path in ("weight", "bias"))
+    is_per_sample = "LayerNorm" in output.kind or "RMSNorm" in output.kind
+    ends = ("min", "max") if is_per_sample else ("rms", "rms")
+    (low, high), steps = weight.columns(*ends)
+    offset = bias.rms
+    if len(offset) != len(low):
+        offset = np.full(len(low), offset.max(initial=0.0))
+    if is_per_sample:
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset, steps
+    expected = np.sqrt(low**2 + offset**2)
+    return expected, expected, steps
+
+
+@rule(
+    "running-statistics",
+    statistic="root of the mean square of the inputs that the running statistics of a BatchNorm stand for",
+    usual="within a factor of 1.5",
+    why="A momentum that is too small, or a BatchNorm whose statistics are not updated at all.",
+    next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
+    false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
+    needs=("activations", "parameters"),
+    records=3,
+    explains={"train-differs": ("any",)},
+)
+def running_statistics(
+    evidence: Evidence, *, persistence: int = 3, factor: float = 4.0, stays: float = 0.8, first_step: int = 50
+) -> Iterator[Finding]:
+    """Find running statistics that do not change, and compare others with the mean and the std of what feeds them."""
+    unchanged = _unchanged(evidence, persistence, first_step)
+    for site in evidence.parameters.places:
+        if site in unchanged:
+            moving = f"do not change, but those of {unchanged[site]} others do"
+            verdict = f"the running statistics of {site.name} {moving}"
+            yield View(evidence, evidence.parameters, site).found(verdict, "mean")
+            continue
+        feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
+        if len(feeds) != 1 or feeds[0] == INPUT:
+            continue
+        steps, distances = _distances(evidence, site.name, evidence.output(feeds[0]))
+        if len(steps) < 2 * persistence or steps[-1] < first_step:
+            continue
+        # In the beginning the running statistics follow from 0 and 1, so the distance shrinks.
+        first, last = distances[0], distances[-persistence:]
+        if last.min() > np.log(factor) and last[-1] > stays * first:
+            verdict = (
+                f"the running statistics of {site.name} are not those of its inputs: they differ "
+                f"{np.exp(last[-1]):.3g}-fold"
+            )
+            yield View(evidence, evidence.parameters, site).found(verdict, "mean", factor=np.exp(last[-1]))
+
+
+def _unchanged(evidence: Evidence, persistence: int, first_step: int) -> dict[Site, int]:
+    """Return the running variances that stay equal, in train mode, each with the number of those that change."""
+    table = evidence.parameters
+    if len(table) < persistence or table.steps[-1] < first_step:
+        return {}
+    mean, variance = RUNNING_STATISTICS
+    sites = [site for site in table.places if site.path == variance and Site(site.name, mean) in table.places]
+    same = {site for site in sites if _is_constant(table, site.name)}
+    # In eval mode they stay as they are.
+    away = {each.module for each in evidence.outputs if len(each.eval_mode)}
+    called = {each.module for each in evidence.outputs if len(each.rms) >= persistence} - away
+    return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
+
+
+def _is_constant(table: Table, name: str) -> bool:
+    """Return True if the running statistics of a module are known and equal in all records."""
+    columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING_STATISTICS]
+    return all(len(each) == len(table) and np.ptp(each) == 0 for each in columns)
+
+
+def _distances(evidence: Evidence, name: str, feed: View) -> tuple[list[int], Floats]:
+    """Return the distance of the logarithms of the rms that the running statistics and the inputs have, with steps."""
+    mean, variance = (evidence.parameter(name, path) for path in RUNNING_STATISTICS)
+    columns = [mean.column("rms"), variance.column("mean"), feed.column("rms")]
+    steps = sorted(set.intersection(*(set(at.tolist()) for _, at in columns)))
+    mean_rms, variances, rms = (values[np.isin(at, steps)] for values, at in columns)
+    known = np.sqrt(mean_rms**2 + variances)
+    is_positive = bool((rms > 0).all() and (known > 0).all())
+    return (steps, np.abs(np.log(known / rms))) if is_positive else ([], rms)

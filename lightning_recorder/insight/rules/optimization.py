@@ -1,0 +1,377 @@
+"""Rules about parameters and their updates."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from lightning_recorder.graph.model import Node
+from lightning_recorder.insight.evidence import Evidence, View, spread
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.module_edges import is_position
+from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.table import Floats
+
+
+@rule(
+    "not-in-optimizer",
+    statistic="parameters that require gradients and take part in no optimizer step",
+    usual="each module that gets gradients is in an optimizer",
+    why="The list of parameters that the optimizer was given lacks this module.",
+    next="Look at configure_optimizers; pass self.parameters(), or a group for this module.",
+    false_alarms="A module that another library updates.",
+    needs=("parameters",),
+    explains={"not-in-optimizer": ("any",)},
+    is_lasting=True,
+)
+def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
+    trained = {site.name for site in evidence.gradients.places}
+    updated = {each.module for each in evidence.tensors if each.update}
+    for name, why in evidence.missing("parameters"):  # as known after the first record
+        if why.startswith("no step") and name not in updated and (name in trained or not trained):
+            verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
+            yield evidence.view(evidence.parameters, name).found(verdict)
+    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    if left_out:
+        yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
+
+
+@rule(
+    "two-optimizers",
+    "note",
+    statistic="number of steps of each parameter in a record, and the number of parameters in all groups",
+    usual="each parameter is in one optimizer",
+    why="The generator's optimizer also got the discriminator, or the list of one optimizer is all of the model.",
+    next="Look at configure_optimizers: each optimizer should have the parameters that its loss is to change.",
+    false_alarms="An encoder that two losses train on purpose, as in an adversarial autoencoder. So it is a note.",
+    needs=("parameters",),
+    records=2,
+)
+def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    """Yield a note about parameters that two optimizers step in the same training steps.
+
+    Both steps count in the record of a parameter, and the groups of all optimizers have it twice.
+    """
+    table, tensors = evidence.parameters, evidence.tensors
+    sizes = np.array([max(1, each.numel) for each in tensors], dtype=np.float64)
+    counts = table.get("count")[:, [table.places[each.site] for each in tensors]] / sizes
+    counts = counts[(counts > 0).all(axis=1)]  # the records that have all of them
+    if len(counts) < persistence or not tensors:
+        return
+    steps = counts / counts.min(axis=1, keepdims=True)
+    are_twice = (steps == 2).all(axis=0)
+    shared = [each for each, is_twice in zip(tensors, are_twice, strict=True) if is_twice]
+    more = sum(int(group.get("parameters", 0)) for group in table.about.get("groups") or ()) - len(tensors)
+    # A discriminator may take two steps for each one of the generator.
+    if shared and len(shared) == more and (are_twice | (steps == 1).all(axis=0)).all():
+        names = [each.name for each in shared]
+        what = f"{names[0]} and {more - 1} other parameters" if more > 2 else " and ".join(names)
+        verdict = f"two optimizers step {what} in the same training steps"
+        modules = dict.fromkeys(each.module for each in shared if each.module != shared[0].module)
+        yield shared[0].found(verdict, others=tuple(modules), parameters=more)
+
+
+def _left_out(evidence: Evidence) -> list[Node]:
+    """Return the used weights without a record, of modules that have other parameters with one."""
+    recorded = {each.name for each in evidence.tensors}
+    trained = {each.module for each in evidence.tensors if each.gradient}
+    nodes = [node for node in evidence.graph.nodes if node.kind == "parameter"]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    nodes = [node for node in nodes if recorded.isdisjoint((node.name, *node.tied))]
+    return list({node.name: node for node in nodes if node.name.rpartition(".")[0] in trained}.values())
+
+
+def _about_left_out(evidence: Evidence, nodes: list[Node], what: str) -> Finding:
+    modules = list(dict.fromkeys(node.name.rpartition(".")[0] for node in nodes))
+    verdict = f"{nodes[0].name} {what}, while other parameters of {modules[0]} are trained"
+    view = evidence.view(evidence.parameters, modules[0])
+    return view.found(verdict, others=tuple(modules[1:]), parameters=len(nodes))
+
+
+@rule(
+    "frozen",
+    statistic="modules none of whose parameters requires a gradient",
+    usual="no module is frozen, or the first layers in fine-tuning (a note)",
+    why="requires_grad_(False) on the wrong module, or a freeze that was not undone.",
+    next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
+    false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
+    needs=("parameters",),
+    explains={"unlike-siblings": ("same",)},
+    is_lasting=True,
+)
+def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
+    # Positions are often fixed sines.
+    parts = [each for each in _left_out(evidence) if each.note == "frozen" and not is_position(each.name)]
+    if parts:
+        found = _about_left_out(evidence, parts, "is frozen")
+        # Some methods of fine-tuning train the biases alone.
+        is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
+        yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
+    names = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
+    trained = {each.module for each in evidence.tensors}
+    if not names or not trained:
+        return
+    order = evidence.wiring.order
+    names.sort(key=lambda name: order.get(name, -1))
+    first = min((order[name] for name in trained if name in order), default=0)
+    last = max((order[name] for name in trained if name in order), default=0)
+    # Fine-tuning freezes the first layers, or most of them.
+    inside = [name for name in names if first < order.get(name, -1) < last and name in order]
+    inside = [name for name in inside if trained & evidence.wiring.downstream(name) and not is_position(name)]
+    count, others = len(names) + len(trained), tuple(names[1:])
+    if inside and len(names) < share * count:
+        verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
+        yield evidence.view(evidence.parameters, inside[0]).found(verdict, others=others, frozen=len(names))
+    else:
+        verdict = f"{len(names)} of {count} modules with parameters are frozen"
+        found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
+        yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
+
+
+@rule(
+    "constant-weight",
+    statistic="std of a weight with two or more dimensions",
+    usual="std and rms of a weight are about equal",
+    why="A constant initialization: all units of the layer stay equal.",
+    next="Initialize with random values.",
+    false_alarms="Layers that begin at zero and leave it with the first step.",
+    needs=("parameters",),
+    records=2,
+    explains={
+        "constant-weight": ("any",),
+        "unlike-siblings": ("any",),
+        "gradient-stops": ("upstream", "same"),
+        "dead-output": ("same", "downstream"),
+        "norm-ineffective": ("downstream",),
+    },
+)
+def constant_weight(
+    evidence: Evidence, *, persistence: int = 2, std: float = 1e-4, fewest: int = 4
+) -> Iterator[Finding]:
+    for each in evidence.weights:
+        (values, spreads), _ = each.columns("rms", "std")
+        # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
+        # like the zeros of a LoRA whose gradient is lost: that is another finding.
+        is_used = bool(each.gradient.rms.any())
+        if len(values) < persistence or each.numel < fewest or not is_used:
+            continue
+        flat = spreads <= std * values
+        if flat[-persistence:].all():
+            what = "zero" if values[-1] == 0 else f"equal to {values[-1]:.3g}"
+            verdict = f"all values of {each.name} are {what}, so its outputs cannot differ"
+            yield each.found(verdict, "std", std=spreads[-1])
+
+
+@rule(
+    "learning-rate-outlier",
+    statistic="rms(update) for Adam, rms(update) / rms(gradient) for SGD, against the other layers",
+    usual="0.3 to 3",
+    why="The parameter group has a learning rate that is far too high.",
+    next="Look at the groups in configure_optimizers; lower the learning rate of this layer.",
+    false_alarms="A new head with up to twenty times the rate, if its relative updates stay below 2 %.",
+    needs=("parameters",),
+    records=3,
+    explains=dict.fromkeys(
+        (
+            "learning-rate-outlier",
+            "weight-drift",
+            "unlike-siblings",
+            "scale-jump",
+            "saturation",
+            "sudden-change",
+            "dead-output",
+            "train-differs",
+            "vanishing-gradient",
+            "gradient-step",
+            "exploding-gradient",
+        ),
+        ("any",),
+    ),
+)
+def learning_rate_outlier(
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    factor: float = 8.0,
+    largest: float = 3.0,
+    update_ratio: float = 0.02,
+    first: float = 0.2,
+    first_records: int = 3,
+    fewest: int = 3,
+    rate: float = 20.0,
+) -> Iterator[Finding]:
+    adaptive = any("exp_avg_sq" in site.path for site in evidence.parameters.places)
+    fast = _in_fast_groups(evidence, factor)
+    compared = _step_sizes((*evidence.weights, *fast), adaptive, persistence)
+    if len(compared) < fewest:
+        return
+    rates = {each: rates.max() for each in compared if len(rates := each.learning_rate)}
+    what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
+    for each, others, usual_rate in _far_above(compared, rates, set(fast), factor, largest):
+        above = float(compared[each] / np.median(others))
+        is_outlier = above > factor * max(spread(others), 1.0) ** 0.5
+        sizes = each.update_ratio
+        is_fast = rates.get(each, np.nan) > rate * usual_rate > 0
+        is_large = len(sizes) >= persistence and (
+            np.median(sizes[1:]) > update_ratio or sizes[:first_records].max() > first
+        )
+        if is_outlier and (is_fast or is_large):
+            is_known = rates.get(each, np.nan) > usual_rate
+            instead = f", and its learning rate {rates[each]:.3g} instead of {usual_rate:.3g}" if is_known else ""
+            most = sizes[np.isfinite(sizes)].max(initial=0.0)  # infinite if it begins at zero
+            verdict = (
+                f"a step changes {each.name} by up to {most:.1%} of its size: {what} {above:.3g} × the median "
+                f"of the other layers{instead}"
+            )
+            yield each.found(
+                verdict,
+                "update_ratio",
+                factor=above,
+                update_ratio=float(np.median(sizes[1:])) if len(sizes) > 1 else 0.0,
+            )
+
+
+def _far_above(
+    compared: Mapping[View, float],
+    rates: Mapping[View, float],
+    fast: Collection[View],  # not what a fast weight is compared with, such as its own bias
+    factor: float,
+    most: float,
+) -> Iterator[tuple[View, Floats, float]]:
+    """Yield the parameters far above the largest other one, with the others and the median of their learning rates.
+
+    The others are made for these few parameters only: for each one, the time would grow with the square of the number.
+    """
+    slow_first = sorted((each for each, rate in rates.items() if rate > 0), key=lambda each: rates[each])
+    scaled = [factor * rates[each] for each in slow_first]
+
+    @cache
+    def known(count: int) -> tuple[list[View], set[View], Floats]:
+        # If only a few layers are slower, they are the odd ones.
+        usual = slow_first[:count] if 2 * count >= len(compared) else list(compared)
+        sizes = {each: compared[each] for each in usual if each not in fast}
+        return usual, set(sizes), np.sort(np.array([0.0, *sizes.values()]))[-2:]
+
+    for each, value in compared.items():
+        # Those of other groups, whose rates are far below that of this one.
+        slower = bisect_left(scaled, rates.get(each, 0.0))
+        usual, counted, largest = known(slower if 2 * slower >= len(compared) else 0)
+        is_largest = each in counted and value == largest[-1]
+        if len(counted) > (each in counted) and value > most * largest[-1 - is_largest]:
+            usual = [key for key in usual if key is not each]
+            others = np.array([compared[key] for key in usual if key in counted])
+            yield each, others, float(np.median([rates[key] for key in usual if key in rates] or [np.nan]))
+
+
+def _step_sizes(parameters: Iterable[View], adaptive: bool, persistence: int) -> dict[View, float]:
+    """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
+    found: dict[View, float] = {}
+    for each in parameters:
+        update, gradient = each.update.rms, each.gradient.rms
+        if min(len(update), len(gradient)) >= persistence and np.median(gradient) > 0 and np.median(update) > 0:
+            size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
+            if min(size, slope) > 0:
+                found[each] = size if adaptive else size / slope
+    return found
+
+
+def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
+    """Return the biases, scales and scalars whose learning rate is far above that of the weights.
+
+    The relative updates of small parameters are large in healthy runs, so that those of usual groups are not compared.
+    """
+    rates = {each: rates.max() for each in evidence.tensors if len(rates := each.learning_rate)}
+    usual = [rates[each] for each in evidence.weights if each in rates]
+    if not usual:
+        return []
+    limit = factor * float(np.median(usual))
+    return [each for each, rate in rates.items() if rate > limit and len(each.shape) < 2]
+
+
+@rule(
+    "weight-drift",
+    statistic="rms of a weight, last against first record; for shrinking also the share of the updates that point to "
+    "zero, for growing also rms √inputs",
+    usual="0.8 to 3.5",
+    why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
+    next="Look at the weight decay and the learning rate of the group.",
+    false_alarms="Slow shrinking before a normalization, layers that begin near zero, weights below 64 values.",
+    needs=("parameters",),
+    records=3,
+    explains=dict.fromkeys(
+        (
+            "weight-drift",
+            "unlike-siblings",
+            "vanishing-gradient",
+            "gradient-step",
+            "exploding-gradient",
+            "sudden-change",
+            "scale-jump",
+            "barely-moves",
+            "train-differs",
+            "running-statistics",
+            "norm-ineffective",
+        ),
+        ("any",),
+    ),
+)
+def weight_drift(
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    jump: float = 0.8,
+    shrink: float = 0.25,
+    grow: float = 8.0,
+    gain: float = 8.0,
+    alignment: float = 0.1,
+    numel: int = 64,
+    begin: float = 0.05,
+    half: float = 0.5,
+) -> Iterator[Finding]:
+    for each in evidence.weights:
+        values, steps = each.column("rms")
+        inputs = 1 if "Embedding" in each.kind else np.prod(each.shape[1:])
+        if len(values) < persistence or each.numel < numel or values[0] * np.sqrt(inputs) < begin:
+            continue  # a layer that begins at zero has to grow, and the rms of a few values varies
+        ratio = values[-1] / values[0]
+        grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain
+        if grows or (ratio < shrink and _is_decay(each, alignment, half)):
+            way = "grows" if grows else "shrinks"
+            decay = each.weight_decay
+            because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
+            span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            verdict = f"{each.name} {way} {span}{because}"
+            found = each.found(verdict, "rms", first=values[0], last=values[-1])
+            yield _as_jump(found, each, jump)
+
+
+def _as_jump(found: Finding, weight: View, jump: float) -> Finding:
+    """Return a finding about a weight that says so if nearly all of its change is between two records."""
+    values, steps = weight.column("rms")
+    with np.errstate(all="ignore"):
+        changes = np.abs(np.diff(np.log(values)))
+        at = int(np.argmax(changes))
+        if not changes[at] > jump * abs(np.log(values[-1] / values[0])):
+            return found
+    span = f"from rms {values[at]:.3g} to {values[at + 1]:.3g} between steps {steps[at]} and {steps[at + 1]}"
+    why = "The weight was set or loaded anew, or a single step was far too large."
+    look = "Look at the code that writes to the weight, and at the batches and the updates between these steps."
+    return replace(found, first_step=int(steps[at + 1]), verdict=f"{weight.name} jumps {span}", why=why, next=look)
+
+
+def _is_decay(each: View, alignment: float, half: float) -> bool:
+    """Return True if most of the updates point towards zero while the weight loses half of its size.
+
+    In long trainings, weights before a normalization shrink slowly, by updates in all directions.
+    """
+    values, steps = each.column("rms")
+    updates = each.update.rms
+    if len(updates) != len(values):
+        return True  # updates are not recorded
+    end = int(np.argmax(values < half * values[0]))
+    path = np.sum(np.diff(steps[: end + 1]) * np.maximum(updates[:end], updates[1 : end + 1]))
+    return bool((values[0] - values[end]) > alignment * path)

@@ -1,0 +1,313 @@
+"""Rules about module outputs: dead, saturated, collapsed, far larger than the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.names import site_title
+from lightning_recorder.reductions import Histogram
+
+_RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
+_FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
+_BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+_GATES = ("Sigmoid", "Hardsigmoid")
+_RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
+_EVERYTHING_AFTER = ("downstream", "same")
+_WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
+_NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
+_STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
+
+
+@rule(
+    "dead-output",
+    statistic="zero_fraction of the output",
+    usual="at most 0.8, for a ReLU about 0.5",
+    why="A ReLU that gets negative inputs only, or a factor, a mask, an input or a weight that is zero.",
+    next="Look at the inputs of this module, and at what they are multiplied with.",
+    false_alarms="Sparse gates and masks. Between 95 % and 99 % a ReLU is a note.",
+    needs=("activations",),
+    records=2,
+    explains={
+        "dead-output": _EVERYTHING_AFTER,
+        "odd-block": ("same",),
+        "scale-jump": ("upstream",),
+        "gradient-stops": ("upstream", "same", "downstream"),
+        "does-not-move": ("upstream", "same", "downstream"),
+        "vanishing-gradient": ("any",),
+        "gradient-step": ("any",),
+        "exploding-gradient": ("any",),
+        "unlike-siblings": ("upstream", "same", "downstream"),
+        "weight-drift": ("any",),
+        "sudden-change": ("upstream", "same", "downstream"),
+        "barely-moves": ("any",),
+        "updates-lost": ("any",),
+        "train-differs": _EVERYTHING_AFTER,
+        "norm-ineffective": ("any",),
+        "frozen": ("same",),
+    },
+)
+def dead_output(
+    evidence: Evidence,
+    *,
+    persistence: int = 2,
+    zero_fraction: float = 0.99,
+    nearly: float = 0.95,
+    large_update: float = 0.1,
+) -> Iterator[Finding]:
+    for view in evidence.outputs:
+        if view.is_scalar or not (view.dtype or "float").startswith(("float", "bfloat", "complex")):
+            continue  # such as one of several losses, or the indices of a batch that is passed on
+        values, steps = view.column("zero_fraction")
+        if len(values) < persistence or (values[-persistence:] < nearly).any():
+            continue
+        dead = bool((values[-persistence:] >= zero_fraction).all())
+        if not dead and view.kind not in _RELUS:
+            continue
+        since = _since(values >= (zero_fraction if dead else nearly), steps)
+        if since == steps[0] and len(evidence.gradients) and not view.gradient:
+            continue  # a constant that no gradient passes, such as the logarithm of a determinant: nothing has died
+        least = values[steps >= since].min()
+        share = "only zeros" if least == 1 else f"at least {np.floor(1000 * least) / 10:.1f}% zeros"
+        feed = _feed(view, since, large_update)
+        verdict = f"{site_title(*view.site)} returns {share} {_from(since, steps)}{feed}"
+        found = view.found(verdict, "zero_fraction", since=since, zero_fraction=values[-1])
+        if feed.startswith(": "):  # its input was recorded
+            found = replace(found, why=_WHY_NEGATIVE, next=_NEXT_NEGATIVE)
+        yield found if dead else replace(found, severity="note")
+
+
+def _feed(view: View, since: int, large: float) -> str:
+    """Describe the input of a dead ReLU, or of the ReLU before a dead module: negative, or after a large update."""
+    evidence, wiring = view.evidence, view.evidence.wiring
+    update = ""
+    for call, name in enumerate(wiring.calls):
+        feeds = wiring.producers[call] if name == view.module else frozenset()
+        # A ReLU that is called several times is not dead as a whole.
+        relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
+        sources = [(each, "its input") for each in feeds]
+        sources += [(each, f"the input of {wiring.calls[relu]}") for relu in relus for each in wiring.producers[relu]]
+        for each, what in sources:
+            source = evidence.output(wiring.calls[each]) if each >= 0 else evidence.view(evidence.activations, "")
+            update = update or _large_update(evidence, source.module, since, large)
+            high, steps = source.column("max")
+            if (high[-1:] <= 0).any():
+                update = _large_update(evidence, source.module, since, large)
+                largest = high[steps >= since].max(initial=high[-1])
+                return f": {what} from {source.module} is at most {largest:.3g}{update}"
+    return update
+
+
+def _large_update(evidence: Evidence, name: str, until: int, large: float) -> str:
+    """Describe the largest recorded update of a layer up to a step, if it was large relative to the weight."""
+    for each in evidence.weights:
+        ratios, steps = each.column("update_ratio")
+        known = np.where((steps <= until) & np.isfinite(ratios), ratios, 0.0)
+        if each.module == name and known.max(initial=0.0) >= large:
+            rates = each.learning_rate
+            at = f" at learning rate {np.median(rates):.3g}" if len(rates) else ""
+            return f", after step {steps[known.argmax()]} changed {each.name} by {known.max():.0%}{at}"
+    return ""
+
+
+def _since(holds: NDArray[np.bool_], steps: NDArray[np.int64]) -> int:
+    """Return the first step from which on a condition holds in all records."""
+    failing = np.flatnonzero(~holds)
+    return int(steps[min(failing[-1] + 1, len(steps) - 1)] if len(failing) else steps[0])
+
+
+def _from(since: int, steps: NDArray[np.int64]) -> str:
+    return "in every record" if since == steps[0] else f"from step {since} on"
+
+
+def _shares(
+    evidence: Evidence, kinds: tuple[str, ...], share: Callable[[Histogram], float]
+) -> Iterator[tuple[View, list[float]]]:
+    """Yield the outputs of modules of some classes, with a share of their histograms in the last records."""
+    for view in evidence.outputs:
+        is_one = view.kind in kinds and view.path.startswith("out") and view.path not in _STATES
+        if is_one and not (view.kind in _RNNS and _largest(view) > 1):
+            yield view, [share(each) for each in view.histograms()]
+
+
+@rule(
+    "saturation",
+    statistic="share of the outputs of tanh, LSTM or sigmoid at the ends of the range, or near them from the start",
+    usual="at most 0.2",
+    why="The inputs of the activation are too large, so that its derivative is almost zero.",
+    next="Look at the sign and the size of its inputs. Scale down the weights or the bias of the layer before it, "
+    "normalize its inputs or the targets, or lower the learning rate.",
+    false_alarms="Activations that nothing follows are left out. Values of 0.97 to 1 that training has made count "
+    "only at both ends of a tanh that shrinks the gradient 100-fold.",
+    needs=("activations",),
+    records=2,
+    explains=dict.fromkeys(
+        ("saturation", "vanishing-gradient", "gradient-step", "unlike-siblings", "barely-moves"), ("any",)
+    )
+    | {"scale-jump": ("upstream", "same")},
+)
+def saturation(
+    evidence: Evidence,
+    *,
+    persistence: int = 2,
+    share: float = 0.4,
+    end: float = 0.95,
+    zero: float = 0.005,
+    nearly: float = 0.9,
+    first: float = 0.9,
+    spread: float = 0.9,
+    shrink: float = 100.0,
+) -> Iterator[Finding]:
+    known = set()
+    for kinds, share_of in (
+        (_BOUNDED, lambda histogram: _at_the_ends(histogram, -end, end)),
+        (_GATES, lambda histogram: _at_the_ends(histogram, zero, end)),
+    ):
+        for view, shares in _shares(evidence, kinds, share_of):
+            if len(shares) >= persistence and min(shares) > share:
+                known.add(view.module)
+                yield from _saturated(view, shares)
+    # Memory and gates learn to be sure. Values near the ends only count if they were there from the start, or if they
+    # are at both ends of a tanh that lets hardly any gradient pass.
+    for view, shares in _shares(evidence, (*_FUNCTIONS, *_GATES), _near_the_bounds):
+        is_new = view.module not in known and len(shares) >= persistence and min(shares) > nearly
+        if is_new and ((view.rms[:1] >= first).any() or _stops_gradient(view, persistence, spread, shrink)):
+            yield from _saturated(view, shares)
+
+
+def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
+    """Yield a finding, but for a prediction, which should be sure: an activation that nothing follows."""
+    if view.is_last and view.kind in (*_FUNCTIONS, *_GATES):
+        return
+    # Few records have histograms. The more values are at -1 and 1, the larger is the rms.
+    rms, steps = view.column("rms")
+    is_known = view.kind in _BOUNDED and len(rms) > 0
+    since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
+    verdict = f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of their range"
+    yield view.found(verdict, "rms", since=since, share=shares[-1])
+
+
+def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) -> bool:
+    """Return True if a tanh with values at both ends shrinks the gradient by a large factor in the last records."""
+    feeds = [each.gradient for each in view.inputs]
+    if view.kind not in _FUNCTIONS or not feeds or not all((view.gradient, *feeds)):
+        return False
+    last = slice(-persistence, None)
+    least = min(view.std[last], default=0.0)
+    after = min(view.gradient.rms[last], default=0.0)
+    before = max(each.rms[last].max(initial=0.0) for each in feeds)
+    return bool(least >= spread and np.inf > after > shrink * before)
+
+
+@rule(
+    "attention-collapse",
+    statistic="share of the mass of a softmax in entries above 0.875",
+    usual="at most 0.2",
+    why="The scores are too large: the queries and keys are not scaled by 1/√d, or their weights grow.",
+    next="Check the scale of the scores, the initialization of query and key, or normalize both.",
+    false_alarms="Sharp heads of trained models. Fewer than 8 entries and probabilities of classes are left out.",
+    needs=("activations",),
+    records=2,
+    explains={
+        "attention-collapse": ("any",),
+        "unlike-siblings": ("any",),
+    },
+)
+def attention_collapse(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.3, large: float = 0.875, entries: int = 8
+) -> Iterator[Finding]:
+    for view, shares in _shares(evidence, ("Softmax",), lambda histogram: _mass_of_large(histogram, large)):
+        # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
+        is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
+        if is_attention and len(shares) >= persistence and min(shares) > share:
+            verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
+            yield view.found(verdict, "rms", share=shares[-1])
+
+
+def _largest(view: View) -> float:
+    """Return the largest absolute value in all records."""
+    return float(max(np.abs(each).max(initial=0.0) for each in (view.min, view.max)))
+
+
+def _middles(histogram: Histogram) -> Floats:
+    middles: Floats = (histogram.edges[1:] + histogram.edges[:-1]) / 2
+    return middles
+
+
+def _at_the_ends(histogram: Histogram, low: float, high: float) -> float:
+    """Return the share of values in bins up to one number or from another one on."""
+    middles = _middles(histogram)
+    return float(histogram.counts[(middles <= low) | (middles >= high)].sum() / max(histogram.count, 1))
+
+
+def _near_the_bounds(histogram: Histogram) -> float:
+    """Estimate the share of values whose magnitude is 0.97 or more.
+
+    A bin reaches from 0.875 to 1. Its mean square, what the other bins leave of the sum of squares, tells how many of
+    its values are near its upper end.
+    """
+    middles = np.abs(_middles(histogram))
+    is_top = middles >= 0.9
+    number = float(histogram.counts[is_top].sum())
+    if not number:
+        return 0.0
+    rest = float((histogram.counts[~is_top] * middles[~is_top] ** 2).sum())
+    mean_square = (histogram.sum_squares * histogram.fraction - rest) / number
+    return number / histogram.count * float(np.clip((mean_square - 0.92**2) / (0.985**2 - 0.92**2), 0, 1))
+
+
+def _mass_of_large(histogram: Histogram, large: float) -> float:
+    mass = histogram.counts * _middles(histogram)
+    return float(mass[_middles(histogram) > large].sum() / mass.sum()) if mass.sum() else 0.0
+
+
+@rule(
+    "scale-jump",
+    statistic="std(output) / rms(input) of a module",
+    usual="at most 3",
+    why="Weights that are too large for the number of inputs.",
+    next="Check the initialization and the learning rate of this layer.",
+    false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned.",
+    needs=("activations",),
+    records=1,
+    explains={
+        "scale-jump": ("any",),
+        "never-chosen": ("any",),
+        "unlike-siblings": ("any",),
+        "exploding-gradient": ("any",),
+    },
+)
+def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0) -> Iterator[Finding]:
+    table = evidence.activations
+    middle, spreads = evidence.medians(table, "rms"), evidence.medians(table, "std")
+    for view in evidence.outputs:
+        feeds, rms = view.inputs, middle[view.site]
+        before = [middle.get(each.site, np.nan) for each in feeds]
+        if (
+            view.is_last  # logits may be large
+            or view.path not in ("out", "out[0]")
+            or not feeds
+            or np.isnan([rms, *before]).any()  # so is the input of the model
+            or not 0 < max(before) < np.inf
+        ):
+            continue
+        # A mean that is far from zero may be a bias by design, as before the softplus of a state-space model.
+        spread = spreads[view.site]
+        largest, least = max(before), min(spread / max(before), _first_gain(view, feeds))
+        if least > gain and spread > least_std:
+            grown, feed = rms / largest, feeds[before.index(largest)].module
+            verdict = f"the output of {view.module} has rms {rms:.3g}, {grown:.3g} × that of its input from {feed}"
+            yield view.found(verdict, "rms", rms=rms, gain=grown, input=largest)
+
+
+def _first_gain(view: View, feeds: list[View]) -> float:
+    """Return the gain of the first record. A gain that is learned, for predictions in large units, begins small."""
+    before = max(each.rms[0] for each in feeds)
+    return float(view.rms[0] / before) if before > 0 else np.inf

@@ -1,0 +1,163 @@
+"""Rules about weights and inputs that are too large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.table import Floats
+
+_EVERYTHING_AFTER = ("downstream", "same")
+_WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."
+_NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or an embedding of it."
+
+
+def _weight_gain(weight: View) -> float | None:
+    """Return the factor by which a layer scales independent inputs of rms 1: rms(weight) √inputs in the first record.
+
+    An embedding has one input, which is 1. None if the module has no weight of a known shape.
+    """
+    kind, shape, values = weight.kind, weight.shape, weight.rms
+    if len(shape) < 2 or not len(values):
+        return None
+    # transformers' Conv1D and transposed convolutions have the inputs first.
+    first = kind == "Conv1D" or "Transpose" in kind
+    inputs = 1 if "Embedding" in kind else shape[0] if first else int(np.prod(shape[1:]))
+    return float(values[0]) * float(np.sqrt(inputs))
+
+
+@rule(
+    "weights-too-large",
+    statistic="rms(weight) × √(number of inputs) in the first record",
+    usual="0.3 to 3",
+    why="A wrong initialization: the variance of the weights does not match the number of inputs.",
+    next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
+    false_alarms="First layers that encode coordinates with many frequencies; they have few inputs. Logits, the "
+    "outputs of modules that nothing follows, may be larger.",
+    needs=("parameters",),
+    records=1,
+    explains={
+        "weights-too-large": ("any",),
+        "scale-jump": _EVERYTHING_AFTER,
+        "saturation": _EVERYTHING_AFTER,
+        "attention-collapse": _EVERYTHING_AFTER,
+        "vanishing-gradient": ("any",),
+        "gradient-step": ("any",),
+        "exploding-gradient": ("any",),
+        "block-trend": ("any",),
+        "unlike-siblings": ("any",),
+        "norm-ineffective": _EVERYTHING_AFTER,
+        "dead-output": _EVERYTHING_AFTER,
+        "weight-drift": ("any",),
+        "barely-moves": ("any",),
+        "learning-rate-outlier": ("any",),
+    },
+)
+def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
+    for each in evidence.weights:
+        gain = _weight_gain(each) if "weight" in each.path else None  # other matrices are not multiplied
+        if gain is not None and gain > (most_of_last if each.is_last else most):
+            verdict = f"{each.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
+            yield each.found(verdict, "rms", gain=gain)
+
+
+@rule(
+    "input-scale",
+    statistic="√(rms(output)² - rms(bias)²) / (rms(weight) √inputs) of a first layer, about the rms of its input",
+    usual="0.2 to 3, as of normalized data",
+    why="The inputs are not normalized, for example images from 0 to 255.",
+    next="Normalize the inputs to mean 0 and standard deviation 1, and check the scale of each feature.",
+    false_alarms="Embeddings are left out. Inputs that the step makes from integers must be large in the first "
+    "record, too.",
+    needs=("activations",),
+    records=1,
+    explains=dict.fromkeys(
+        (
+            "input-scale",
+            "scale-jump",
+            "saturation",
+            "unlike-siblings",
+            "exploding-gradient",
+            "vanishing-gradient",
+            "gradient-step",
+            "dead-output",
+            "sudden-change",
+            "barely-moves",
+            "norm-ineffective",
+            "weight-drift",
+            "train-differs",
+        ),
+        ("any",),
+    ),
+)
+def input_scale(evidence: Evidence, *, most: float = 20.0) -> Iterator[Finding]:
+    table, wiring = evidence.activations, evidence.wiring
+    middle = evidence.medians(table, "rms")
+    for site, rms in middle.items():
+        feeds = wiring.inputs.get(site.name)
+        is_made = feeds == [] and _is_index(evidence, site.name)
+        if feeds != [INPUT] and not is_made and not (not wiring.has_graph and table.places[site] == 0):
+            continue
+        recorded = [each for each in evidence.inputs_of(site.name) if "float" in each.dtype]
+        found = list(_large_inputs(evidence, recorded, most))
+        scales = (
+            None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(View(evidence, table, site))
+        )
+        # A layer learns to enlarge a constant, such as learned queries, so the first estimate counts, too.
+        scale = 0.0 if scales is None else min(np.median(scales), scales[0] if is_made else np.inf)
+        if scale > most:
+            verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
+            found.append(View(evidence, table, site).found(verdict, "rms", input_rms=scale, rms=rms))
+        for each in found:
+            yield replace(each, why=_WHY_MADE, next=_NEXT_MADE) if is_made else each
+
+
+def _is_index(evidence: Evidence, name: str) -> bool:
+    """Return True if integers that no batch contains, such as time steps, become the input of a layer with a weight."""
+    graph = evidence.wiring.graph
+    if graph is None or _weight_gain(evidence.parameter(name, "weight")) is None:
+        return False
+    calls = {node.id for node in graph.nodes if node.kind == "module" and node.name == name}
+    todo = [node for node in graph.nodes if node.id in calls or node.parent in calls]
+    seen = {node.id for node in todo}
+    for node in todo:
+        before = [graph[edge.source] for edge in graph.into(node) if edge.source not in seen]
+        if any("int" in meta.dtype for each in before for meta in each.outputs):
+            return True
+        seen |= {each.id for each in before}
+        todo += before
+    return False
+
+
+def _large_inputs(evidence: Evidence, inputs: list[View], most: float) -> Iterator[Finding]:
+    """Yield the recorded inputs that are too large."""
+    rms = evidence.medians(evidence.inputs, "rms") if inputs else {}
+    for each in inputs:
+        if (size := rms[each.site]) > most:
+            verdict = f"the input {each.path} of {each.module or '(root)'} has rms {size:.3g}"
+            yield each.found(verdict, "rms", input_rms=size)
+
+
+def _input_rms(output: View) -> Floats | None:
+    """Estimate the rms of the input of a layer in each record: √(rms(output)² - rms(bias)²) / (rms(weight) √inputs)."""
+    weight, bias = (output.evidence.parameter(output.module, path) for path in ("weight", "bias"))
+    gain = _weight_gain(weight)
+    if not gain:
+        return None
+    sizes, steps = weight.column("rms")
+    offsets, at = bias.column("rms") if bias else (np.zeros(len(steps)), steps)
+    outputs, seen = output.column("rms")
+    common = np.intersect1d(np.intersect1d(steps, at), seen)
+    sizes, offsets, outputs = (
+        values[np.isin(where, common)] for values, where in ((sizes, steps), (offsets, at), (outputs, seen))
+    )
+    if not len(common) or not (sizes > 0).all():
+        return None
+    inputs: Floats = np.sqrt(np.maximum(outputs**2 - offsets**2, 0)) / (sizes * gain / sizes[0])
+    return inputs

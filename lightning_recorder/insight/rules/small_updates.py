@@ -1,0 +1,182 @@
+"""Rules about updates that are zero, lost, or too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.gradients import without_gradient
+
+__all__ = ["FEWEST_VALUES", "TOLERANCE", "are_new", "largest_ratio"]
+
+FEWEST_VALUES, TOLERANCE = 256, 0.05
+"""The limits of :func:`are_new`, which two rules share."""
+
+
+@rule(
+    "updates-lost",
+    statistic="share of zeros in the update, against that in the gradient",
+    usual="0 in float32",
+    why="The updates are smaller than the precision of the weights, which are kept in 16 bits.",
+    next="Keep the weights in float32 (precision='bf16-mixed' instead of 'bf16-true'), or raise the learning rate.",
+    false_alarms="Embeddings of which a batch uses few rows: their gradient has as many zeros.",
+    needs=("parameters",),
+    records=2,
+    explains={
+        "updates-lost": ("any",),
+        "does-not-move": ("any",),
+        "barely-moves": ("any",),
+        "unlike-siblings": ("any",),
+    },
+)
+def updates_lost(
+    evidence: Evidence, *, persistence: int = 2, zero_fraction: float = 0.5, of_lost: float = 0.8
+) -> Iterator[Finding]:
+    for each in evidence.weights:
+        update, gradient = each.update.zero_fraction, each.gradient.zero_fraction
+        if min(len(update), len(gradient)) < persistence or each.dtype not in ("bfloat16", "float16"):
+            continue
+        lost, zero = float(np.median(update)), float(np.median(gradient))
+        if zero_fraction < lost and zero < of_lost * lost:
+            kept = f"{lost:.0%} of the values of {each.name} do not move, but only {zero:.0%} have no gradient"
+            yield each.update.found(f"{kept} ({each.dtype})", "zero_fraction", lost=lost, gradient=zero)
+
+
+@rule(
+    "does-not-move",
+    statistic="update_ratio of a parameter with a gradient",
+    usual="1e-4 to 1e-2",
+    why="A learning rate of zero, or updates below the precision of the weights.",
+    next="Look at the learning rate of the group, at the scheduler, and at the dtype of the weights.",
+    false_alarms="A step that a warm-up begins with a rate of zero is one record only.",
+    needs=("parameters",),
+    records=2,
+    explains={"barely-moves": ("any",), "unlike-siblings": ("any",)},
+)
+def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    lost = without_gradient(evidence, persistence)
+    moving = [each for each in evidence.tensors if each.module not in lost and (each.gradient.rms > 0).any()]
+    stuck = [each for each in moving if len(each.update_ratio) >= persistence and (each.update_ratio == 0).all()]
+    names = list(dict.fromkeys(each.module for each in stuck))
+    whole = len(stuck) == len(moving)
+    stuck = [each for each in stuck if whole or len(each.shape) >= 2]
+    if not stuck:
+        return
+    first = stuck[0]
+    of = "no parameter" if whole else f"{first.name} does not"
+    moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
+    verdict = f"{moves} ({', '.join([*_settings(first), f'dtype {first.dtype or None}'])})"
+    others = tuple(each for each in names if each != first.module)
+    yield first.found(verdict, "update_ratio", others=others, update_ratio=0.0)
+
+
+@rule(
+    "barely-moves",
+    statistic="median update_ratio of the layer that moves most",
+    usual="1e-4 to 1e-2",
+    why="A learning rate that is far too low, or clipping to a norm that is far too small.",
+    next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
+    false_alarms="The end of a schedule that goes to zero: the median over the run counts. From 1e-6 to 1e-5, the "
+    "rate must be constant and most weights still be distributed as in new layers of torch, so that it is no "
+    "fine-tuning.",
+    needs=("parameters",),
+    records=3,
+)
+def barely_moves(
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    update_ratio: float = 1e-6,
+    new: float = 1e-5,
+    warm_up: float = 1.2,
+    numel: int = FEWEST_VALUES,
+    tolerance: float = TOLERANCE,
+) -> Iterator[Finding]:
+    largest = largest_ratio(evidence, persistence)
+    # Fine-tuning makes small steps on purpose, and a warm-up begins with them.
+    of_new = new if are_new(evidence, numel, tolerance) and not _warms_up(evidence, warm_up) else 0.0
+    if 0 < largest < max(update_ratio, of_new):
+        first = evidence.weights[0]
+        settings = _settings(first)
+        verdict = f"the weights hardly move: at most {largest:.2g} of their size per step"
+        verdict += f" ({', '.join(settings)})" if settings else ""
+        yield first.found(verdict, "update_ratio", update_ratio=largest)
+
+
+def largest_ratio(evidence: Evidence, records: int) -> float:
+    """Return the median ``update_ratio`` of the weight that moves most; 0 if there are fewer records of it."""
+    ratios = (each.update_ratio for each in evidence.weights)
+    return max((float(np.median(each)) for each in ratios if len(each) >= records), default=0.0)
+
+
+def are_new(evidence: Evidence, numel: int, tolerance: float) -> bool:
+    """Return True if most weights are in the last record still distributed as in new layers of torch: uniformly.
+
+    The largest value is then √3 × the rms. Training makes a few values larger.
+
+    Args:
+        evidence: The evidence.
+        numel: The least number of values of a weight whose distribution is known.
+        tolerance: The largest relative difference.
+    """
+    last = []
+    for each in evidence.weights:
+        found, _ = each.columns("min", "max", "rms")
+        if len(found[0]) and each.numel >= numel:
+            last.append([float(values[-1]) for values in found])
+    uniform = [abs(max(-low, high) / rms / np.sqrt(3) - 1) < tolerance for low, high, rms in last if rms > 0]
+    return bool(sum(uniform) > len(last) / 2)
+
+
+def _warms_up(evidence: Evidence, factor: float) -> bool:
+    """Return True if the learning rate rises, or is unknown."""
+    rates = [values for each in evidence.weights if len(values := each.learning_rate)]
+    return not rates or any(bool(values.max() > factor * np.median(values)) for values in rates)
+
+
+@rule(
+    "slow-last-layer",
+    statistic="learning rate and update_ratio of the last layers, against those of the layers before them",
+    usual="0.1 to 20",
+    why="The learning rates of two parameter groups are swapped, or one of them has a typing error.",
+    next="Look at the groups in configure_optimizers: a last layer has the rate of the others, or a higher one.",
+    false_alarms="Fine-tuning with small rates for the first layers: nothing may follow the slow layers.",
+    needs=("parameters", GRAPH),
+    records=1,
+    explains={"unlike-siblings": ("same",)},
+)
+def slow_last_layer(
+    evidence: Evidence, *, factor: float = 50.0, slowness: float = 25.0, fewest: int = 2
+) -> Iterator[Finding]:
+    """Yield a finding if the last layers, and no others, are in a group with a far smaller learning rate."""
+    rates = {each: values.max() for each in evidence.weights if len(values := each.learning_rate)}
+    ratios = {each: float(np.median(values)) for each in rates if len(values := each.update_ratio)}
+    usual = float(np.median([*rates.values()] or [0.0]))
+    slow = [each for each, rate in rates.items() if 0 < factor * rate <= usual]
+    before = [each for each in rates if rates[each] >= usual and each in ratios]
+    for each in slow:
+        feeds = evidence.wiring.upstream(each.module)
+        of_others = [ratios[other] for other in before if other.module in feeds]
+        is_slow = len(of_others) >= fewest and slowness * ratios.get(each, np.inf) < np.median(of_others)
+        if not (each.is_last and is_slow):
+            return
+    if slow:
+        first, rate = slow[0], rates[slow[0]]
+        verdict = (
+            f"{first.module} learns {usual / rate:.3g} × slower than the layers before it: its learning rate is "
+            f"{rate:.3g}, that of the others {usual:.3g}"
+        )
+        others = tuple(dict.fromkeys(each.module for each in slow[1:]))
+        yield first.found(verdict, "update_ratio", others=others, learning_rate=rate, usual=usual)
+
+
+def _settings(parameter: View) -> list[str]:
+    """Describe the settings that may keep a parameter from moving, where known."""
+    rates, limit = parameter.learning_rate, parameter.table.about.get("gradient_clip_val")
+    found = [f"learning rate {np.median(rates):.3g}"] if len(rates) else []
+    is_clipped = isinstance(limit, (int, float)) and limit > 0
+    return [*found, f"gradients clipped to {limit:.3g}"] if is_clipped else found

@@ -1,0 +1,403 @@
+"""Rules about settings: learning rate, weight decay, clipping, dropout, the mode of layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.graph.unused import joined_names
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio
+
+# Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
+_COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+_MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
+
+
+@rule(
+    "softmax-dimension",
+    statistic="mean of the output of a softmax whose last two dimensions are equal, times the size of a dimension",
+    usual="1 for one of the last two dimensions",
+    why="The argument dim of the softmax is the batch or the heads, so that samples influence each other.",
+    next="Pass dim=-1 to the softmax of attention scores.",
+    false_alarms="Only scores with two equal last dimensions are examined, and none of those sizes may fit.",
+    needs=("activations",),
+    records=1,
+    explains={
+        "softmax-dimension": ("any",),
+        "attention-collapse": ("same",),
+        "train-differs": ("any",),
+        "odd-block": ("same",),
+    },
+)
+def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterator[Finding]:
+    """Yield each softmax of attention scores whose mean is that of a softmax over another dimension than the last two.
+
+    The mean of a softmax is 1 / size of the dimension that it adds up over.
+    """
+    means = evidence.medians(evidence.activations, "mean")
+    for view in evidence.outputs:
+        shape, mean = view.shape, means[view.site]
+        if view.kind != "Softmax" or len(shape) < 3 or shape[-1] != shape[-2]:
+            continue
+        over = [place for place, size in enumerate(shape) if abs(mean * size - 1) < tolerance]
+        if over and over[-1] < len(shape) - 2:
+            what = "the batch" if over == [0] else f"dimension {over[0]}"
+            verdict = (
+                f"{view.module} adds up to 1 over {what}, not over the positions: its output of shape {list(shape)} "
+                f"has the mean 1/{shape[over[0]]}"
+            )
+            yield view.found(verdict, "mean", mean=mean, size=shape[over[0]])
+
+
+@rule(
+    "learning-rate-too-large",
+    statistic="median update_ratio of the weights, if the learning rate is known",
+    usual="1e-4 to 0.02",
+    why="The learning rate is far too high for the size of the weights.",
+    next="Lower the learning rate of all groups, or warm it up.",
+    false_alarms="Weights that begin at zero, and weights that a strong weight decay shrinks, do not count.",
+    needs=("parameters",),
+    records=3,
+    explains=dict.fromkeys(
+        (
+            "weight-drift",
+            "unlike-siblings",
+            "scale-jump",
+            "saturation",
+            "sudden-change",
+            "dead-output",
+            "train-differs",
+            "vanishing-gradient",
+            "gradient-step",
+            "exploding-gradient",
+            "gradient-spike",
+            "running-statistics",
+        ),
+        ("any",),
+    ),
+)
+def learning_rate_too_large(
+    evidence: Evidence, *, persistence: int = 3, update_ratio: float = 0.15, first: float = 0.5, shrinks: float = 0.5
+) -> Iterator[Finding]:
+    """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
+    sizes = {
+        each: found
+        for each in evidence.weights
+        if len(found := each.update_ratio) >= persistence
+        and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # by weight decay, not by the learning rate
+    }
+    rates = [rate for each in evidence.weights for rate in each.learning_rate]
+    if not sizes or not rates:
+        return
+    later = {each: float(np.median(found[1:])) for each, found in sizes.items()}
+    at_first = {each: float(found[0]) for each, found in sizes.items() if np.isfinite(found[0])}
+    for when, values, limit in (
+        ("a step changes", later, update_ratio),
+        ("the first step changes", at_first, first),
+    ):
+        middle = float(np.median(list(values.values()) or [0.0]))
+        if middle > limit:
+            largest = max(values, key=lambda each: values[each])
+            verdict = f"{when} the weights by {middle:.1%} of their size (learning rate {max(rates):.3g})"
+            yield largest.found(verdict, "update_ratio", update_ratio=middle, learning_rate=max(rates))
+            return
+
+
+@rule(
+    "weight-decay-too-strong",
+    statistic="median of learning_rate × weight_decay of a weight",
+    usual="1e-6 to 1e-3",
+    why="Weight decay is too high for the learning rate: without gradients, the weights halve within 70 steps.",
+    next="Lower weight_decay, for AdamW to 0.01 to 0.1.",
+    false_alarms="Optimizers that add the decay to a gradient that they normalize, such as Adam, are not examined.",
+    needs=("parameters",),
+    records=3,
+    explains=dict.fromkeys(
+        (
+            "weight-drift",
+            "decayed-norm",
+            "unlike-siblings",
+            "sudden-change",
+            "vanishing-gradient",
+            "dead-output",
+            "constant-weight",
+            "learning-rate-too-large",
+            "learning-rate-outlier",
+        ),
+        ("any",),
+    ),
+)
+def weight_decay_too_strong(evidence: Evidence, *, persistence: int = 3, share: float = 0.01) -> Iterator[Finding]:
+    """Yield a finding if weight decay removes a large share of the weights in every step."""
+    groups = evidence.parameters.about.get("groups") or ()
+    shares: dict[View, float] = {}
+    for each in evidence.weights:
+        rates, decays = each.learning_rate, each.weight_decay
+        if len(rates) == len(decays) >= persistence:
+            shares[each] = float(np.median(rates * decays))
+    strong = [each for each, removed in shares.items() if removed > share]
+    if not strong or any(group.get("optimizer") in _COUPLED for group in groups):
+        return
+    worst = max(strong, key=lambda each: shares[each])
+    decay, rate = (float(np.median(values)) for values in (worst.weight_decay, worst.learning_rate))
+    verdict = (
+        f"weight decay {decay:.3g} removes {shares[worst]:.1%} of {worst.name} in every step (learning rate {rate:.3g})"
+    )
+    others = tuple(dict.fromkeys(each.module for each in strong if each is not worst))
+    yield worst.found(verdict, "rms", others=others, share=shares[worst], weight_decay=decay, learning_rate=rate)
+
+
+@rule(
+    "decayed-norm",
+    "note",
+    statistic="mean of the weight of a normalization layer with weight decay, last against first record",
+    usual="0.9 to 1.2",
+    why="The optimizer decays all parameters in one group.",
+    next="Put the parameters of normalization layers and biases into a group with weight_decay=0.",
+    false_alarms="Weights that training shrinks by itself: the decay alone must explain a tenth.",
+    needs=("parameters",),
+    records=3,
+)
+def decayed_norm(
+    evidence: Evidence, *, persistence: int = 3, shrink: float = 0.7, by_decay: float = 0.9
+) -> Iterator[Finding]:
+    """Yield a note if weight decay has pulled the weights of normalization layers towards zero."""
+    found: dict[View, float] = {}
+    for each in evidence.tensors:
+        values, steps = each.column("mean")
+        (decay, rates), _ = each.columns("weight_decay", "learning_rate")
+        is_norm = "Norm" in each.kind and each.path == "weight"
+        if not is_norm or min(len(values), len(decay), len(rates)) < persistence or not decay.max() > 0:
+            continue
+        expected = float(np.exp(-np.mean(rates * decay) * (steps[-1] - steps[0])))
+        if values[0] > 0 and values[-1] / values[0] < shrink and expected < by_decay:
+            found[each] = values[-1] / values[0]
+    if found:
+        worst = min(found, key=lambda each: found[each])
+        decay = worst.weight_decay[-1]
+        verdict = f"weight decay {decay:.3g} has shrunk {worst.name} to {found[worst]:.0%} of its initial mean"
+        others = tuple(each.module for each in found if each is not worst)
+        yield worst.found(verdict, "mean", others=others, weight_decay=decay)
+
+
+@rule(
+    "always-clipped",
+    "note",
+    statistic="smallest norm of all recorded gradients, against gradient_clip_val",
+    usual="below 10",
+    why="gradient_clip_val is far below the usual norm, so it acts as a factor of the learning rate.",
+    next="Compare gradient_clip_val with the norm of the gradients.",
+    false_alarms="Adam is not affected by a constant factor. With SGD alone, a factor above 1,000 is a warning. So is "
+    "one above 100 if after 10 records most weights are still distributed as in new layers of torch.",
+    needs=("parameters",),
+    records=3,
+    explains=dict.fromkeys(("does-not-move", "barely-moves"), ("any",)),
+)
+def always_clipped(
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    factor: float = 50.0,
+    sgd: float = 1000.0,
+    slow: float = 100.0,
+    ratio: float = 1e-4,
+    many: int = 10,
+    numel: int = FEWEST_VALUES,
+    tolerance: float = TOLERANCE,
+) -> Iterator[Finding]:
+    """Yield a note if clipping shrinks the gradient of every record by a large factor; a warning for SGD."""
+    table, limit = evidence.parameters, evidence.parameters.about.get("gradient_clip_val")
+    places = [table.places[each.gradient.site] for each in evidence.tensors if each.gradient]
+    by_norm = table.about.get("gradient_clip_algorithm") == "norm"
+    if not isinstance(limit, (int, float)) or not limit > 0 or not by_norm or not places or len(table) < persistence:
+        return
+    norms = np.sqrt(np.nansum(table.get("rms")[:, places] ** 2 * table.get("count")[:, places], axis=1))
+    least = float(norms.min() / limit)
+    if least > factor:
+        verdict = f"clipping to a norm of {limit:.3g} shrinks the gradient of every step, at least {least:.3g}-fold"
+        found = evidence.view(table, "").found(verdict, factor=least, limit=limit)
+        # Adam divides the factor out again.
+        is_sgd = [group.get("optimizer") for group in table.about.get("groups") or ()] == ["SGD"]
+        is_slow = least > slow and 0 < largest_ratio(evidence, many) < ratio
+        is_large = least > sgd or (is_slow and are_new(evidence, numel, tolerance))
+        yield replace(found, severity="warning") if is_sgd and is_large else found
+
+
+@rule(
+    "eval-mode",
+    statistic="training flag of normalization and dropout layers in recorded training steps",
+    usual="all layers whose neighbors are trained are in training mode",
+    why="eval() without train() after it, or a pretrained model that was loaded in eval mode: Lightning keeps it.",
+    next="Call train() on the module in on_train_start, unless its dropout and statistics are meant to be off.",
+    false_alarms="Frozen layers do not count; detection models keep BatchNorm in eval mode on purpose.",
+    needs=("activations", "parameters"),
+    records=2,
+    explains={
+        "running-statistics": ("any",),
+        "norm-ineffective": ("same",),
+        "train-differs": ("any",),
+        "odd-block": ("same",),
+    },
+)
+def eval_mode(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    table = evidence.activations
+    if len(table) < persistence:
+        return
+    trained = {each.module for each in evidence.tensors if each.gradient}
+    frozen = {name for name, why in evidence.missing("parameters") if why.startswith("frozen")}
+    last = table.get("eval_mode")[-persistence:] == 1.0
+    found = [
+        site.name
+        for site, place in table.places.items()
+        if last[:, place].all() and any(part in evidence.type_of(site.name) for part in _MODAL)
+    ]
+    found = [name for name in dict.fromkeys(found) if _is_trained(evidence, name, trained, frozen)]
+    if found:
+        first = next(view for view in evidence.outputs if view.module == found[0])
+        many = f" and {len(found) - 1} other modules are" if len(found) > 1 else " is"
+        verdict = f"{found[0]}{many} in eval mode in training steps"
+        since = int(first.column("eval_mode")[1][0])
+        yield first.found(verdict, since=since, others=tuple(found[1:]), modules=len(found))
+
+
+def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[str]) -> bool:
+    """Return True if the module, or the last module with parameters before it, is trained.
+
+    A frozen backbone belongs into eval mode.
+    """
+    seen, todo = {name}, [name]
+    while todo:
+        each = todo.pop()
+        if each in trained:
+            return True
+        if each not in frozen:
+            new = [other for other in evidence.wiring.inputs.get(each, ()) if other not in seen]
+            seen.update(new)
+            todo += new
+    return False
+
+
+@rule(
+    "strong-dropout",
+    statistic="argument p of a dropout layer or function in train mode, in the recorded graph",
+    usual="0 to 0.5",
+    why="The share that is kept was passed instead of the share that is dropped, or the value is a typing error.",
+    next="Look at the argument p of the layer: it is the share of the inputs that are set to zero.",
+    false_alarms="Dropout of whole inputs or labels that a method asks for.",
+    needs=(GRAPH,),
+    explains={
+        "train-differs": ("any",),
+        "scale-jump": ("same",),
+        "dead-output": ("same",),
+        "odd-block": ("same",),
+        "unlike-siblings": ("same", "upstream"),
+    },
+)
+def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Finding]:
+    found = {}
+    for node in evidence.graph.nodes:
+        if node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
+            arguments = dict(node.arguments)
+            dropped = float(arguments.get("p", "0"))
+            if share <= dropped < 1 and arguments.get("training") == "True":
+                found[evidence.graph[node.parent or 0].name] = dropped
+    if found:
+        name, dropped = next(iter(found.items()))
+        kept = f"{100 * dropped:.3g}% of its inputs in training, so that {100 * (1 - dropped):.3g}% are left"
+        view = evidence.output(name) or evidence.view(evidence.activations, name)
+        others = tuple(other for other in found if other != name)
+        yield view.found(f"{name or 'the model'} drops {kept}", "zero_fraction", others=others, share=dropped)
+
+
+@rule(
+    "nothing-moves",
+    "critical",
+    statistic="updates of all parameters, if none of them has a gradient",
+    usual="every step moves the parameters",
+    why="The loss does not depend on the parameters. It was made from a number or an index, detached, or computed "
+    "under no_grad(), and requires_grad was set afterwards.",
+    next="Return the loss as it was computed: without item(), detach(), no_grad() and argmax() on the way to it, "
+    "and without requires_grad_().",
+    false_alarms="None known.",
+    needs=("parameters",),
+    records=2,
+)
+def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    """Yield a finding if no parameter ever had a gradient or moved, although its learning rate is not zero."""
+    table = evidence.parameters
+    updates = [each.update for each in evidence.tensors if each.update]
+    if not updates or any(each.gradient for each in evidence.tensors):
+        return
+    changes = [update.rms for update in updates]
+    records = max(map(len, changes))
+    rates = table.get("learning_rate")
+    if records >= persistence and not any(each.any() for each in changes) and not (rates == 0).any():
+        verdict = f"none of {len(updates)} parameters moves in {records} records: all updates are zero"
+        found = updates[0].found(verdict, "rms")
+        yield replace(found, module="", path="")
+
+
+@rule(
+    "not-registered",
+    statistic="parameters in the recorded graph that get gradients and are not among those of the model",
+    usual="the model registers all modules that it trains",
+    why="The modules are in a Python list, tuple or dictionary.",
+    next="Use nn.ModuleList or nn.ModuleDict instead.",
+    false_alarms="Frozen modules that are kept out of the model on purpose do not count.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def not_registered(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if gradients reach parameters of modules that the model does not register."""
+    names = evidence.graph.unused.unregistered
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    if modules:
+        listed = joined_names(modules)
+        more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+        verdict = (
+            f"the model does not register {', '.join(listed[:3])}{more}: gradients reach their parameters, but no "
+            "optimizer of the recorded step and no checkpoint has them"
+        )
+        table = evidence.parameters if len(evidence.parameters) else evidence.activations
+        view = evidence.view(table, modules[0])
+        yield view.found(verdict, others=tuple(modules[1:]), parameters=len(names))
+
+
+@rule(
+    "learning-rate-vanishes",
+    statistic="learning rate of each record, against the largest one before it",
+    usual="the rate is tiny at most in the last tenth of a run",
+    why="A scheduler that steps per batch instead of per epoch, or a gamma or T_max that does not fit the run.",
+    next='Look at the arguments of the scheduler, and at "interval" in configure_optimizers.',
+    false_alarms="A decay to zero at the end of a run: 40 % of the records must show it.",
+    needs=("parameters",),
+    records=6,
+    explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
+)
+def learning_rate_vanishes(
+    evidence: Evidence, *, persistence: int = 6, factor: float = 1e-3, share: float = 0.4
+) -> Iterator[Finding]:
+    """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
+    table = evidence.parameters
+    known = [table.places[each.site] for each in evidence.weights]
+    # Batches without an optimizer step have none.
+    by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
+    rates, steps = by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
+    if not len(rates):
+        return
+    peak = int(np.argmax(rates))
+    tiny = rates[peak:] < factor * rates[peak]
+    if len(rates) >= persistence and tiny.sum() >= share * len(rates):
+        since = int(steps[peak + int(np.argmax(tiny))])
+        verdict = (
+            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
+            f"{factor:.3g} of its largest value, and hardly anything is learned"
+        )
+        found = evidence.weights[0].found(verdict, "learning_rate", since=since, peak=rates[peak])
+        yield replace(found, module="", path="")

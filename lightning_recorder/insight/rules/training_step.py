@@ -1,0 +1,238 @@
+"""Rules about the training step: its batches, its losses, and the gradients that it leaves behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.evidence import Evidence, View, gradient_norms
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.gradients import pairs_of_heads
+from lightning_recorder.insight.table import Floats
+
+# The activations that a loss must not get, and what it does with its input.
+_EXPECTED = {
+    "cross_entropy": (("softmax",), "applies a softmax itself, so it is applied twice"),
+    "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
+    "nll_loss": (("softmax",), "expects logarithms, as log_softmax returns them"),
+    "kl_div": (("softmax",), "expects logarithms, as log_softmax returns them"),
+}
+# Functions that change the shape or the dtype alone.
+_SAME_VALUES = re.compile(
+    "view|reshape|(un)?flatten|transpose|permute|movedim|(un)?squeeze|getitem|contiguous|clone|float|double|half|to|"
+    "type|m?t|chunk|split|unbind|index_select",
+    re.IGNORECASE,
+)
+_ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose output is something plus the bias
+
+
+@rule(
+    "double-activation",
+    statistic="the op that made the input of a loss, in the recorded graph",
+    usual="the loss gets logits, or nll_loss gets the output of log_softmax",
+    why="The model ends with an activation that the loss function contains.",
+    next="Remove the softmax or sigmoid from the model, and apply it outside of training.",
+    false_alarms="None known.",
+    needs=(GRAPH,),
+    explains={
+        "attention-collapse": ("same",),
+        "saturation": ("same",),
+        "vanishing-gradient": ("any",),
+        "barely-moves": ("any",),
+    },
+)
+def double_activation(evidence: Evidence) -> Iterator[Finding]:
+    graph = evidence.graph
+    seen: set[tuple[str, str]] = set()
+    for node in graph.nodes:
+        if node.kind != "op" or node.name not in _EXPECTED:
+            continue
+        activations, text = _EXPECTED[node.name]
+        source = _input_values(graph, node)
+        if source is None or source.name not in activations:
+            continue
+        owner = "" if source.parent is None else graph[source.parent].name
+        # The line of an activation module is that of its call, and it may be called several times.
+        is_module = evidence.type_of(owner).lower() == source.name
+        if (key := (owner, "" if is_module else source.source)) in seen:
+            continue
+        seen.add(key)
+        place = f"{owner or 'training_step'} (line {source.source})" if source.source else owner or "training_step"
+        verdict = f"{node.name} gets the output of the {source.name} in {place}: it {text}"
+        yield evidence.view(evidence.activations, owner).found(verdict)
+
+
+def _input_values(graph: Graph, node: Node) -> Node | None:
+    """Return the op that made the values of the first input of a node, through changes of the shape and the dtype."""
+    source: Node | None = node
+    while source is not None:
+        edges = graph.into(source)
+        source = graph[edges[0].source] if edges else None
+        if source is None or source.kind != "op" or _SAME_VALUES.fullmatch(source.name) is None:
+            return source
+    return None
+
+
+@rule(
+    "constant-input",
+    statistic="gradient of the weight of each first layer, against that of its bias; rows of an embedding in use",
+    usual="the ratio differs from record to record by more than 1 %",
+    why="The dataset returns the same sample again and again, or a transform or a mask replaces its values.",
+    next="Look at some batches: print their mean and standard deviation over the samples.",
+    false_alarms="Models of a learned constant, such as a fixed noise vector. One varying input is enough.",
+    needs=("parameters", GRAPH),
+    records=4,
+    explains=dict.fromkeys(
+        (
+            "norm-ineffective",
+            "exploding-gradient",
+            "vanishing-gradient",
+            "gradient-step",
+            "gradient-stops",
+            "does-not-move",
+            "unlike-siblings",
+            "saturation",
+            "scale-jump",
+            "train-differs",
+            "running-statistics",
+        ),
+        ("any",),
+    ),
+)
+def constant_input(
+    evidence: Evidence, *, records: int = 4, tolerance: float = 1e-3, rows: int = 8
+) -> Iterator[Finding]:
+    """Yield a finding if all first layers get an input that never changes."""
+    found = []
+    for each in evidence.weights:
+        name = each.module
+        if each.path == "weight" and evidence.wiring.inputs.get(name) == [INPUT]:
+            what = _what_is_constant(each, tolerance, rows) if len(each.gradient.rms) >= records else None
+            if what == "":
+                return
+            if what is not None:
+                found.append((name, what))
+    found.sort(key=lambda each: evidence.wiring.order[each[0]])
+    if found:
+        name, what = found[0]
+        verdict = f"the input of {name} {what}"
+        others = tuple(other for other, _ in found[1:])
+        yield evidence.view(evidence.parameters, name).found(verdict, others=others)
+
+
+def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | None:
+    """Describe the constant input of a layer; empty if the input varies, and None if it is not known."""
+    norms, shape = weight.gradient.rms, weight.shape
+    if "Embedding" in weight.kind:
+        rows = np.round((1 - weight.gradient.zero_fraction) * shape[0]) if norms.all() else np.zeros(1)
+        if shape[0] < least_rows or not rows.all():
+            return None
+        return "gives a gradient to one row of its weight only, in each recorded step" if (rows <= 1).all() else ""
+    offsets = weight.evidence.parameter(weight.module, "bias").gradient.rms
+    if len(offsets) != len(norms) or not offsets.all():
+        return None
+    if not norms.any():
+        return "consists of zeros: the gradient of its weight is zero, that of its bias is not"
+    if weight.kind != "Linear":
+        return ""
+    # With one input x, the gradient of the weight is the gradient of the bias times x.
+    ratios = norms / offsets
+    is_constant = np.ptp(ratios) < tolerance * float(np.median(ratios))
+    return "is the same for all samples of all recorded steps" if is_constant else ""
+
+
+@rule(
+    "gradients-accumulate",
+    statistic="L2 norm of the gradient of a bias / (√rows × L2 norm of the gradient of the output)",
+    usual="at most 1, because the gradient of a bias is the sum over the rows",
+    why="zero_grad() is not called between the steps, so that each step repeats all earlier ones.",
+    next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad.",
+    false_alarms="None known: accumulate_grad_batches is taken into account.",
+    needs=("gradients", "parameters"),
+    records=2,
+    explains=dict.fromkeys(
+        (
+            "learning-rate-outlier",
+            "learning-rate-too-large",
+            "weight-drift",
+            "exploding-gradient",
+            "gradient-spike",
+            "always-clipped",
+            "unlike-siblings",
+            "sudden-change",
+        ),
+        ("any",),
+    ),
+)
+def gradients_accumulate(
+    evidence: Evidence, *, factor: float = 1.5, records: int = 2, share: float = 0.25, layers: int = 2
+) -> Iterator[Finding]:
+    """Yield a finding if the gradients of biases are larger than those of the outputs allow.
+
+    The gradient of a bias is the sum of the gradients of the n rows of the output, so its L2 norm is at most √n times
+    that of the gradient of the output.
+    """
+    excess = {}
+    for each in evidence.tensors:
+        if each.path == "bias" and any(part in each.kind for part in _ADDS_BIAS):
+            values = _excess(each, evidence.output(each.module).gradient)
+            if len(values):
+                excess[each.module] = values
+    wrong = {name: values for name, values in excess.items() if np.sum(values > factor) >= records}
+    if len(wrong) < max(layers, share * len(excess)):
+        return
+    worst = max(wrong, key=lambda name: float(wrong[name].max()))
+    largest = float(wrong[worst].max())
+    verdict = (
+        f"gradients of earlier steps are still in the parameters: the gradient of {worst}.bias is {largest:.3g} × as "
+        "large as this step alone can make it. Is zero_grad() missing?"
+    )
+    view = evidence.view(evidence.parameters, "")
+    yield view.found(verdict, others=tuple(wrong), factor=largest, layers=len(wrong))
+
+
+def _excess(bias: View, output: View) -> Floats:
+    """Return the norm of the gradient of a bias in each record, divided by the largest one that its step can make."""
+    (rms, steps), (inner, at) = bias.gradient.column("rms"), output.column("rms")
+    size, count = bias.gradient.count, output.count
+    if len(size) != len(rms) or len(count) != len(inner):
+        return np.zeros(0)
+    _, here, there = np.intersect1d(steps, at, return_indices=True)
+    # ‖bias‖ = rms √size, and √n ‖output‖ = √(count / size) rms √count.
+    with np.errstate(all="ignore"):
+        found: Floats = rms[here] * size[here] / (inner[there] * count[there])
+    return found[np.isfinite(found)]
+
+
+@rule(
+    "loss-imbalance",
+    statistic="L2 norm of the gradients of the outputs of two heads after common layers, first record and median",
+    usual="0.1 to 10",
+    why="The losses of several tasks are added without weights that make up for their units.",
+    next="Weight the losses, or scale the targets to a standard deviation of 1.",
+    false_alarms="A task that is solved: the gradients must differ in the first record, too.",
+    needs=("gradients", GRAPH),
+    records=3,
+    explains=dict.fromkeys(("unlike-siblings", "exploding-gradient", "gradient-spike", "always-clipped"), ("any",)),
+)
+def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 300.0) -> Iterator[Finding]:
+    table = evidence.gradients
+    norms = gradient_norms(table)
+    pairs = pairs_of_heads(evidence, norms)
+    if not pairs or len(table) < persistence:
+        return
+    large, small = max(pairs, key=lambda pair: norms[pair[0]] / norms[pair[1]])
+    outweighs = norms[large] / norms[small]
+    # A task that is solved has small gradients, too, but only at the end.
+    first = table.column(large, "rms")[0][0] / max(table.column(small, "rms")[0][0], 1e-300)
+    if min(outweighs, first) > factor:
+        verdict = (
+            f"the loss of {large.name} outweighs that of {small.name}: the gradient of its output is {outweighs:.3g} × "
+            "as large, so that the layers before both hardly learn the other task"
+        )
+        yield View(evidence, table, large).found(verdict, "rms", others=(small.name,), factor=outweighs)

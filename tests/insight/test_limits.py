@@ -1,0 +1,757 @@
+"""A change of any limit of any rule changes a finding: no limit is unread, and none is far from all cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.insight import RULES, Finding, Rule
+from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.reductions.histogram import EDGES
+from tests.insight.records import Values, chain, examined, trained
+from tests.insight.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.test_odd_blocks import Stage
+from tests.insight.test_operations import Codes, Step, mlp, rows
+
+CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
+"""A function for each rule that yields evidence near its limits, usually just below and just above each of them."""
+
+OUT = ("act", "out")
+ABOVE, BELOW = 1.5, 0.75  # of a limit: a limit that is doubled or halved is on the other side
+NAN = math.nan
+
+
+def case(*args: Any, **kwargs: Any) -> Evidence:
+    return examined(*args, **kwargs).evidence()
+
+
+def cases(name: str) -> Callable[[Callable[[], Iterator[Evidence]]], None]:
+    def add(function: Callable[[], Iterator[Evidence]]) -> None:
+        CASES[name] = function
+
+    return add
+
+
+def weight(**statistics: float | Sequence[float]) -> dict[str, Values]:
+    """Return a weight with a gradient and an update."""
+    own = {name: value for name, value in statistics.items() if name not in ("grad", "update")}
+    return {
+        "a/weight": {"update_ratio": 1e-3, "learning_rate": 0.1, **own},
+        "a/weight.grad": {"rms": statistics.get("grad", 1e-3)},
+        "a/weight.update": {"rms": statistics.get("update", 1e-3)},
+    }
+
+
+def renamed(values: dict[str, Values], name: str) -> dict[str, Values]:
+    return {f"{name}{key[1:]}": value for key, value in values.items()}
+
+
+def shape_of(name: str, *shape: int) -> dict[tuple[str, str], tuple[int, ...]]:
+    return {(name, path): shape for path in ("weight", "out")}
+
+
+def sizes(**values: float | Sequence[float]) -> dict[str, Values]:
+    """Return the rms of modules."""
+    return {name: {"rms": value} for name, value in values.items()}
+
+
+def blocks(values: Sequence[float], path: str = "") -> dict[str, Values]:
+    """Return the rms of a layer in each block."""
+    return {f"blocks.{place}.fc{path}": {"rms": value} for place, value in enumerate(values)}
+
+
+def fork(*heads: str, stem: Sequence[str] = ("stem",)) -> Graph:
+    """Return the graph of a chain of modules that several heads follow; without any, the heads take the input."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    edges, last = [], 1
+    for number, name in enumerate([*stem, *heads], 1):
+        nodes += [Node(2 * number, "module", name, 0, 1, "Linear"), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+        edges.append(Edge(last, 2 * number + 1))
+        last = 2 * number + 1 if name in stem else last
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def histogram(*values: float, bins: Any = EDGES) -> dict[tuple[str, str], Histogram]:
+    found = np.array(values)
+    counts, edges = np.histogram(found, bins=bins)
+    return {OUT: Histogram(edges, counts, found.min(), found.max(), found.sum(), (found**2).sum())}
+
+
+def last(number: int, value: float, others: float, records: int = 8) -> list[float]:
+    """Return the values of a run that has another one in the last records."""
+    return [others] * (records - number) + [value] * number
+
+
+@cases("non-finite")
+def _() -> Iterator[Evidence]:
+    for step in (2, 3):
+        yield case({"a": {"nan_count": [float(row == step) for row in range(5)]}}, None, trained("a"), records=5)
+
+
+@cases("no-activation")
+def _() -> Iterator[Evidence]:
+    linear = [torch.nn.Linear(5, 5) for _ in range(3)]
+    for net in (torch.nn.Sequential(*linear), torch.nn.Sequential(*linear[:2], torch.nn.ReLU(), linear[2])):
+        yield case(graph=capture_graph(Step(net, F.mse_loss), rows, rows))
+
+
+@cases("target-scale")
+def _() -> Iterator[Evidence]:
+    graph = capture_graph(Step(mlp(2), F.mse_loss), rows, torch.randn(8, 2))
+    runs = [[15.0] * 8, [7.5] * 8, [15.0] * 7, last(4, 15.0, 1.0), last(3, 15.0, 1.0)]
+    for ratios in runs:
+        bias: dict[str, Values] = {"net.2/bias": {}, "net.2/bias.grad": {"rms": ratios}}
+        yield case({"net.2": {"rms": 1.0}}, None, bias, graph=graph, records=len(ratios))
+
+
+@cases("unused-codes")
+def _() -> Iterator[Evidence]:
+    x = torch.randn(64, 5)
+    graph = capture_graph(Step(Codes(), F.mse_loss), x, x)
+    for used, number, records in ((3, 100, 8), (4, 100, 8), (2, 100, 8), (2, 100, 7), (1, 30, 8), (0, 15, 8)):
+        book: dict[str, Values] = {
+            "net.codes/weight": {},
+            "net.codes/weight.grad": {"zero_fraction": 1 - used / number},
+        }
+        yield case(None, None, book, graph=graph, shapes=shape_of("net.codes", number, 5), records=records)
+
+
+@cases("softmax-dimension")
+def _() -> Iterator[Evidence]:
+    for factor in (1 + 0.01 * ABOVE, 1 + 0.01 * BELOW):
+        shapes = {OUT: (4, 8, 8)}
+        yield case({"act": {"mean": factor / 4}}, graph=chain("act", "fc", act="Softmax"), shapes=shapes)
+
+
+@cases("learning-rate-too-large")
+def _() -> Iterator[Evidence]:
+    for ratio in (0.2, 0.1):
+        yield case(None, None, weight(update_ratio=ratio))
+    for first in (0.75, 0.375):
+        yield case(None, None, weight(update_ratio=[first, *[0.01] * 7]))
+    for records in (2, 3):
+        yield case(None, None, weight(update_ratio=0.2), records=records)
+    for shrunk in (0.375, 0.75):
+        yield case(None, None, weight(update_ratio=0.2, rms=last(4, shrunk, 1.0)))
+
+
+@cases("weight-decay-too-strong")
+def _() -> Iterator[Evidence]:
+    for decay, records in ((0.15, 3), (0.075, 3), (0.15, 2)):
+        yield case(None, None, weight(weight_decay=decay), records=records)
+
+
+@cases("decayed-norm")
+def _() -> Iterator[Evidence]:
+    for shrunk, by_decay, records in ((0.5, 0.6, 3), (0.8, 0.6, 3), (0.5, 0.95, 3), (0.5, 0.6, 2)):
+        decay = -math.log(by_decay) / (10 * (records - 1)) / 0.1
+        norm = weight(mean=last(1, shrunk, 1.0, records), weight_decay=decay)
+        yield case({"a": {}}, None, norm, graph=chain("a", a="LayerNorm"), records=records)
+
+
+def uniform(**statistics: float | Sequence[float]) -> dict[str, Values]:
+    """Return a weight that is distributed as in new layers of torch, but for a factor of its largest value."""
+    high = 0.5 * math.sqrt(3) * float(np.float64(statistics.pop("wider", 1.0)))  # type: ignore[arg-type]
+    return weight(rms=0.5, min=-high, max=high, **statistics)
+
+
+@cases("always-clipped")
+def _() -> Iterator[Evidence]:
+    about = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm", "groups": [{"optimizer": "SGD"}]}
+    for norm, records in ((75.0, 3), (37.5, 3), (75.0, 2), (1500.0, 3), (750.0, 3)):
+        yield case(None, None, weight(grad=norm / 16), about=about, records=records)
+    for norm, ratio, wider, records in (
+        *((150.0, 7.5e-5, 1.0, 10), (75.0, 7.5e-5, 1.0, 10), (150.0, 1.5e-4, 1.0, 10), (150.0, 7.5e-5, 1.0, 9)),
+        *((150.0, 7.5e-5, 1.075, 10), (150.0, 7.5e-5, 1.0375, 10)),
+    ):
+        new = uniform(wider=wider, grad=norm / 16, update_ratio=ratio)
+        yield case(None, None, new, about=about, records=records)
+    new = uniform(grad=150.0 / 16, update_ratio=7.5e-5)
+    yield case(None, None, new, about=about, records=10, shapes=shape_of("a", 10, 20))
+
+
+@cases("eval-mode")
+def _() -> Iterator[Evidence]:
+    for number in (1, 2):
+        mode = {"a": {"eval_mode": last(number, 1.0, NAN)}}
+        yield case(mode, None, weight(), graph=chain("a", "b", a="BatchNorm1d"))
+
+
+@cases("strong-dropout")
+def _() -> Iterator[Evidence]:
+    for share in ("0.9", "0.5"):
+        node = Node(1, "op", "dropout", 0, 1, arguments=(("p", share), ("training", "True")))
+        yield case(graph=Graph((Node(0, "module", "", None, 0, "Net"), node), ()))
+
+
+@cases("nothing-moves")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield case(None, None, {"a/weight": {}, "a/weight.update": {"rms": 0.0}}, records=records)
+
+
+@cases("learning-rate-vanishes")
+def _() -> Iterator[Evidence]:
+    for tiny, number, records in (
+        (7.5e-4, 5, 10),
+        (1.5e-3, 5, 10),
+        (1e-4, 5, 10),
+        (1e-4, 3, 10),
+        (1e-4, 4, 6),
+        (1e-4, 3, 5),
+    ):
+        yield case(None, None, weight(learning_rate=last(number, tiny, 1.0, records)), records=records)
+
+
+@cases("constant-input")
+def _() -> Iterator[Evidence]:
+    bias: dict[str, Values] = {"a/bias": {}, "a/bias.grad": {"rms": 1.0}}
+    for apart, records in ((0.0015, 4), (0.00075, 4), (0.0, 3)):
+        grad = [1.0] * (records - 1) + [1.0 + apart]
+        yield case({"a": {}}, None, weight(grad=grad) | bias, graph=chain("a", "b"), records=records)
+    for number in (7, 8):
+        table: dict[str, Values] = {"a/weight": {}, "a/weight.grad": {"zero_fraction": 1 - 1 / number}}
+        yield case({"a": {}}, None, table, graph=chain("a", a="Embedding"), shapes=shape_of("a", number, 4))
+
+
+@cases("gradients-accumulate")
+def _() -> Iterator[Evidence]:
+    def layers(number: int, wrong: int, values: Sequence[float]) -> Evidence:
+        names = [f"layer_{place}" for place in range(number)]
+        biases: dict[str, Values] = {f"{name}/bias": {} for name in names}
+        for place, name in enumerate(names):
+            biases[f"{name}/bias.grad"] = {"rms": values if place < wrong else 0.5}
+        return case(None, {name: {"rms": 1.0} for name in names}, biases, graph=chain(*names))
+
+    yield layers(2, 2, [2.0] * 8)
+    yield layers(2, 2, [1.125] * 8)
+    yield layers(2, 2, last(2, 2.0, 0.5))
+    yield layers(2, 2, last(1, 2.0, 0.5))
+    yield layers(8, 3, [2.0] * 8)
+    yield layers(12, 2, [2.0] * 8)
+    yield layers(2, 1, [2.0] * 8)
+
+
+@cases("loss-imbalance")
+def _() -> Iterator[Evidence]:
+    for factor, records in ((450.0, 3), (225.0, 3), (450.0, 2)):
+        yield case(None, sizes(stem=1.0, one=factor, two=1.0), graph=fork("one", "two"), records=records)
+
+
+@cases("weights-too-large")
+def _() -> Iterator[Evidence]:
+    for gain, graph in ((12.0, None), (6.0, None), (24.0, chain("b", "a")), (12.0, chain("b", "a"))):
+        yield case(sizes(b=1.0, a=1.0), None, weight(rms=gain / 4), graph=graph)
+
+
+@cases("input-scale")
+def _() -> Iterator[Evidence]:
+    for rms in (30.0, 15.0):
+        yield case({"a": {}}, inputs={"a": {"rms": rms}}, graph=chain("a", "b"))
+
+
+@cases("two-optimizers")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        both: dict[str, Values] = {"a/weight": {"count": 512.0}, "b/weight": {"count": 256.0}}
+        yield case(None, None, both, about={"groups": [{"parameters": 3}]}, records=records)
+
+
+@cases("frozen")
+def _() -> Iterator[Evidence]:
+    for frozen in (1, 2):
+        names = ["a", *(f"f{place}" for place in range(frozen)), *(["b"] if frozen > 1 else ["b", "c"])]
+        missing = {name: {"fired": False, "why": "frozen"} for name in names if name[0] == "f"}
+        own = [name for name in names if name[0] != "f"]
+        parameters = {key: value for name in own for key, value in trained(name).items()}
+        coverage = {"parameters": {"modules": missing}}
+        yield case({name: {} for name in names}, None, parameters, graph=chain(*names), coverage=coverage)
+
+
+@cases("constant-weight")
+def _() -> Iterator[Evidence]:
+    for std in ([0.75e-4] * 8, [1.5e-4] * 8, last(2, 0.0, 1.0), last(1, 0.0, 1.0)):
+        yield case(None, None, weight(rms=1.0, std=std))
+    for shape in ((2, 2), (3, 1)):
+        yield case(None, None, weight(rms=1.0, std=0.0), shapes=shape_of("a", *shape))
+
+
+@cases("learning-rate-outlier")
+def _() -> Iterator[Evidence]:
+    def layers(
+        others: Sequence[float], slope: float, ratio: Any = 0.1, rate: float = 1.0, records: int = 8
+    ) -> Evidence:
+        found: dict[str, Values] = {}
+        for place, each in enumerate(others):
+            found |= renamed(weight(grad=1.0, update=each, learning_rate=1.0), f"layer_{place}")
+        fast = weight(grad=1.0, update=slope, update_ratio=ratio, learning_rate=rate)
+        return case(None, None, found | renamed(fast, "fast"), records=records)
+
+    ones = [1.0] * 4
+    for slope in (12.0, 6.0):
+        yield layers(ones, slope)
+    yield layers([1.0, 1.0, 4.0], 18.0)
+    yield layers([1.0, 1.0, 6.0], 16.5)
+    for ratio in (0.03, 0.015):
+        yield layers(ones, 12.0, ratio)
+    for first, place in ((0.3, 0), (0.15, 0), (0.3, 2), (0.3, 3)):
+        yield layers(ones, 12.0, [first if row == place else 1e-3 for row in range(8)])
+    for records in (2, 3):
+        yield layers(ones, 12.0, records=records)
+    for number in (1, 2):
+        yield layers([1.0] * number, 12.0)
+    for rate in (30.0, 15.0):
+        yield layers(ones, 12.0, 1e-3, rate)
+
+
+@cases("weight-drift")
+def _() -> Iterator[Evidence]:
+    def drift(
+        values: Sequence[float], update: Sequence[float] | None = None, shape: tuple[int, int] = (16, 16)
+    ) -> Evidence:
+        parameters: dict[str, Values] = {"a/weight": {"rms": values}}
+        if update is not None:
+            parameters["a/weight.update"] = {"rms": update}
+        return case(None, None, parameters, shapes=shape_of("a", *shape), records=len(values))
+
+    for first, end in ((0.25, 3.0), (0.5, 3.0), (0.125, 1.25), (1.0, 0.2), (1.0, 0.4), (0.02, 0.004), (0.01, 0.002)):
+        yield drift([first, math.sqrt(first * end), end])
+    yield drift([1.0, 0.2])
+    yield drift([1.0, 1.0, 0.2, 0.2])
+    yield drift([1.0, 0.38, 0.2])
+    for shape in ((8, 8), (4, 8)):
+        yield drift([1.0, 0.4, 0.2], shape=shape)
+    falling = [1.0, 0.8, 0.6, 0.4, 0.2]
+    for update in ([0.15] * 5, [0.3] * 5, [0.1, 0.1, 0.1, 1.0, 1.0], [0.35, 0.35, 0.0, 0.0, 0.0]):
+        yield drift(falling, update)
+
+
+@cases("updates-lost")
+def _() -> Iterator[Evidence]:
+    for lost, zero, records in ((0.75, 0.0, 2), (0.4, 0.0, 2), (0.9, 0.6, 2), (0.9, 0.85, 2), (0.75, 0.0, 1)):
+        parameters: dict[str, Values] = {
+            "a/weight": {},
+            "a/weight.grad": {"zero_fraction": zero},
+            "a/weight.update": {"zero_fraction": lost},
+        }
+        yield case(None, None, parameters, dtype="bfloat16", records=records)
+
+
+@cases("does-not-move")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield case(None, None, weight(update_ratio=0.0), records=records)
+
+
+@cases("barely-moves")
+def _() -> Iterator[Evidence]:
+    for ratio, records in ((7.5e-7, 3), (1.5e-6, 3), (7.5e-7, 2)):
+        yield case(None, None, weight(update_ratio=ratio), records=records)
+    for ratio, wider in ((7.5e-6, 1.0), (1.5e-5, 1.0), (7.5e-6, 1.075), (7.5e-6, 1.0375)):
+        yield case(None, None, uniform(update_ratio=ratio, wider=wider))
+    yield case(None, None, uniform(update_ratio=7.5e-6, learning_rate=last(2, 1.8, 1.0)))
+    yield case(None, None, uniform(update_ratio=7.5e-6), shapes=shape_of("a", 10, 20))
+
+
+@cases("slow-last-layer")
+def _() -> Iterator[Evidence]:
+    for names, slower, ratio in (
+        ("bc", 75.0, 1e-6),
+        ("bc", 37.5, 1e-6),
+        ("b", 150.0, 1e-6),
+        ("bc", 75.0, 1e-3 / 37.5),
+        ("bc", 75.0, 1e-3 / 18.75),
+    ):
+        parameters = weight(learning_rate=1 / slower, update_ratio=ratio)
+        for name in names:
+            parameters |= renamed(weight(learning_rate=1.0), name)
+        yield case(sizes(**dict.fromkeys([*names, "a"], 1.0)), None, parameters, graph=chain(*names, "a"))
+
+
+def _with_untrained(records: int, *, called: bool, name: str = "x", path: str = "weight") -> Evidence:
+    outputs: dict[str, Values] = {"a": {}, **({name: {}} if called else {})}
+    return case(outputs, None, weight() | {f"{name}/{path}": {"rms": 1.0}}, records=records)
+
+
+@cases("unused-parameter")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield _with_untrained(records, called=False)
+
+
+@cases("forgotten-parameter")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield _with_untrained(records, called=True, name="a", path="token")
+
+
+@cases("gradient-stops")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield _with_untrained(records, called=True)
+    for number in (3, 4):
+        names = [f"blocks.{place}.fc" for place in range(number)]
+        parameters = weight() | {f"{name}/weight": {"rms": 1.0} for name in names}
+        yield case({name: {} for name in ("a", *names)}, None, parameters)
+
+
+@cases("never-chosen")
+def _() -> Iterator[Evidence]:
+    experts, graph = ("experts.0", "experts.1"), fork("experts.0", "experts.1", stem=())
+    for records in (1, 2):
+        parameters = renamed(weight(), experts[0]) | {"experts.1/weight": {"rms": 1.0}}
+        yield case({experts[0]: {}}, None, parameters, records=records)
+    for records in (10, 13):
+        called = [1.0 if row % 2 else NAN for row in range(records)]
+        rarely: dict[str, Values] = {experts[0]: {"count": called}, "a": {}}
+        parameters = renamed(weight(), experts[0]) | {"experts.1/weight": {"rms": 1.0}}
+        yield case(rarely, None, parameters, records=records)
+    for row, records, share in ((6, 12, 1.0), (5, 10, 1.0), (12, 20, 1.0), (8, 16, 0.75)):
+        until = [1.0 if each < row else NAN for each in range(records)]
+        steady = [1.0 if share == 1.0 or each % 4 or each == records - 1 else NAN for each in range(records)]
+        outputs: dict[str, Values] = {experts[0]: {"count": steady}, experts[1]: {"count": until}}
+        parameters = {key: value for name in experts for key, value in renamed(weight(), name).items()}
+        parameters["experts.1/weight.grad"] = {"rms": until}
+        yield case(outputs, None, parameters, graph=graph, records=records)
+
+
+@cases("low-precision")
+def _() -> Iterator[Evidence]:
+    for small, largest, records in ((75, 1e-4, 2), (40, 1e-4, 2), (75, 7.5e-4, 2), (75, 1.5e-3, 2), (75, 1e-4, 1)):
+        found = histogram(*[1e-6] * small, *[1e-4] * (100 - small))
+        gradients: dict[str, Values] = {"act": {"min": -largest, "max": largest}}
+        yield case(None, gradients, dtype="float16", histograms=found, records=records)
+
+
+@cases("gradient-spike")
+def _() -> Iterator[Evidence]:
+    for norms in ([1.0] * 5 + [30.0], [1.0] * 5 + [15.0], [1, 1, 1, 1, 2, 30], [1, 1, 1, 1, 4, 30], [1.0] * 4 + [30.0]):
+        yield case(None, None, weight(grad=norms), records=len(norms))
+
+
+@cases("posterior-collapse")
+def _() -> Iterator[Evidence]:
+    graph = capture_graph(Autoencoder(noise_of_a_shape), torch.randn(16, 16))
+    for first, std, level, records in (
+        *((1.0, math.sqrt(0.015 / 8), 0.1, 10), (1.0, math.sqrt(0.0075 / 8), 0.1, 10), (0.1, 0.02, 0.1, 10)),
+        *((0.05, 0.02, 0.1, 10), (1.0, 0.01, 0.75, 10), (1.0, 0.01, 0.375, 10), (1.0, 0.01, 0.1, 9)),
+    ):
+        outputs: dict[str, Values] = {
+            "mean": {"std": [first, *[std] * (records - 1)]},
+            "scale": {"std": [1.0, *[0.01] * (records - 1)], "rms": level},
+        }
+        parameters = renamed(weight(), "mean") | renamed(weight(), "scale")
+        yield case(outputs, None, parameters, graph=graph, records=records)
+
+
+@cases("norm-ineffective")
+def _() -> Iterator[Evidence]:
+    for rms in ([2.25] * 8, [1.125] * 8, last(2, 2.25, 1.0), last(1, 2.25, 1.0)):
+        yield case({"a": {"rms": rms}}, None, weight(rms=1.0), graph=chain("a", a="BatchNorm1d"))
+
+
+@cases("running-statistics")
+def _() -> Iterator[Evidence]:
+    def lagging(first: float, end: float, records: int = 8, every: int = 10) -> Evidence:
+        known: dict[str, Values] = {
+            "norm/running_mean": {"rms": 0.0, "mean": 0.0},
+            "norm/running_var": {"mean": [first**2, *[end**2] * (records - 1)]},
+        }
+        return case(sizes(a=1.0, norm=1.0), None, known, records=records, every=every)
+
+    for first, end in ((6.0, 6.0), (3.0, 3.0), (10.0, 7.0), (10.0, 5.0)):
+        yield lagging(first, end)
+    yield lagging(6.0, 6.0, 6, 20)
+    yield lagging(6.0, 6.0, 5, 20)
+    yield lagging(6.0, 6.0, every=6)
+
+
+@cases("dead-output")
+def _() -> Iterator[Evidence]:
+    for kind, zeros in (
+        *(("Linear", [0.995] * 8), ("Linear", [0.97] * 8), ("ReLU", [0.97] * 8), ("ReLU", [0.8] * 8)),
+        *(("Linear", last(2, 1.0, 0.5)), ("Linear", last(1, 1.0, 0.5))),
+    ):
+        yield case({"act": {"zero_fraction": zeros}}, graph=chain("act", "fc", act=kind))
+    for ratio in (0.15, 0.075):
+        outputs: dict[str, Values] = {"a": {}, "act": {"zero_fraction": last(2, 1.0, 0.5)}}
+        yield case(outputs, None, weight(update_ratio=ratio), graph=chain("a", "act", act="ReLU"))
+
+
+@cases("saturation")
+def _() -> Iterator[Evidence]:
+    def outputs(
+        kind: str, value: float, share: int, *, rms: Any = 0.1, std: float = 0.1, shrink: float = 1.0, records: int = 8
+    ) -> Evidence:
+        layers: dict[str, Values] = {"fc": {}, "act": {"rms": rms, "std": std}, "end": {}}
+        gradients = sizes(fc=1.0, act=shrink)
+        rest = [0.3] * (100 - share)
+        found = histogram(*[value] * share, *rest)
+        return case(layers, gradients, graph=chain("fc", "act", "end", act=kind), histograms=found, records=records)
+
+    for value, share in ((1.0, 60), (1.0, 30), (0.6, 60)):
+        yield outputs("LSTM", value, share)
+    yield outputs("LSTM", 1.0, 60, records=1)
+    for value in (0.004, 0.008):
+        yield outputs("Sigmoid", value, 60)
+    for share, first in ((95, 0.95), (60, 0.95), (95, 0.7)):
+        yield outputs("Tanh", 0.99, share, rms=[first, *[0.99] * 7])
+    for std, shrink in ((0.95, 150.0), (0.95, 75.0), (0.6, 150.0)):
+        yield outputs("Tanh", 0.99, 95, std=std, shrink=shrink)
+
+
+@cases("attention-collapse")
+def _() -> Iterator[Evidence]:
+    def attention(value: float, mass: float, entries: int = 9, records: int = 8) -> Evidence:
+        number = 100
+        rest = value * number * (1 - mass) / mass
+        found = histogram(*[value] * number, *[rest / 10000] * 10000)
+        return case(
+            {"act": {}, "fc": {}},
+            graph=chain("act", "fc", act="Softmax"),
+            histograms=found,
+            shapes={OUT: (4, entries)},
+            records=records,
+        )
+
+    yield attention(0.95, 0.45)
+    yield attention(0.95, 0.22)
+    yield attention(0.6, 0.45)
+    for entries in (7, 8):
+        yield attention(0.95, 0.45, entries)
+    yield attention(0.95, 0.45, records=1)
+
+
+@cases("scale-jump")
+def _() -> Iterator[Evidence]:
+    for before, after in ((1.0, 12.0), (1.0, 6.0), (0.4, 4.0), (0.2, 2.0)):
+        yield case(sizes(a=before, b=after))
+
+
+@cases("sudden-change")
+def _() -> Iterator[Evidence]:
+    for values in (
+        *([1, 1, 1, 1, 12, 12], [1, 1, 1, 1, 6, 6], [1, 1, 1, 2, 17, 17], [1, 1, 1, 3, 25, 25]),
+        *([1, 1, 1, 1, 12], [1, 1, 1, 12, 12]),
+    ):
+        yield case({"a": {"rms": [float(each) for each in values]}}, records=len(values))
+
+
+@cases("stops-moving")
+def _() -> Iterator[Evidence]:
+    for number, before, after in ((4, 3, 4), (4, 3, 3), (4, 2, 4), (3, 3, 4)):
+        parameters: dict[str, Values] = {}
+        for place in range(number):
+            ratios = [1e-3] * before + [0.0 if place == 1 else 1e-3] * after
+            parameters |= renamed(weight(update_ratio=ratios), f"blocks.{place}.fc")
+        yield case(None, None, parameters, records=before + after)
+
+
+@cases("block-trend")
+def _() -> Iterator[Evidence]:
+    for steps in ([3.5] * 3, [2.8] * 3, [2.5, 5.0, 5.0], [1.2, 6.0, 6.0], [2.0, 20.0, 2.0], [8.0, 8.0]):
+        yield case(blocks(list(accumulate(steps, lambda one, other: one * other, initial=1.0))))
+
+
+class Calls(torch.nn.Module):
+    """A layer and functions of its output."""
+
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.functions = torch.nn.Linear(4, 4), functions
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+@cases("odd-block")
+def _() -> Iterator[Evidence]:
+    functions = (
+        torch.relu,
+        torch.sin,
+        torch.cos,
+        torch.tanh,
+        torch.exp,
+        torch.abs,
+        torch.erf,
+        torch.sigmoid,
+        torch.neg,
+    )
+    plain: list[tuple[Callable[[Tensor], Tensor], ...]] = [()] * 10
+
+    def step(*calls: tuple[Callable[[Tensor], Tensor], ...]) -> Evidence:
+        return case(graph=capture_graph(torch.nn.Sequential(*(Calls(*each) for each in calls)), torch.randn(2, 4)))
+
+    for number in (7, 8):
+        yield step(*plain[:3], (torch.sin,), *plain[: number - 4])
+    for number in (3, 4):
+        yield step(*plain[:4], functions[:number], *plain[:5])
+    for period, number in ((8, 25), (9, 28), (3, 10), (4, 9)):
+        kinds = [(functions[place % period],) for place in range(number)]
+        yield step(*kinds[:period], (torch.round,), *kinds[period + 1 :])
+    for number, mistakes in (
+        *((11, {6: "act"}), (10, {6: "act"}), (13, {6: "act", 1: "factor", 10: "factor"})),
+        (15, {6: "act", 1: "factor", 2: "factor", 10: "factor", 11: "factor"}),
+    ):
+        widths = [4, *[4] * 4, *[8] * 4, *[16] * (number - 8)]
+        net = torch.nn.Sequential(
+            *(Stage(*pair, mistakes.get(place, "")) for place, pair in enumerate(pairwise(widths)))
+        )
+        yield case(graph=capture_graph(net, torch.randn(2, 4, 32)))
+
+
+@cases("unlike-siblings")
+def _() -> Iterator[Evidence]:
+    for values in (
+        *([1.0, 1, 12, 1, 1], [1.0, 1, 6, 1, 1], [1.0, 1, 18, 3, 1], [1.0, 1, 9, 3, 1]),
+        *([1.0, 1, 1, 1, 36], [1.0, 1, 1, 1, 18], [1.0, 12, 1, 1], [1.0, 12, 1]),
+    ):
+        yield case(blocks(values))
+    for value in (48.0, 24.0):
+        yield case(
+            None,
+            None,
+            blocks([1.0, 1.0, value, 1.0, 1.0], "/bias"),
+            shapes={(f"blocks.{place}.fc", "bias"): (16,) for place in range(5)},
+        )
+    for other in (1.5e-6, 0.75e-6):
+        yield case(None, None, blocks([other, other, 0.0, other, other], "/weight"))
+
+
+@cases("train-differs")
+def _() -> Iterator[Evidence]:
+    def both(there: float, kind: str = "Linear", **options: Any) -> Evidence:
+        return case(
+            sizes(a=1.0, b=1.0),
+            validation=sizes(a=options.pop("before", 1.0), b=there),
+            graph=chain("a", "b", b=kind),
+            **options,
+        )
+
+    for there, kind in ((3.0, "Linear"), (1.5, "Linear"), (1.5, "BatchNorm1d"), (1.1, "BatchNorm1d")):
+        yield both(there, kind)
+    yield both(3.0, every=5)
+    for known in (6, 7):
+        train: dict[str, Values] = {"b": {"rms": last(8 - known, NAN, 1.0)}}
+        yield case(train, validation=sizes(b=3.0))
+    for before in (1.25 * 1.03, 1.162):
+        yield both(1.5, "BatchNorm1d", before=before)
+    for worse in (2.0, 1.2):
+        layers: dict[str, Values] = {"b": {}, "loss": {"mean": 1.0}}
+        validation: dict[str, Values] = {"b": {"rms": last(1, 3.0, 1.0)}, "loss": {"mean": worse}}
+        yield case(layers, validation=validation, shapes={("loss", "out"): ()})
+
+
+@cases("gradient-step")
+def _() -> Iterator[Evidence]:
+    def steps(*growths: float, others: int = 0) -> Evidence:
+        norms = list(accumulate(growths, lambda one, other: one / other, initial=100.0))
+        found = blocks(norms)
+        for number in range(others):
+            found |= {f"blocks.{place}.other_{number}": {"rms": 1.0} for place in range(len(norms))}
+        names = [name for place in range(len(norms)) for name in found if name.startswith(f"blocks.{place}.")]
+        return case({name: {} for name in names}, {name: found[name] for name in names}, graph=chain(*names))
+
+    yield steps(18.0, 1.0, 1.0)
+    yield steps(9.0, 1.0, 1.0)
+    yield steps(18.0, 1.0)
+    yield steps(18.0)
+    yield steps(18.0, 1.0, 1.0, others=1)
+    yield steps(18.0, 1.0, 1.0, others=2)
+    for size in (8.0, 4.5):
+        yield steps(1.0, 1.0, 1.0, size, 1.0, 1.0, 1.0)
+    yield steps(1.0, 1.0, 1.0, 8.0, 1.0, 1.0)
+    for other in (1.2, 2.0):
+        yield steps(other, other, other, 8.0, other, other, other)
+
+
+def _depths(logs: Sequence[float], records: int = 8, **options: Any) -> Evidence:
+    """Return gradients of these powers of ten, from the first to the last module."""
+    gradients = {f"layer_{place:02}": {"rms": 10.0**each} for place, each in enumerate(logs)}
+    return case({name: {} for name in gradients}, gradients, records=records, graph=chain(*gradients), **options)
+
+
+def _changes(decades: float, sign: int) -> Iterator[Evidence]:
+    def line(rise: float, number: int = 8) -> list[float]:
+        return [sign * rise * place / (number - 2) for place in range(number)]
+
+    yield _depths(line(decades * ABOVE))
+    yield _depths(line(decades * BELOW))
+    for number in (5, 6):
+        yield _depths(line(decades * 2, number))
+    for records in (1, 2):
+        yield _depths(line(decades * 2), records)
+    most = sign * decades * 2
+    yield _depths([0.0, 0.01 * sign, 0.02 * sign, 0.03 * sign, *(most + 0.01 * sign * each for each in range(4))])
+    yield _depths([0.0, 0.1 * most, 0.2 * most, 0.3 * most, 0.75 * most, 0.85 * most, 0.95 * most, 1.05 * most])
+    # The ranks of these correlate less, first by 0.62 and then by 0.48.
+    yield _depths([0.3 * most, 0.0, 0.9 * most, 0.8 * most, 0.2 * most, 0.1 * most, most, 1.1 * most])
+    yield _depths([0.4 * most, 0.0, 0.95 * most, 0.9 * most, 0.2 * most, 0.1 * most, most, 0.85 * most])
+
+
+@cases("vanishing-gradient")
+def _() -> Iterator[Evidence]:
+    yield from _changes(3.5, 1)
+
+
+@cases("exploding-gradient")
+def _() -> Iterator[Evidence]:
+    yield from _changes(2.5, -1)
+    for factor in (15.0, 7.5):
+        gradients = sizes(a=1e6, b=1e5, c=1e4, d=1e3, one=factor, two=1.0)
+        yield case(None, gradients, graph=fork("one", "two", stem="abcd"))
+    for unexplained in (15.0, 7.5):
+        logs = [3.0, 3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+        behind = {"layer_04/weight": {"rms": 1000.0 / unexplained / 16}}
+        yield _depths(logs, parameters=behind)
+
+
+def other_values(value: float) -> Iterator[float]:
+    """Yield a limit changed in both directions: a count by one, or doubled and halved if it is large."""
+    if isinstance(value, int):
+        yield from (value - 1, value + 1) if value <= 16 else (value // 2, value * 2)
+    else:
+        yield from (value / 2, value * 2)
+
+
+@cache
+def evidence_of(name: str) -> tuple[Evidence, ...]:
+    return tuple(CASES[name]())
+
+
+def told(rule: Rule, evidence: Evidence, **limits: float) -> list[Finding]:
+    with np.errstate(all="ignore"):
+        return rule.examine(evidence, **limits)
+
+
+def test_each_rule_with_limits_has_cases() -> None:
+    """A rule with limits comes with evidence near them."""
+    assert CASES.keys() == {rule.name for rule in RULES if rule.thresholds}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.thresholds], ids=lambda rule: rule.name)
+def test_each_limit_counts(rule: Rule) -> None:
+    """Each limit of a rule has a case on both sides, so that a change in either direction changes a finding."""
+    usual = [told(rule, each) for each in evidence_of(rule.name)]
+    unnoticed = [
+        (name, value)
+        for name, limit in rule.thresholds.items()
+        for value in other_values(limit)
+        if [told(rule, each, **{name: value}) for each in evidence_of(rule.name)] == usual
+    ]
+    assert unnoticed == []
