@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -14,6 +15,7 @@ from lightning_recorder.internals.module_tree import ModuleMap, children_of, nam
 
 __all__ = [
     "RUNNING_STATISTICS",
+    "Site",
     "closest_names",
     "compile_glob",
     "corrected_glob",
@@ -37,6 +39,17 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # Modules that use the parameters of their children without calling them; to a hook they are leaves.
 _OPAQUE = (nn.MultiheadAttention,)
+
+
+class Site(NamedTuple):
+    """The place where a tensor was recorded: a module and the path of the tensor in it."""
+
+    name: str
+    """The name of the module."""
+    path: str
+    """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
+    first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
+    module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
 
 
 def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:

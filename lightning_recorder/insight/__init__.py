@@ -15,7 +15,7 @@ from lightning_recorder.insight.finding import (
 )
 from lightning_recorder.insight.gaps import Diagnosis, Gap
 from lightning_recorder.insight.rule import Rule
-from lightning_recorder.insight.table import STATISTICS, SiteRecords
+from lightning_recorder.insight.table import STATISTICS
 
 __all__ = [
     "FINDINGS_FORMAT",
@@ -30,7 +30,6 @@ __all__ = [
     "Finding",
     "Gap",
     "Rule",
-    "SiteRecords",
     "Trace",
     "check_rules",
     "findings_from_json",

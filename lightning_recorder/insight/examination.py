@@ -43,8 +43,9 @@ from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_recor
 from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import SiteRecords, Table
+from lightning_recorder.insight.table import Table
 from lightning_recorder.insight.wiring import Wiring
+from lightning_recorder.records import table as records
 
 __all__ = ["RULES", "Examination", "causes_first", "check_rules"]
 
@@ -145,7 +146,7 @@ class Examination:
         self._tables: dict[tuple[str, str], Table] = {}
         self._odd: tuple[Graph | None, tuple[OddBlock, ...]] = (None, ())
 
-    def add(self, record: SiteRecords) -> None:
+    def add(self, record: records.Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:

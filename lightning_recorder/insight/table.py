@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
-from lightning_recorder.names import is_input
-from lightning_recorder.reductions import Histogram
-from lightning_recorder.taps import Site
+from lightning_recorder.names import Site
+from lightning_recorder.records import table as records
+from lightning_recorder.records.histogram import Histogram
 
-__all__ = ["STATISTICS", "AnyFloats", "Floats", "Observed", "SiteRecords", "Table", "compact", "no_histogram"]
+__all__ = ["STATISTICS", "AnyFloats", "Floats", "Table", "compact"]
 
 Floats = NDArray[np.float64]
 AnyFloats = NDArray[np.float32] | NDArray[np.float64]
@@ -36,7 +33,7 @@ STATISTICS = (
     "weight_decay",
     "eval_mode",
 )
-"""The statistics and settings that the rules read; the columns of :attr:`SiteRecords.values`."""
+"""The statistics and settings that the rules read."""
 
 _NAN, _INF = STATISTICS.index("nan_count"), STATISTICS.index("inf_count")
 _MOST_ROWS = 512
@@ -48,122 +45,6 @@ _MOST_COLUMNS = 6  # in memory at a time
 _FEWEST_COLUMNS = 3  # if they are large; no rule compares more statistics of a table
 _MOST_CELLS = 2**19  # 4 MB
 _WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
-
-
-def no_histogram(_site: Site) -> Histogram | None:
-    """Return None: the record has no histograms."""
-    return None
-
-
-class Observed(Protocol):
-    """The statistics of one site in memory, such as a ``SiteStatistics``."""
-
-    @property
-    def scalars(self) -> Mapping[str, float]:
-        """The statistics by name."""
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the tensor, or None."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of the tensor, or None."""
-
-    @property
-    def histogram(self) -> Histogram:
-        """The histogram of the values."""
-
-
-@dataclass(frozen=True)
-class SiteRecords:
-    """One record of one recorder.
-
-    Args:
-        group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
-        recorder: The label of the recorder.
-        stage: The stage, such as ``"train"``.
-        step: The step.
-        sites: The sites in the order of execution.
-        dtypes: The dtype of each site, such as ``"float32"``; None if it is unknown.
-        shapes: The shape of each site; None if it is unknown.
-        values: The values of :data:`STATISTICS`, ``[sites, 13]`` float64; NaN if a site lacks a statistic.
-        histogram: A function that returns the histogram of a site, called at most for the last two records.
-        about: Facts that belong to no site, such as ``gradient_clip_val``; ``ranks``, and the sites that have
-            ``diverged`` between them.
-    """
-
-    group: str
-    recorder: str
-    stage: str
-    step: int
-    sites: tuple[Site, ...]
-    dtypes: tuple[str | None, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    values: Floats
-    histogram: Callable[[Site], Histogram | None] = no_histogram
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def members(self) -> frozenset[Site]:
-        """The sites as a set."""
-        return frozenset(self.sites)
-
-    def split(self) -> tuple[Self, Self | None]:
-        """Return the record without the inputs of modules, and the record of the inputs alone, if there are any.
-
-        The rules compare outputs with each other.
-        """
-        inputs = [place for place, site in enumerate(self.sites) if site.path[:2] == "in" and is_input(site.path)]
-        if not inputs or self.group == "parameters":
-            return self, None
-        others = sorted(set(range(len(self.sites))).difference(inputs))
-        return self._part(others), self._part(inputs)
-
-    def in_order(self, sites: Iterable[Site]) -> Self:
-        """Return the record with the sites in this order; an empty order changes nothing."""
-        order = tuple(sites)
-        if order in ((), self.sites):
-            return self
-        places = {site: place for place, site in enumerate(self.sites)}
-        return self._part([places[site] for site in order])
-
-    def _part(self, places: list[int]) -> Self:
-        return replace(
-            self,
-            sites=tuple(self.sites[place] for place in places),
-            dtypes=tuple(self.dtypes[place] for place in places),
-            shapes=tuple(self.shapes[place] for place in places),
-            values=self.values[places],
-        )
-
-    @classmethod
-    def of(
-        cls,
-        found: Mapping[Site, Observed],
-        *,
-        group: str,
-        recorder: str,
-        stage: str,
-        step: int,
-        about: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Return the record of statistics in memory, in the order of execution."""
-        values = np.array([[seen.scalars.get(name, np.nan) for name in STATISTICS] for seen in found.values()])
-        return cls(
-            group=group,
-            recorder=recorder,
-            stage=stage,
-            step=step,
-            sites=tuple(found),
-            dtypes=tuple(
-                None if seen.dtype is None else str(seen.dtype).removeprefix("torch.") for seen in found.values()
-            ),
-            shapes=tuple(None if seen.shape is None else tuple(seen.shape) for seen in found.values()),
-            values=values.reshape(len(found), len(STATISTICS)),
-            histogram=lambda site: found[site].histogram,
-            about=about or {},
-        )
 
 
 def compact(values: Floats) -> list[AnyFloats]:
@@ -222,8 +103,8 @@ class Table:
         """The number of each row among all that were added."""
         self._every = 1
         self._rows: list[dict[str, _Cell]] = []
-        self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
-        self._records: list[SiteRecords] = []
+        self._known: dict[str, tuple[records.Schema, NDArray[np.intp]]] = {}
+        self._records: list[records.Table] = []
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
 
@@ -240,7 +121,7 @@ class Table:
         """The sites in the order of first appearance, which is that of execution."""
         return list(self.places)
 
-    def add(self, record: SiteRecords) -> None:
+    def add(self, record: records.Table) -> None:
         """Add a record; it replaces an earlier one of the same step and recorder."""
         places = self._places_of(record)
         where = bisect_left(self.steps, record.step)
@@ -248,7 +129,7 @@ class Table:
             self.steps.insert(where, record.step)
             self._numbers.insert(where, self._numbers[-1] + 1 if self._numbers else 0)
             self._rows.insert(where, {})
-        self._rows[where][record.recorder] = _Cell(places, compact(record.values.T))
+        self._rows[where][record.recorder] = _Cell(places, compact(record.part(None, STATISTICS).T))
         self.about = record.about or self.about
         self.ranks = max(self.ranks, int(record.about.get("ranks", 1)))
         for name, path in record.about.get("diverged", ()):
@@ -262,16 +143,16 @@ class Table:
         if len(self.steps) > most:
             self._thin(most * 3 // 4)
 
-    def _places_of(self, record: SiteRecords) -> NDArray[np.intp]:
-        """Return the places of the sites. Records in sequence nearly always share the tuples of their sites."""
-        key = (record.sites, record.dtypes, record.shapes)
+    def _places_of(self, record: records.Table) -> NDArray[np.intp]:
+        """Return the places of the sites. Records in sequence nearly always share their schema."""
+        schema = record.schema
         known = self._known.get(record.recorder)
-        if known is None or any(one is not other for one, other in zip(known[0], key, strict=True)):
-            places = np.fromiter((self._place(record, index) for index in range(len(record.sites))), np.intp)
-            self._known[record.recorder] = known = key, places
+        if known is None or known[0] is not schema:
+            places = np.fromiter((self._place(record, row) for row in range(len(record))), np.intp)
+            self._known[record.recorder] = known = schema, places
         return known[1]
 
-    def _place(self, record: SiteRecords, index: int) -> int:
+    def _place(self, record: records.Table, index: int) -> int:
         site = record.sites[index]
         place = self.places.get(site)
         if place is None:
@@ -279,7 +160,7 @@ class Table:
             self.dtypes.append(None)
             self.shapes.append(None)
             self.recorders.append(record.recorder)
-        self.dtypes[place], self.shapes[place] = record.dtypes[index], record.shapes[index]
+        self.dtypes[place], self.shapes[place] = record.schema.dtypes[index], record.schema.shapes[index]
         return place
 
     def _thin(self, most: int) -> None:
@@ -347,7 +228,7 @@ class Table:
     def histograms(self, site: Site) -> list[Histogram]:
         """Return the histograms of a site in the last two records of its recorder, where they exist."""
         label = self.recorders[self.places[site]]
-        records = [each for each in self._records if each.recorder == label and site in each.members]
+        records = [each for each in self._records if each.recorder == label and site in each]
         found = [each.histogram(site) for each in records]
         return [each for each in found if each is not None]
 

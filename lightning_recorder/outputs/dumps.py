@@ -26,9 +26,9 @@ from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.records.table import SiteStatistics, Table
 from lightning_recorder.sinks import BackgroundQueue
 from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.tensors import BufferPool, Captured
 
@@ -103,7 +103,7 @@ class StatisticsDumps(RecordConsumer):
         self.folder: DumpFolder | None = None
         """The folder of the dumps."""
         self._event = event
-        self._latest: tuple[Record, StatisticsTable] | None = None
+        self._latest: tuple[Record, Table] | None = None
 
     def __str__(self) -> str:
         return "dumps"
@@ -125,7 +125,7 @@ class StatisticsDumps(RecordConsumer):
         return {**self.__dict__, "folder": None, "_latest": None}  # these belong to the run
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, record: Record, found: Table) -> None:
         if record.stage != "train" or record.overflowed or not found or self.folder is None:
             return
         self._latest = record, found
@@ -167,7 +167,7 @@ def check_dumps(value: object) -> tuple[str, ...]:
         raise ArgumentError(f"{error}{more}") from None
 
 
-def _content(record: Record, found: StatisticsTable, entries: Mapping[str, object] | None = None) -> DumpContent:
+def _content(record: Record, found: Table, entries: Mapping[str, object] | None = None) -> DumpContent:
     """Return the statistics of a record as tensors named ``<site>/<statistic>``."""
     tensors: dict[str, Tensor] = {}
     samples: dict[str, int] = {}

@@ -18,22 +18,20 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import (
     RULES,
-    STATISTICS,
     Diagnosis,
     Examination,
     Finding,
-    SiteRecords,
     with_watched,
 )
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import diagnose
-from lightning_recorder.recordings.record_format import RECORDS
 from lightning_recorder.recordings.recording import Run
+from lightning_recorder.records.file import RECORDS
+from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
@@ -50,7 +48,7 @@ _REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
 _FIRST_CHECK = 5  # records of each recorder
 _GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
 _LASTING = frozenset(rule.name for rule in RULES if rule.is_lasting)
-_NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
+_NOT_FINITE = ("nan_count", "inf_count")
 
 
 class RunFindings:
@@ -190,7 +188,7 @@ class RunFindings:
         """Note that a step was trained, so that the fit ends with a verdict even if nothing is recorded."""
         self._has_steps = True
 
-    def add(self, record: SiteRecords) -> None:
+    def add(self, record: Table) -> None:
         """Examine a record. Called in the writing threads."""
         with self._lock:
             self._contained(partial(self._add, record))
@@ -237,12 +235,12 @@ class RunFindings:
                 raise
             warn(f"records are no longer examined for findings: {describe_error(error)}")
 
-    def _add(self, record: SiteRecords) -> None:
+    def _add(self, record: Table) -> None:
         self._examination.add(record)
         is_in_step = self._is_in_step(record)
         self._records += 1
         self._last_step = max(self._last_step, record.step)
-        if not self._was_bad and bool((record.values[:, _NOT_FINITE] > 0).any()):
+        if not self._was_bad and bool((record.part(None, _NOT_FINITE) > 0).any()):
             # The other recorders' records of the step may be needed to name the module.
             self._was_bad = True
             self._due = min(self._due, self._records + len(self._groups))
@@ -250,7 +248,7 @@ class RunFindings:
             self._due = int(self._records * _GROWTH) + 1
             self._check()
 
-    def _is_in_step(self, record: SiteRecords) -> bool:
+    def _is_in_step(self, record: Table) -> bool:
         """Return True if the records of all recorders have come up to about the same step.
 
         Recorders join records before they are written, so those of one recorder may be ahead of the others.
@@ -379,48 +377,39 @@ class ExaminedRecords(RecordConsumer):
 
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group
-        self._schema: TableSchema | None = None
 
     def __str__(self) -> str:
         return "findings"
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, record: Record, found: Table) -> None:
         if record.stage == "train":
             self._findings.note_step()
         if not found or record.overflowed or record.loader not in (None, 0):
             return
-        schema = found.schema
-        order = schema.backward if self._group == "gradients" else schema.forward
-        if schema is not self._schema:
-            self._schema = schema
-            self._sites = tuple(schema.sites[row] for row in order)
-            self._kinds = dtypes_and_shapes(schema.kinds[row] for row in order)
-        dtypes, shapes = self._kinds
-        records = SiteRecords(
-            group=self._group,
-            recorder=self._label,
-            stage=record.stage,
-            step=record.step,
-            sites=self._sites,
-            dtypes=dtypes,
-            shapes=shapes,
-            values=found.part(order, STATISTICS),
-            histogram=found.histogram,
-            about={**record.about, "ranks": record.ranks, "diverged": record.snapshot.diverged},
+        table = found.take(found.schema.order_of(self._group)).having(
+            about={
+                **record.about,
+                "group": self._group,
+                "recorder": self._label,
+                "stage": record.stage,
+                "step": record.step,
+                "ranks": record.ranks,
+                "diverged": record.snapshot.diverged,
+            }
         )
-        self._findings.add(records.in_order(self._order_of_calls(record)))
+        self._findings.add(table.in_order(self._order_of_calls(record, table)))
 
-    def _order_of_calls(self, record: Record) -> list[Site]:
+    def _order_of_calls(self, record: Record, table: Table) -> list[Site]:
         """Return the sites in the order of this record, which may differ from that of the first one."""
         calls = list(record.snapshot.calls) if self._group != "parameters" else []
         if not calls:
             return []
         seen = calls[::-1] if self._group == "gradients" else calls
-        if tuple(seen) == self._sites:  # in nearly every record
+        if tuple(seen) == table.sites:  # in nearly every record
             return []
-        known, called = set(self._sites), set(calls)
-        return [*(site for site in seen if site in known), *(site for site in self._sites if site not in called)]
+        known, called = set(table.sites), set(calls)
+        return [*(site for site in seen if site in known), *(site for site in table.sites if site not in called)]
 
 
 def _report_s(run: Run) -> float:

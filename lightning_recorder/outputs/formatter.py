@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.finding import recorded
 from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
+from lightning_recorder.records.table import Schema, SiteStatistics, Table
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import RankedScalars, Sink
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, SiteStatistics, StatisticsTable, TableSchema
+from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS, Record
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter"]
@@ -28,7 +28,7 @@ _BAD = ("nan_count", "inf_count")
 class _Plan(NamedTuple):
     """The tags of a record, and the places of their values in its table."""
 
-    schema: TableSchema
+    schema: Schema
     lacking: NDArray[np.bool_] | None
     shown: NDArray[np.int64]
     scalar_tags: Sequence[str]
@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     size: int
     """The number of sites that the budget showed."""
 
-    def fits(self, found: StatisticsTable, budget: TagBudget | None) -> bool:
+    def fits(self, found: Table, budget: TagBudget | None) -> bool:
         """Return True if a table has the same sites and statistics and the budget shows the same sites."""
         if self.schema is not found.schema or (budget is not None and budget.size != self.size):
             return False
@@ -95,7 +95,7 @@ class SinkFormatter:
         self.named: Callable[[], Set[str]] = frozenset
         """Returns the modules that findings name so far, which are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
-        self._latest: tuple[Record, StatisticsTable, _Plan] | None = None  # the latest training record
+        self._latest: tuple[Record, Table, _Plan] | None = None  # the latest training record
 
     def begin(self, label: str) -> None:
         """Begin a run.
@@ -122,7 +122,7 @@ class SinkFormatter:
         if self._budget is not None:
             self._budget.load_state_dict(state)
 
-    def write(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
+    def write(self, sink: Sink, record: Record, found: Table) -> None:
         """Write a record."""
         if record.overflowed:
             self._write_overflow(sink, record, found)
@@ -132,7 +132,7 @@ class SinkFormatter:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
             sink.write_scalars(record.step, scalars)
-        if self.histograms and found:
+        if self.histograms and found and found.counts is not None:
             counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
             sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, sums))
         if record.stage == "train" and found:
@@ -153,7 +153,7 @@ class SinkFormatter:
             new = [(tag, value) for tag, value in scalars.items() if tag not in shown]
             sink.write_scalars(record.step, RankedScalars(new, scalars.degrees, scalars.named))
 
-    def _scalars(self, record: Record, found: StatisticsTable) -> tuple[dict[str, float], _Plan]:
+    def _scalars(self, record: Record, found: Table) -> tuple[dict[str, float], _Plan]:
         """Return the scalars of a record, ranked if some modules are left out or named by findings."""
         names = self.named()
         if self._budget is not None:
@@ -169,7 +169,7 @@ class SinkFormatter:
             return RankedScalars(pairs, known, named), plan
         return (RankedScalars(pairs, None, named) if named else dict(pairs)), plan
 
-    def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
+    def _plan(self, record: Record, found: Table) -> _Plan:
         """Return the tags of a record. They are the same in nearly all records of a stage."""
         is_new = self._note_nonfinite(found)
         key, budget = (record.stage, record.loader, self._is_brief), self._budget
@@ -185,14 +185,14 @@ class SinkFormatter:
         self._plans[key] = plan = self._new_plan(record, found, shown)
         return plan
 
-    def _note_nonfinite(self, found: StatisticsTable) -> bool:
+    def _note_nonfinite(self, found: Table) -> bool:
         """Note the sites with NaN or infinities. Return True if there is a new one."""
         bad = np.flatnonzero(sum(found.column(name) for name in _BAD)) if len(found) else ()
         before = len(self.nonfinite)
         self.nonfinite.update(found.sites[row] for row in bad)
         return len(self.nonfinite) > before
 
-    def _new_plan(self, record: Record, found: StatisticsTable, shown: NDArray[np.int64]) -> _Plan:
+    def _new_plan(self, record: Record, found: Table, shown: NDArray[np.int64]) -> _Plan:
         self._number(found.schema)
         tags: dict[str, tuple[int, int]] = {}
         for row in shown.tolist():
@@ -213,22 +213,22 @@ class SinkFormatter:
         scalars = tuple(tags), (places[:, 0], places[:, 1]), by_site
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
-    def _candidates(self, found: StatisticsTable) -> list[int]:
+    def _candidates(self, found: Table) -> list[int]:
         """Return the rows of the sites that may be shown."""
         return [row for row, site in enumerate(found.sites) if not self._is_brief or _is_main(site, found)]
 
-    def _number(self, schema: TableSchema) -> None:
+    def _number(self, schema: Schema) -> None:
         """Number the modules that have no number yet, in the order of execution."""
         if self._numbers is None:
             return
-        order = schema.backward if self.group.startswith("gradients") else schema.forward
+        order = schema.order_of(self.group)
         names = dict.fromkeys(schema.sites[row].name for row in order.tolist())
         new = [name for name in names if name not in self._numbers]
         first = len(self._numbers)
         digits = max(3, len(str(first + len(new) - 1)))
         self._numbers |= {name: f"{first + place:0{digits}}_{name}" for place, name in enumerate(new)}
 
-    def _select(self, found: StatisticsTable, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
+    def _select(self, found: Table, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return np.arange(len(found))
@@ -254,7 +254,7 @@ class SinkFormatter:
         further = [name for name in seen.scalars if name not in _ON_REQUEST]
         return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
 
-    def _write_overflow(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
+    def _write_overflow(self, sink: Sink, record: Record, found: Table) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
         scalars = {f"{self._label}/overflow_steps": float(record.overflow_steps)}
         for site, seen in found.without_bins().items():

@@ -20,10 +20,10 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
+from lightning_recorder.records.table import SiteStatistics, Table
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.snapshot import Record, statistics_of
-from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordConsumer", "RecordPipeline"]
@@ -43,7 +43,7 @@ class RecordConsumer(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, record: Record, found: Table) -> None:
         """Receive a record.
 
         Args:
@@ -82,7 +82,7 @@ class _Batch:
     """Records that are written together, with their facts and, if these are known, their statistics."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Record, ReceiptFacts | None, StatisticsTable | None]] = []
+        self.records: list[tuple[Record, ReceiptFacts | None, Table | None]] = []
         self.nbytes = 0
         self.thread = threading.get_ident()
         self.is_sealed = threading.Event()
@@ -105,7 +105,7 @@ class RecordPipeline:
         *,
         name: str = "the recorder",
         log: Callable[[str], object] = warn,
-        derive: Callable[[StatisticsTable], StatisticsTable] | None = None,
+        derive: Callable[[Table], Table] | None = None,
         strict: bool = False,
     ) -> None:
         self.formatter = formatter
@@ -130,7 +130,7 @@ class RecordPipeline:
         """The additional consumers of records."""
         self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
-        self._latest: dict[str, StatisticsTable] = {}
+        self._latest: dict[str, Table] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue(_MOST_BATCHES)
         self._lock = threading.Lock()
@@ -350,7 +350,7 @@ class RecordPipeline:
         for consumer in list(self.consumers):
             self._contained(consumer, consumer.flush)
 
-    def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
+    def _tables(self, batch: _Batch) -> Iterator[Table]:
         missing = iter(statistics_of([record.snapshot for record, _, found in batch.records if found is None]))
         for record, _, found in batch.records:
             table = next(missing) if found is None else found
@@ -359,7 +359,7 @@ class RecordPipeline:
                 self._warn_of_divergence(record, table)
             yield table if self._derive is None else self._derive(table)
 
-    def _write(self, record: Record, found: StatisticsTable) -> None:
+    def _write(self, record: Record, found: Table) -> None:
         if record.is_sample:
             for consumer in [each for each in self.consumers if each.takes_samples]:
                 self._contained(consumer, partial(consumer.on_record, record, found))
@@ -385,7 +385,7 @@ class RecordPipeline:
         """Return the estimated number of bytes that the consumers pass to the loggers for this many records."""
         return sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
-    def _warn_of_divergence(self, record: Record, found: StatisticsTable) -> None:
+    def _warn_of_divergence(self, record: Record, found: Table) -> None:
         diverged = sorted(record.snapshot.diverged & found.keys())
         if diverged and not self._has_warned_of_divergence:
             self._has_warned_of_divergence = True

@@ -20,8 +20,8 @@ from lightning_recorder.outputs.tensor_pictures import TensorPictures
 from lightning_recorder.plots import DrawingProcess, History
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.overview import pictures
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, StatisticsTable, TableSchema
+from lightning_recorder.records.table import Schema, Table
+from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS, Record
 from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]
@@ -145,7 +145,7 @@ class Plotter(RecordConsumer):
         self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._tensors = TensorPictures(max_images)
         self._left_out: set[Site] = set()
-        self._schema: TableSchema | None = None
+        self._schema: Schema | None = None
         self._places: dict[str, _Rows] = {}
         self._records = self._drawn = 0
         self._due = _FIRST
@@ -159,7 +159,7 @@ class Plotter(RecordConsumer):
         return "plots"
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, record: Record, found: Table) -> None:
         if self._started is not None and self._started.process.done():
             self._show_started()
         if record.stage != "train" or record.overflowed or not found:
@@ -172,9 +172,10 @@ class Plotter(RecordConsumer):
             self._places = dict(self._places_in(found.schema, found))
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
-            history.add_table(record.step, sites, found.part(rows, history.statistics), found.counts.take(rows))
+            values, counts = found.part(rows, history.statistics), found.counts
+            history.add_table(record.step, sites, values, None if counts is None else counts.take(rows))
         if found.tensors:
-            order = found.schema.backward if self._group == "gradients" else found.schema.forward
+            order = found.schema.order_of(self._group)
             self._tensors.add(record.step, [found.sites[row] for row in order.tolist()], found)
         self._records += 1
         self._step = record.step
@@ -189,9 +190,9 @@ class Plotter(RecordConsumer):
         records = self._records + 1
         return records >= self._due if self._every is None else records % self._every == 0
 
-    def _places_in(self, schema: TableSchema, found: StatisticsTable) -> Iterator[tuple[str, _Rows]]:
+    def _places_in(self, schema: Schema, found: Table) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
-        order = schema.backward if self._group == "gradients" else schema.forward
+        order = schema.order_of(self._group)
         for part, sites in self._by_part([schema.sites[row] for row in order]).items():
             is_new = part not in self._histories
             if is_new:
@@ -212,7 +213,7 @@ class Plotter(RecordConsumer):
         further = (name for name in columns if name not in (*SHOWN_STATISTICS, *SETTINGS))
         return tuple(dict.fromkeys((*asked, *further)))
 
-    def _leave_out(self, sites: list[Site], found: StatisticsTable, *, is_new: bool) -> None:
+    def _leave_out(self, sites: list[Site], found: Table, *, is_new: bool) -> None:
         """Choose the sites to keep in the first record; later, keep those that stand out as well."""
         rows = [found.rows[site] for site in sites]
         degrees = unusualness(sites, {name: found.column(name)[rows, None] for name in compared(_COMPARED)})

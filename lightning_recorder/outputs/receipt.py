@@ -14,10 +14,10 @@ from lightning_recorder.disk import attempt, readable_size
 from lightning_recorder.errors import DumpError
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
+from lightning_recorder.records.table import Table
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 from lightning_recorder.untrusted import read_json
@@ -237,7 +237,7 @@ class ReceiptWriter:
         if self._directory is not None:
             receipt.write(self._directory, self._label)
 
-    def add(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
+    def add(self, record: Record, found: Table, written: int | None, facts: ReceiptFacts) -> None:
         """Update the receipt with the recorded and the missing modules of a record.
 
         Args:
@@ -264,9 +264,7 @@ class ReceiptWriter:
     def _change(self, receipt: CoverageReport) -> None:
         self._receipt, self._is_stale = receipt, True
 
-    def _write_first_few(
-        self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts
-    ) -> None:
+    def _write_first_few(self, record: Record, found: Table, written: int | None, facts: ReceiptFacts) -> None:
         receipt = _make_receipt(record.step, found, *facts)
         receipt = replace(
             receipt,

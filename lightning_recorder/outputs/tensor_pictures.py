@@ -11,7 +11,7 @@ from lightning_recorder.names import make_tag, site_title
 from lightning_recorder.plots import History, feature_maps, heat_map
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import evenly
-from lightning_recorder.statistics.table import SiteStatistics
+from lightning_recorder.records.table import SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["TensorPictures"]

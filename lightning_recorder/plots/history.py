@@ -140,16 +140,17 @@ class History:
         taken = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
         self._add(step, tuple(found), np.array(values).reshape(len(found), -1), taken)
 
-    def add_table(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts) -> None:
+    def add_table(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts | None) -> None:
         """Add a record of arrays, which takes much less time.
 
         Args:
             step: The step, as for :meth:`add`.
             sites: The sites of the record in order.
             values: The values of :attr:`statistics`, ``[sites, statistics]``; NaN if a site lacks one.
-            counts: The histograms of the sites.
+            counts: The histograms of the sites, if there are any.
         """
-        self._add(step, sites, values, {site: _compact(*counts.entries(row)) for row, site in enumerate(sites)})
+        entries = [] if counts is None else [counts.entries(row) for row in range(len(sites))]
+        self._add(step, sites, values, {site: _compact(*each) for site, each in zip(sites, entries, strict=False)})
 
     def _add(self, step: int, sites: Sequence[AnySite], values: Floats, taken: Mapping[AnySite, _Counts]) -> None:
         if self._steps and step <= self._steps[-1]:

@@ -20,7 +20,7 @@ from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
 from lightning_recorder.plots.history import History
 from lightning_recorder.plots.rebinning import Bins, bins_of_counts
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 
 __all__ = ["overview", "pictures"]
 

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import Examination
+from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
-from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Values, brief, chain, network, record, run, trained
 
 

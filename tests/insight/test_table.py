@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +10,7 @@ from hypothesis.extra import numpy as npst
 
 from lightning_recorder.insight import STATISTICS
 from lightning_recorder.insight.table import Floats, Table, compact
+from lightning_recorder.records import table as records
 from lightning_recorder.taps import Site
 from tests.insight.records import record
 
@@ -21,14 +19,14 @@ from tests.insight.records import record
 def test_columns_are_those_of_the_records(number: int) -> None:
     """Statistics that all sites share, that some lack and that none has are returned as they were recorded."""
     table = Table()
-    records = []
+    tables = []
     for step in range(4):
         sites = {(f"fc{place}", "out"): {"rms": 1.0 + place + step} for place in range(number)}
         sites["fc1", "out"]["mean"] = np.nan
-        records.append(record("activations", step, sites))
-        table.add(records[-1])
+        tables.append(record("activations", step, sites))
+        table.add(tables[-1])
     for place, name in enumerate(STATISTICS):
-        expected = np.stack([each.values[:, place] for each in records])
+        expected = np.stack([each.numbers[:, place] for each in tables])
         assert np.array_equal(table.get(name), expected, equal_nan=True), name
 
 
@@ -51,21 +49,17 @@ def test_what_takes_less_memory_is_not_rounded(values: Floats, kind: str) -> Non
 def test_few_columns_of_a_large_table_are_in_memory() -> None:
     """A small table keeps the last six columns, a large one the last three, and none after ``free``."""
     for sites, kept in ((2, 6), (2**17, 3)):
-        table = Table()
+        table, names = Table(), tuple(Site(f"fc{place}", "out") for place in range(sites))
+        schema = records.Schema(names, STATISTICS, (None,) * sites, (None,) * sites)
         for step in range(2):
             values = np.full((sites, len(STATISTICS)), float(step))
-            table.add(replace(record("activations", step, {("fc", "out"): {}}), **many(sites), values=values))
+            table.add(records.Table(schema, values, about={"step": step}))
         for name in STATISTICS:
             table.get(name)
         assert list(table._columns) == list(STATISTICS[-kept:])
         table.free()
         assert table._columns == {}
         assert table.get("mean")[:, -1].tolist() == [0.0, 1.0]
-
-
-def many(sites: int) -> dict[str, Any]:
-    names = tuple(Site(f"fc{place}", "out") for place in range(sites))
-    return {"sites": names, "dtypes": (None,) * sites, "shapes": (None,) * sites}
 
 
 @pytest.mark.parametrize("number", [3, 300])

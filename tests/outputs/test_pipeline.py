@@ -29,11 +29,12 @@ from lightning_recorder.outputs import (
     pipeline,
 )
 from lightning_recorder.recordings import writer
-from lightning_recorder.reductions import Norms, SparseCounts
+from lightning_recorder.records.counts import SparseCounts
+from lightning_recorder.records.table import Schema, Table
+from lightning_recorder.reductions import Norms
 from lightning_recorder.sinks import BackgroundQueue, MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.statistics.snapshot import statistics_of
-from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 from tests import forks
 from tests.sinks.events import read_events
@@ -305,9 +306,9 @@ def test_of_very_many_sites_some_are_kept() -> None:
     plotter = Plotter("activations", every=2, show=lambda step, images: None)
     names = ("rms", "mean", "zero_fraction", "min", "max", "nan_count", "inf_count")
     sites = tuple(Site(f"m{number}", "out") for number in range(2500))
-    schema = make_schema(sites, names, ((torch.float32, (1,)),) * 2500, sites)
+    schema = Schema(sites, names, ("float32",) * 2500, ((1,),) * 2500)
     numbers = np.tile([1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0], (2500, 1))
-    found = StatisticsTable(schema, numbers, SparseCounts(np.zeros((2500, 2048))))
+    found = Table(schema, numbers, SparseCounts(np.zeros((2500, 2048))))
     numbers[1001, 0] = 1e6
     plotter.on_record(record(0), found)
     (history,) = plotter._histories.values()
@@ -520,7 +521,7 @@ def test_joined_records_start_no_threads_of_torch() -> None:
     names = tuple(f"m{place}" for place in range(100))
     snapshots = [record(step, names=names).snapshot for step in range(3)]
     started: set[Path] = set()
-    tables: list[StatisticsTable] = []
+    tables: list[Table] = []
 
     def work() -> None:
         before = set(Path("/proc/self/task").iterdir())
@@ -574,12 +575,15 @@ def test_histograms_for_findings_are_not_kept() -> None:
     tracemalloc.start()
     try:
         for site in table:
-            assert table.histogram(site).count == table.column("count")[table.rows[site]]
+            histogram = table.histogram(site)
+            assert histogram is not None
+            assert histogram.count == table.column("count")[table.rows[site]]
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept < 200 * 1024
     one, other = table.histogram(table.sites[0]), table[table.sites[0]].histogram
+    assert one is not None
     assert one.counts.tolist() == other.counts.tolist()
     assert one.edges.tolist() == other.edges.tolist()
 
