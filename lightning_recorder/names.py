@@ -1,11 +1,10 @@
-"""Module names: lookup, glob matching and suggestions for wrong names; and the tags of statistics in sinks."""
+"""Module names: lookup, glob matching and suggestions for wrong names; and the sites of tensors."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
@@ -23,7 +22,6 @@ __all__ = [
     "is_input",
     "is_metric",
     "is_never_called",
-    "make_tag",
     "named_submodules",
     "own_parameters",
     "site_title",
@@ -313,33 +311,3 @@ def site_title(name: str, path: str) -> str:
     """
     inner, call = split_call(path)
     return (name or "(root)") + call + ("" if inner == "out" else f" {inner}")
-
-
-@lru_cache(maxsize=1 << 15)  # the same tags recur in every record
-def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
-    """Return the tag of a site's statistic.
-
-    The tag is ``group/name/statistic``, or ``group/name/path/statistic`` for a tensor inside a nested output.
-
-    Args:
-        group: ``activations``, ``gradients``, …; TensorBoard groups its page by it.
-        name: The module's dotted name; the root, whose name is empty, becomes ``(root)``.
-        path: The tensor's path; ``out``, the whole output, is omitted. A number at its end, as in ``out#2``, is that
-            of the call of the module, and moves to the end of the name.
-        statistic: The statistic's name; if empty, the result is the tag of the site.
-
-    Example:
-        >>> make_tag("activations", "encoder.conv1", "out", "mean")
-        'activations/encoder.conv1/mean'
-        >>> make_tag("gradients", "encoder.lstm", "out[1][0]", "rms")
-        'gradients/encoder.lstm/out[1][0]/rms'
-        >>> make_tag("activations", "blocks.0.act", "in[0]#2", "rms")
-        'activations/blocks.0.act#2/in[0]/rms'
-    """
-    inner, call = split_call(path)
-    named = (name or "(root)") + call
-    # A slash in a name would open another level on the page.
-    parts = (group, named, "" if inner == "out" else inner, statistic)
-    tag = "/".join(part.replace("/", "_") for part in parts if part)
-    # A lone surrogate is a valid attribute name in Python but not valid text in a file.
-    return tag.encode("utf-8", "replace").decode("utf-8")

@@ -22,11 +22,11 @@ from lightning_recorder.errors import (
     imported,
     warn,
 )
-from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.records.table import SiteStatistics, Table
+from lightning_recorder.records.tags import make_tag
 from lightning_recorder.sinks import BackgroundQueue
 from lightning_recorder.statistics.snapshot import Record
 from lightning_recorder.taps import Site

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import recorded
-from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
 from lightning_recorder.records.table import Schema, SiteStatistics, Table
+from lightning_recorder.records.tags import make_tag, numbered
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import RankedScalars, Sink
@@ -226,7 +226,7 @@ class SinkFormatter:
         new = [name for name in names if name not in self._numbers]
         first = len(self._numbers)
         digits = max(3, len(str(first + len(new) - 1)))
-        self._numbers |= {name: f"{first + place:0{digits}}_{name}" for place, name in enumerate(new)}
+        self._numbers |= {name: numbered(name, first + place, digits) for place, name in enumerate(new)}
 
     def _select(self, found: Table, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""
@@ -265,6 +265,5 @@ class SinkFormatter:
 
     def _tag(self, record: Record, group: str, site: Site, statistic: str) -> str:
         stage = "" if record.stage == "train" else f"_{record.stage}"
-        loader = "" if record.loader is None else f"/dataloader_idx_{record.loader}"
         name = site.name if self._numbers is None else self._numbers.get(site.name, site.name)
-        return make_tag(group + stage, name, site.path, statistic) + loader
+        return make_tag(group + stage, name, site.path, statistic, record.loader)

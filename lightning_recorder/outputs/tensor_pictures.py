@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from lightning_recorder.names import make_tag, site_title
+from lightning_recorder.names import site_title
 from lightning_recorder.plots import History, feature_maps, heat_map
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import evenly
 from lightning_recorder.records.table import SiteStatistics
+from lightning_recorder.records.tags import make_tag
 from lightning_recorder.taps import Site
 
 __all__ = ["TensorPictures"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_recorder.errors import check_integer
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.unusual import STANDS_OUT, choose, standing_out, unusualness
-from lightning_recorder.names import make_tag, site_title
+from lightning_recorder.names import site_title
 from lightning_recorder.plots.axes import Floats
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import FoundAt, places_of, title_of
@@ -21,6 +21,7 @@ from lightning_recorder.plots.histograms import histogram_of, histogram_over_tim
 from lightning_recorder.plots.history import History
 from lightning_recorder.plots.rebinning import Bins, bins_of_counts
 from lightning_recorder.records.histogram import Histogram
+from lightning_recorder.records.tags import make_tag
 
 __all__ = ["overview", "pictures"]
 
