@@ -17,7 +17,7 @@ from lightning_recorder.insight import Finding
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
-from lightning_recorder.plots import DrawingProcess, History
+from lightning_recorder.plots import DrawingProcess, PlotHistory
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.overview import pictures
 from lightning_recorder.records.table import Schema, Table
@@ -117,8 +117,8 @@ class Plotter(RecordConsumer):
 
     Note:
         The history holds scalars for at most 256 records, evenly spaced, and for heat maps the values furthest from 0
-        of the others; see :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a
-        plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
+        of the others; see :class:`~lightning_recorder.plots.PlotHistory`. If there are more than 1,000 sites, more than
+        a plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
         others. Sites that stand out when plots are drawn are kept from then on.
     """
 
@@ -141,7 +141,7 @@ class Plotter(RecordConsumer):
         self._show = show
         self._limit = DrawingTime() if limit is None else limit
         self._statistics, self._findings = tuple(statistics), findings
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, PlotHistory] = {}
         self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._tensors = TensorPictures(max_images)
         self._left_out: set[Site] = set()
@@ -173,7 +173,7 @@ class Plotter(RecordConsumer):
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
             values, counts = found.part(rows, history.statistics), found.counts
-            history.add_table(record.step, sites, values, None if counts is None else counts.take(rows))
+            history.add_values(record.step, sites, values, None if counts is None else counts.take(rows))
         if found.tensors:
             order = found.schema.order_of(self._group)
             self._tensors.add(record.step, [found.sites[row] for row in order.tolist()], found)
@@ -197,7 +197,7 @@ class Plotter(RecordConsumer):
             is_new = part not in self._histories
             if is_new:
                 self._heat_maps[part] = self._statistics_of(part, found.columns)
-                self._histories[part] = History(
+                self._histories[part] = PlotHistory(
                     statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
                     conspicuous=self._heat_maps[part],
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
@@ -248,7 +248,7 @@ class Plotter(RecordConsumer):
         pictures = sum(len(self._statistics or _HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
         return times * pictures * _PICTURE_BYTES
 
-    def _work(self) -> list[tuple[History, dict[str, Any]]]:
+    def _work(self) -> list[tuple[PlotHistory, dict[str, Any]]]:
         """Return the arguments of :func:`overview` for each plot."""
         found, findings = [], self._findings()
         for part, history in self._histories.items():
@@ -325,11 +325,11 @@ class Plotter(RecordConsumer):
             self._draw()
 
 
-def _draw(work: list[tuple[History, dict[str, Any]]]) -> dict[str, Image]:
+def _draw(work: list[tuple[PlotHistory, dict[str, Any]]]) -> dict[str, Image]:
     """Return all images, as another process does."""
     return dict(_drawn(work))
 
 
-def _drawn(work: list[tuple[History, dict[str, Any]]]) -> Iterator[tuple[str, Image]]:
+def _drawn(work: list[tuple[PlotHistory, dict[str, Any]]]) -> Iterator[tuple[str, Image]]:
     for history, options in work:
         yield from pictures(history, **options)

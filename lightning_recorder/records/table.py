@@ -20,7 +20,7 @@ from lightning_recorder.names import Site, is_input
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.histogram import Histogram, to_histogram
 
-__all__ = ["Schema", "SiteStatistics", "Table", "make_schema"]
+__all__ = ["Floats", "Schema", "SiteStatistics", "Table", "make_schema"]
 
 Floats = NDArray[np.float64]
 

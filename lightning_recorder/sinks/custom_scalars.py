@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+from lightning_recorder.records.table import Floats
 from lightning_recorder.records.tags import make_tag, parse_tag
 
 __all__ = ["Dashboard", "RankedScalars"]
