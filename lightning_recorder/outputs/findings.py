@@ -28,11 +28,9 @@ from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import diagnose
 from lightning_recorder.recordings.recording import Run
-from lightning_recorder.records.file import RECORDS
+from lightning_recorder.records.file import RECORDS, calls_of
 from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
 __all__ = ["FINDINGS", "REPORT", "ExaminedRecords", "RunFindings"]
@@ -382,34 +380,14 @@ class ExaminedRecords(RecordConsumer):
         return "findings"
 
     @override
-    def on_record(self, record: Record, found: Table) -> None:
-        if record.stage == "train":
+    def on_record(self, found: Table) -> None:
+        if found.stage == "train":
             self._findings.note_step()
-        if not found or record.overflowed or record.loader not in (None, 0):
+        if not found or found.about["overflowed"] or found.about["loader"] not in (None, 0):
             return
-        table = found.take(found.schema.order_of(self._group)).having(
-            about={
-                **record.about,
-                "group": self._group,
-                "recorder": self._label,
-                "stage": record.stage,
-                "step": record.step,
-                "ranks": record.ranks,
-                "diverged": record.snapshot.diverged,
-            }
-        )
-        self._findings.add(table.in_order(self._order_of_calls(record, table)))
-
-    def _order_of_calls(self, record: Record, table: Table) -> list[Site]:
-        """Return the sites in the order of this record, which may differ from that of the first one."""
-        calls = list(record.snapshot.calls) if self._group != "parameters" else []
-        if not calls:
-            return []
-        seen = calls[::-1] if self._group == "gradients" else calls
-        if tuple(seen) == table.sites:  # in nearly every record
-            return []
-        known, called = set(table.sites), set(calls)
-        return [*(site for site in seen if site in known), *(site for site in table.sites if site not in called)]
+        table = found.take(found.schema.order_of(self._group))
+        table = table.having(about={**found.about, "group": self._group, "recorder": self._label})
+        self._findings.add(table.in_order(calls_of(table)))  # which may differ from the order of the first record
 
 
 def _report_s(run: Run) -> float:

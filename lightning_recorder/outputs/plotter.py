@@ -21,7 +21,7 @@ from lightning_recorder.plots import DrawingProcess, PlotHistory
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.overview import pictures
 from lightning_recorder.records.table import Schema, Table
-from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS, Record
+from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS
 from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]
@@ -159,10 +159,10 @@ class Plotter(RecordConsumer):
         return "plots"
 
     @override
-    def on_record(self, record: Record, found: Table) -> None:
+    def on_record(self, found: Table) -> None:
         if self._started is not None and self._started.process.done():
             self._show_started()
-        if record.stage != "train" or record.overflowed or not found:
+        if found.stage != "train" or found.about["overflowed"] or not found:
             return
         is_due = self._is_due
         if found.schema is not self._schema:
@@ -173,12 +173,12 @@ class Plotter(RecordConsumer):
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
             values, counts = found.part(rows, history.statistics), found.counts
-            history.add_values(record.step, sites, values, None if counts is None else counts.take(rows))
+            history.add_values(found.step, sites, values, None if counts is None else counts.take(rows))
         if found.tensors:
             order = found.schema.order_of(self._group)
-            self._tensors.add(record.step, [found.sites[row] for row in order.tolist()], found)
+            self._tensors.add(found.step, [found.sites[row] for row in order.tolist()], found)
         self._records += 1
-        self._step = record.step
+        self._step = found.step
         if is_due and self._every is not None:
             self._draw()
         elif is_due and self._can_start and self._started is None:

@@ -399,6 +399,11 @@ def unpack_vectors(packed: Any, place: int) -> dict[str, Tensor]:
 def calls_of(table: Table) -> dict[Site, int]:
     """Return the number of tensors of each site of a record, in their order; empty if the record lacks them."""
     calls, sites = table.about.get("calls"), table.sites
+    if isinstance(calls, Mapping):  # of a table in memory
+        if tuple(calls) == sites:  # in nearly every record
+            return {**calls}
+        called = dict.fromkeys((*(site for site in calls if site in table), *sites)) if calls else ()
+        return {site: calls.get(site, 0) for site in called}
     if not isinstance(calls, list) or len(calls) != len(sites):
         return {}
     order = table.about.get("order", range(len(sites)))

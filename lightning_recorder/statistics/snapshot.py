@@ -182,6 +182,23 @@ NOTHING = Snapshot((), [], [])
 """No states, until those of all ranks are merged."""
 
 
+_FACTS = (
+    "step",
+    "epoch",
+    "stage",
+    "loader",
+    "steps",
+    "ranks",
+    "overflowed",
+    "overflow_steps",
+    "every_n_train_steps",
+    "recording_ms",
+    "flush_ms",
+    "is_sample",
+    "batch",
+)
+
+
 @dataclass(eq=False)
 class Record:
     """The statistics of one or more steps with their metadata.
@@ -222,6 +239,24 @@ class Record:
     batch: Tensor | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     pending: Callable[[Record], Record | None] | None = None
+
+    def facts(self, group: str) -> dict[str, Any]:
+        """Return all fields but the states, for the ``about`` of a table.
+
+        Args:
+            group: The kind of tensors, which decides the order of ``calls``, the number of tensors of each site.
+        """
+        calls = {} if group == "parameters" else self.snapshot.calls
+        return {
+            **self.about,
+            **{name: getattr(self, name) for name in _FACTS},
+            "diverged": self.snapshot.diverged,
+            "calls": dict([*calls.items()][::-1]) if group == "gradients" else calls,
+        }
+
+    def table(self, group: str = "activations") -> Table:
+        """Return the statistics of the sites with the facts of the record."""
+        return self.snapshot.statistics().having(about=self.facts(group))
 
     def complete(self) -> Record | None:
         """Return the record with the states of all ranks, or None if there are none. May wait for other ranks."""
