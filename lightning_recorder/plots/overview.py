@@ -18,7 +18,7 @@ from lightning_recorder.plots.frame import FoundAt, places_of, title_of
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
-from lightning_recorder.plots.history import PlotHistory
+from lightning_recorder.plots.plot_history import PlotHistory
 from lightning_recorder.plots.rebinning import Bins, bins_of_counts
 from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.records.tags import make_tag

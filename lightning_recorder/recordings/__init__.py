@@ -3,7 +3,7 @@
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
 from lightning_recorder.recordings.dump_entries import DumpEntry
-from lightning_recorder.recordings.history import Session
+from lightning_recorder.recordings.reader import Session
 from lightning_recorder.recordings.recording import Recording, Run, open_recording
 from lightning_recorder.recordings.series import Series, SiteSeries
 from lightning_recorder.recordings.writer import RecordWriter

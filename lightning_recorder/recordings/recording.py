@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
-from lightning_recorder.recordings.history import History
+from lightning_recorder.recordings.reader import RecordReader
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.records.file import FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.untrusted import read_json
@@ -258,7 +258,7 @@ class Run:
                 group, label = _group_and_label(path)
                 # If two files claim the same label, the second one is listed under its file name.
                 label = path.stem if not label or label in found else label
-                found[label] = (_order(group, label), known.get(path) or Series(History(path)))
+                found[label] = (_order(group, label), known.get(path) or Series(RecordReader(path)))
         self._series = {label: found[label][1] for label in sorted(found, key=lambda label: found[label][0])}
         return come
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names
-from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session, frame_of
+from lightning_recorder.recordings.reader import Entry, Part, PartKey, RecordReader, Session, frame_of
 from lightning_recorder.records.counts import unpack_counts
 from lightning_recorder.records.file import calls_of
 from lightning_recorder.records.table import Schema
@@ -29,7 +29,7 @@ class Series:
     """The records of one recorder: those of training, or those of another stage selected with :meth:`of`.
 
     Args:
-        history: The contents of the record file, read on first access.
+        reader: The contents of the record file, read on first access.
         stage: The stage; by default training, or the first other stage if training was not recorded.
         loader: The index of the dataloader; by default the first.
 
@@ -37,14 +37,14 @@ class Series:
         DumpError: From any member that reads the file, if the file cannot be read or was not written by this package.
     """
 
-    def __init__(self, history: History, stage: str | None = None, loader: int | None = None) -> None:
-        self._history = history
+    def __init__(self, reader: RecordReader, stage: str | None = None, loader: int | None = None) -> None:
+        self._reader = reader
         self._stage, self._loader = stage, loader
 
-    def _read(self) -> History:
-        if not self._history.is_read:
-            self._history.refresh()
-        return self._history
+    def _read(self) -> RecordReader:
+        if not self._reader.is_read:
+            self._reader.refresh()
+        return self._reader
 
     def refresh(self) -> int:
         """Read the records appended since the last call, so that a run can be followed while it is in progress.
@@ -52,12 +52,12 @@ class Series:
         Returns:
             The number of new records, including those of other stages.
         """
-        return self._history.refresh()
+        return self._reader.refresh()
 
     @property
     def path(self) -> Path:
         """The path of the record file."""
-        return self._history.path
+        return self._reader.path
 
     @property
     def keys(self) -> list[PartKey]:
@@ -70,7 +70,7 @@ class Series:
         keys = sorted(
             (key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=lambda key: key.order
         )
-        return {key: self._history.parts[key] for key in keys}
+        return {key: self._reader.parts[key] for key in keys}
 
     def _is_of(self, key: PartKey) -> bool:
         return self._stage is None or (key.stage == self._stage and self._loader in (None, key.loader))
@@ -105,7 +105,7 @@ class Series:
         Raises:
             ArgumentError: If nothing was recorded there; the message lists the recorded stages.
         """
-        found = Series(self._history, stage, loader)
+        found = Series(self._reader, stage, loader)
         self._read()
         if not found.keys:
             which = repr(stage) + ("" if loader is None else f" of loader {loader}")
@@ -215,7 +215,7 @@ class Series:
             DumpError: If the file has changed since it was read.
         """
         entry = self._entry(step)
-        return dict(zip(entry.table.sites, self._history.packed_counts(entry), strict=True))
+        return dict(zip(entry.table.sites, self._reader.packed_counts(entry), strict=True))
 
     def all_vectors(self, step: int) -> dict[Site, dict[str, Tensor]]:
         """Return the statistics of a record that are vectors, ``[n]`` float64; a site without any is left out.
@@ -224,7 +224,7 @@ class Series:
             ArgumentError: If the step was not recorded.
             DumpError: If the file has changed since it was read.
         """
-        return self._history.all_vectors(self._entry(step))
+        return self._reader.all_vectors(self._entry(step))
 
     def check_statistic(self, statistic: str) -> None:
         """Raise an error if a statistic was not recorded.
@@ -372,7 +372,7 @@ class SiteSeries:
             ArgumentError: If the site was not recorded at that step.
             DumpError: If the file has changed since it was read.
         """
-        return self.series._history.vectors(self._entry(step), self.site)
+        return self.series._reader.vectors(self._entry(step), self.site)
 
     @property
     def calls(self) -> list[int | None]:

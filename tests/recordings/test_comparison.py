@@ -15,12 +15,12 @@ from lightning_recorder.recordings import (
     RecordWriter,
     Tolerance,
     compare,
-    history,
     open_recording,
+    reader,
     records_path,
 )
 from lightning_recorder.recordings.call_order import in_execution_order
-from lightning_recorder.recordings.history import Part
+from lightning_recorder.recordings.reader import Part
 from lightning_recorder.taps import ParameterGradientTap, Site
 from tests.recordings.runs import record_run, site_of, write_simple
 
@@ -322,7 +322,7 @@ def test_the_steps_are_sorted_equally_often_for_more_records(tmp_path: Path, mon
             sorts += 1
             return super().steps
 
-    monkeypatch.setattr(history, "Part", Counted)
+    monkeypatch.setattr(reader, "Part", Counted)
     found = []
     for records in (10, 40):
         runs = tmp_path / f"a{records}", tmp_path / f"b{records}"

@@ -21,9 +21,9 @@ from lightning_recorder.taps import Site
 __all__ = [
     "PLACES",
     "Entry",
-    "History",
     "Part",
     "PartKey",
+    "RecordReader",
     "Session",
     "Tail",
     "columns_of",
@@ -171,7 +171,7 @@ def _runs_of_schemas(tables: Sequence[Table]) -> Iterator[tuple[Schema, int, int
         yield tables[begin].schema, begin, len(tables)
 
 
-class History:
+class RecordReader:
     """Reads a record file line by line, and later the lines appended since.
 
     Damaged lines are skipped and counted. Histograms stay in the file until they are requested.

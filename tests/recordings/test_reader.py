@@ -1,4 +1,4 @@
-"""Tests of reading lines from a growing file, and of the conversion of records to data history."""
+"""Tests of reading lines from a growing file, and of the conversion of records to rows and data frames."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.recordings import RecordWriter, history, open_recording, records_path
-from lightning_recorder.recordings.history import Tail
+from lightning_recorder.recordings import RecordWriter, open_recording, reader, records_path
+from lightning_recorder.recordings.reader import Tail
 from tests.recordings.runs import site_of
 
 
@@ -45,8 +45,8 @@ def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [15, 16, 17, 100])
 def test_a_line_that_is_too_long(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An overlong line is returned as an empty line, and the lines after it are read."""
-    monkeypatch.setattr(history, "_LONGEST_LINE", 16)
-    monkeypatch.setattr(history, "_PIECE", 7)
+    monkeypatch.setattr(reader, "_LONGEST_LINE", 16)
+    monkeypatch.setattr(reader, "_PIECE", 7)
     path = tmp_path / "a"
     path.write_bytes(b"x" * length + b"\nnext\n" + b"y" * length)
     expected = b"x" * length if length < 16 else b""
@@ -79,8 +79,8 @@ def test_rows(log_dir: Path) -> None:
     A statistic that no site of a record has is None, and one that a site lacks is NaN.
     """
     series = open_recording(log_dir)["activations"]
-    assert history.columns_of([series.parts]) == ["rms", "more"]
-    assert repr(list(history.rows_of(series.parts, ["rms", "more"]))) == repr(ROWS)
+    assert reader.columns_of([series.parts]) == ["rms", "more"]
+    assert repr(list(reader.rows_of(series.parts, ["rms", "more"]))) == repr(ROWS)
 
 
 def test_a_frame(log_dir: Path) -> None:

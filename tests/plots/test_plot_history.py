@@ -17,7 +17,7 @@ from lightning_recorder import ArgumentError
 from lightning_recorder.insight import Finding
 from lightning_recorder.plots import PlotHistory, gradient_flow, heat_map, histogram_over_time, overview, ridge
 from lightning_recorder.plots.frame import FoundAt
-from lightning_recorder.plots.history import Found
+from lightning_recorder.plots.plot_history import Found
 from lightning_recorder.reductions import SCALAR_STATISTICS, SparseCounts, Statistics, to_histogram
 from lightning_recorder.taps import Site
 from tests.plots.pixels import data_in
