@@ -1,11 +1,11 @@
-"""Module names: lookup, glob matching and suggestions for wrong names; and the tags of statistics in sinks."""
+"""Module names: lookup, glob matching and suggestions for wrong names; and the sites of tensors."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -14,6 +14,7 @@ from lightning_recorder.internals.module_tree import ModuleMap, children_of, nam
 
 __all__ = [
     "RUNNING_STATISTICS",
+    "Site",
     "closest_names",
     "compile_glob",
     "corrected_glob",
@@ -21,7 +22,6 @@ __all__ = [
     "is_input",
     "is_metric",
     "is_never_called",
-    "make_tag",
     "named_submodules",
     "own_parameters",
     "site_title",
@@ -37,6 +37,17 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # Modules that use the parameters of their children without calling them; to a hook they are leaves.
 _OPAQUE = (nn.MultiheadAttention,)
+
+
+class Site(NamedTuple):
+    """The place where a tensor was recorded: a module and the path of the tensor in it."""
+
+    name: str
+    """The name of the module."""
+    path: str
+    """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
+    first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
+    module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
 
 
 def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
@@ -300,33 +311,3 @@ def site_title(name: str, path: str) -> str:
     """
     inner, call = split_call(path)
     return (name or "(root)") + call + ("" if inner == "out" else f" {inner}")
-
-
-@lru_cache(maxsize=1 << 15)  # the same tags recur in every record
-def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
-    """Return the tag of a site's statistic.
-
-    The tag is ``group/name/statistic``, or ``group/name/path/statistic`` for a tensor inside a nested output.
-
-    Args:
-        group: ``activations``, ``gradients``, …; TensorBoard groups its page by it.
-        name: The module's dotted name; the root, whose name is empty, becomes ``(root)``.
-        path: The tensor's path; ``out``, the whole output, is omitted. A number at its end, as in ``out#2``, is that
-            of the call of the module, and moves to the end of the name.
-        statistic: The statistic's name; if empty, the result is the tag of the site.
-
-    Example:
-        >>> make_tag("activations", "encoder.conv1", "out", "mean")
-        'activations/encoder.conv1/mean'
-        >>> make_tag("gradients", "encoder.lstm", "out[1][0]", "rms")
-        'gradients/encoder.lstm/out[1][0]/rms'
-        >>> make_tag("activations", "blocks.0.act", "in[0]#2", "rms")
-        'activations/blocks.0.act#2/in[0]/rms'
-    """
-    inner, call = split_call(path)
-    named = (name or "(root)") + call
-    # A slash in a name would open another level on the page.
-    parts = (group, named, "" if inner == "out" else inner, statistic)
-    tag = "/".join(part.replace("/", "_") for part in parts if part)
-    # A lone surrogate is a valid attribute name in Python but not valid text in a file.
-    return tag.encode("utf-8", "replace").decode("utf-8")

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("disk", "folder_lock", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),
     ("names",),
+    ("records",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),
     ("dumps", "graph", "taps"),
     ("insight",),

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_recorder.disk import attempt, fits
 from lightning_recorder.errors import warn
 from lightning_recorder.folder_lock import FolderLock, lock_folder
-from lightning_recorder.recordings.record_format import FURTHER_RUN
+from lightning_recorder.records.file import FURTHER_RUN
 from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecorder
 
 __all__ = [

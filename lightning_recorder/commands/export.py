@@ -13,7 +13,7 @@ import torch
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings import Recording, Series, open_recording
-from lightning_recorder.recordings.history import PLACES, columns_of, rows_of, write_parquet
+from lightning_recorder.recordings.reader import PLACES, columns_of, rows_of, write_parquet
 
 __all__ = ["run"]
 

@@ -16,7 +16,7 @@ from lightning_recorder.insight.finding import (
 from lightning_recorder.insight.gaps import Diagnosis, Gap
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import RULES
-from lightning_recorder.insight.table import STATISTICS, SiteRecords
+from lightning_recorder.insight.table import STATISTICS
 
 __all__ = [
     "FINDINGS_FORMAT",
@@ -32,7 +32,6 @@ __all__ = [
     "Rule",
     "RunFacts",
     "RunHistory",
-    "SiteRecords",
     "Trace",
     "check_rules",
     "examine",

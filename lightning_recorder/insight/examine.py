@@ -28,7 +28,8 @@ from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.rules.non_finite import first_bad_step
-from lightning_recorder.insight.table import SiteRecords, Table
+from lightning_recorder.insight.table import Table
+from lightning_recorder.records import table as records
 
 __all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of", "examine"]
 
@@ -84,7 +85,7 @@ class RunHistory:
     def __init__(self) -> None:
         self._tables: dict[tuple[str, str], Table] = {}
 
-    def add(self, record: SiteRecords) -> None:
+    def add(self, record: records.Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:

@@ -22,13 +22,12 @@ from lightning_recorder.errors import (
     imported,
     warn,
 )
-from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.records.table import SiteStatistics, Table
+from lightning_recorder.records.tags import make_tag
 from lightning_recorder.sinks import BackgroundQueue
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.tensors import BufferPool, Captured
 
@@ -103,7 +102,7 @@ class StatisticsDumps(RecordConsumer):
         self.folder: DumpFolder | None = None
         """The folder of the dumps."""
         self._event = event
-        self._latest: tuple[Record, StatisticsTable] | None = None
+        self._latest: Table | None = None
 
     def __str__(self) -> str:
         return "dumps"
@@ -125,26 +124,26 @@ class StatisticsDumps(RecordConsumer):
         return {**self.__dict__, "folder": None, "_latest": None}  # these belong to the run
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
-        if record.stage != "train" or record.overflowed or not found or self.folder is None:
+    def on_record(self, found: Table) -> None:
+        if found.stage != "train" or found.about["overflowed"] or not found or self.folder is None:
             return
-        self._latest = record, found
+        self._latest = found
         matching = [] if self._event is None else self._event.sites(found)
         if matching:
             where = {"event": [list(site) for site in matching]}
-            self.folder.write(_content(record, found, where), "event")
+            self.folder.write(_content(found, where), "event")
         elif "records" in self.at:
-            self.folder.write(_content(record, found), "record")
+            self.folder.write(_content(found), "record")
 
     @override
     def end_epoch(self) -> None:
         if "epochs" in self.at and self._latest is not None and self.folder is not None:
-            self.folder.write(_content(*self._latest), "epoch")
+            self.folder.write(_content(self._latest), "epoch")
 
     def write_beside(self, checkpoint: Path) -> None:
         """Dump the latest record next to a checkpoint. A no-op if there is no record."""
         if "checkpoints" in self.at and self._latest is not None and self.folder is not None:
-            self.folder.write_beside(_content(*self._latest), checkpoint)
+            self.folder.write_beside(_content(self._latest), checkpoint)
 
     def remove_beside(self, checkpoint: Path) -> None:
         """Remove the dump next to a checkpoint."""
@@ -167,7 +166,7 @@ def check_dumps(value: object) -> tuple[str, ...]:
         raise ArgumentError(f"{error}{more}") from None
 
 
-def _content(record: Record, found: StatisticsTable, entries: Mapping[str, object] | None = None) -> DumpContent:
+def _content(found: Table, entries: Mapping[str, object] | None = None) -> DumpContent:
     """Return the statistics of a record as tensors named ``<site>/<statistic>``."""
     tensors: dict[str, Tensor] = {}
     samples: dict[str, int] = {}
@@ -176,7 +175,7 @@ def _content(record: Record, found: StatisticsTable, entries: Mapping[str, objec
         for statistic, tensor in {**values, **seen.tensors, "histogram": seen.bins}.items():
             tensors[make_tag("", *site, statistic)] = tensor
         samples[make_tag("", *site)] = int(seen.scalars["count"])
-    return DumpContent(record.step, record.epoch, tensors, samples, entries or {})
+    return DumpContent(found.step, found.about["epoch"], tensors, samples, entries or {})
 
 
 TENSOR_DUMP_TIMES = ("checkpoints", "steps", "epochs")

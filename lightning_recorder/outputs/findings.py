@@ -18,12 +18,10 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import (
     RULES,
-    STATISTICS,
     Diagnosis,
     Finding,
     RunFacts,
     RunHistory,
-    SiteRecords,
     examine,
     with_watched,
 )
@@ -31,12 +29,10 @@ from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import diagnose
-from lightning_recorder.recordings.record_format import RECORDS
 from lightning_recorder.recordings.recording import Run
+from lightning_recorder.records.file import RECORDS, calls_of
+from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
-from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
 __all__ = ["FINDINGS", "REPORT", "ExaminedRecords", "RunFindings"]
@@ -52,7 +48,7 @@ _REPORT_S_PER_BYTE = 1 / 20e6  # of the record files
 _FIRST_CHECK = 5  # records of each recorder
 _GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
 _LASTING = frozenset(rule.name for rule in RULES if rule.is_lasting)
-_NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
+_NOT_FINITE = ("nan_count", "inf_count")
 
 
 class RunFindings:
@@ -192,7 +188,7 @@ class RunFindings:
         """Note that a step was trained, so that the fit ends with a verdict even if nothing is recorded."""
         self._has_steps = True
 
-    def add(self, record: SiteRecords) -> None:
+    def add(self, record: Table) -> None:
         """Examine a record. Called in the writing threads."""
         with self._lock:
             self._contained(partial(self._add, record))
@@ -239,12 +235,12 @@ class RunFindings:
                 raise
             warn(f"records are no longer examined for findings: {describe_error(error)}")
 
-    def _add(self, record: SiteRecords) -> None:
+    def _add(self, record: Table) -> None:
         self._history.add(record)
         is_in_step = self._is_in_step(record)
         self._records += 1
         self._last_step = max(self._last_step, record.step)
-        if not self._was_bad and bool((record.values[:, _NOT_FINITE] > 0).any()):
+        if not self._was_bad and bool((record.part(None, _NOT_FINITE) > 0).any()):
             # The other recorders' records of the step may be needed to name the module.
             self._was_bad = True
             self._due = min(self._due, self._records + len(self._groups))
@@ -252,7 +248,7 @@ class RunFindings:
             self._due = int(self._records * _GROWTH) + 1
             self._check()
 
-    def _is_in_step(self, record: SiteRecords) -> bool:
+    def _is_in_step(self, record: Table) -> bool:
         """Return True if the records of all recorders have come up to about the same step.
 
         Recorders join records before they are written, so those of one recorder may be ahead of the others.
@@ -380,48 +376,19 @@ class ExaminedRecords(RecordConsumer):
 
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group
-        self._schema: TableSchema | None = None
 
     def __str__(self) -> str:
         return "findings"
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
-        if record.stage == "train":
+    def on_record(self, found: Table) -> None:
+        if found.stage == "train":
             self._findings.note_step()
-        if not found or record.overflowed or record.loader not in (None, 0):
+        if not found or found.about["overflowed"] or found.about["loader"] not in (None, 0):
             return
-        schema = found.schema
-        order = schema.backward if self._group == "gradients" else schema.forward
-        if schema is not self._schema:
-            self._schema = schema
-            self._sites = tuple(schema.sites[row] for row in order)
-            self._kinds = dtypes_and_shapes(schema.kinds[row] for row in order)
-        dtypes, shapes = self._kinds
-        records = SiteRecords(
-            group=self._group,
-            recorder=self._label,
-            stage=record.stage,
-            step=record.step,
-            sites=self._sites,
-            dtypes=dtypes,
-            shapes=shapes,
-            values=found.part(order, STATISTICS),
-            histogram=found.histogram,
-            about={**record.about, "ranks": record.ranks, "diverged": record.snapshot.diverged},
-        )
-        self._findings.add(records.in_order(self._order_of_calls(record)))
-
-    def _order_of_calls(self, record: Record) -> list[Site]:
-        """Return the sites in the order of this record, which may differ from that of the first one."""
-        calls = list(record.snapshot.calls) if self._group != "parameters" else []
-        if not calls:
-            return []
-        seen = calls[::-1] if self._group == "gradients" else calls
-        if tuple(seen) == self._sites:  # in nearly every record
-            return []
-        known, called = set(self._sites), set(calls)
-        return [*(site for site in seen if site in known), *(site for site in self._sites if site not in called)]
+        table = found.take(found.schema.order_of(self._group))
+        table = table.having(about={**found.about, "group": self._group, "recorder": self._label})
+        self._findings.add(table.in_order(calls_of(table)))  # which may differ from the order of the first record
 
 
 def _report_s(run: Run) -> float:

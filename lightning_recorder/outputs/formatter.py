@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import recorded
-from lightning_recorder.names import make_tag
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
+from lightning_recorder.records.table import Schema, SiteStatistics, Table
+from lightning_recorder.records.tags import make_tag, numbered
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import RankedScalars, Sink
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, SiteStatistics, StatisticsTable, TableSchema
+from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter"]
@@ -28,7 +28,7 @@ _BAD = ("nan_count", "inf_count")
 class _Plan(NamedTuple):
     """The tags of a record, and the places of their values in its table."""
 
-    schema: TableSchema
+    schema: Schema
     lacking: NDArray[np.bool_] | None
     shown: NDArray[np.int64]
     scalar_tags: Sequence[str]
@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     size: int
     """The number of sites that the budget showed."""
 
-    def fits(self, found: StatisticsTable, budget: TagBudget | None) -> bool:
+    def fits(self, found: Table, budget: TagBudget | None) -> bool:
         """Return True if a table has the same sites and statistics and the budget shows the same sites."""
         if self.schema is not found.schema or (budget is not None and budget.size != self.size):
             return False
@@ -95,7 +95,7 @@ class SinkFormatter:
         self.named: Callable[[], Set[str]] = frozenset
         """Returns the modules that findings name so far, which are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
-        self._latest: tuple[Record, StatisticsTable, _Plan] | None = None  # the latest training record
+        self._latest: tuple[Table, _Plan] | None = None  # the latest training record
 
     def begin(self, label: str) -> None:
         """Begin a run.
@@ -122,21 +122,21 @@ class SinkFormatter:
         if self._budget is not None:
             self._budget.load_state_dict(state)
 
-    def write(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
+    def write(self, sink: Sink, found: Table) -> None:
         """Write a record."""
-        if record.overflowed:
-            self._write_overflow(sink, record, found)
+        if found.about["overflowed"]:
+            self._write_overflow(sink, found)
             return
-        scalars, plan = self._scalars(record, found)
-        if record.overflow_steps:
-            scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
+        scalars, plan = self._scalars(found)
+        if found.about["overflow_steps"]:
+            scalars[f"{self._label}/overflow_steps"] = float(found.about["overflow_steps"])
         if scalars:
-            sink.write_scalars(record.step, scalars)
-        if self.histograms and found:
+            sink.write_scalars(found.step, scalars)
+        if self.histograms and found and found.counts is not None:
             counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
-            sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, sums))
-        if record.stage == "train" and found:
-            self._latest = record, found, plan
+            sink.write_histograms(found.step, TaggedHistograms(plan.histogram_tags, counts, sums))
+        if found.stage == "train" and found:
+            self._latest = found, plan
 
     def finish(self, sink: Sink) -> None:
         """Show the modules that findings name at the end of a run.
@@ -146,19 +146,19 @@ class SinkFormatter:
         latest, self._latest = self._latest, None
         if latest is None or not self.named():
             return
-        record, found, plan = latest
-        scalars, _ = self._scalars(record, found)
+        found, plan = latest
+        scalars, _ = self._scalars(found)
         if isinstance(scalars, RankedScalars):
             shown = set(plan.scalar_tags)
             new = [(tag, value) for tag, value in scalars.items() if tag not in shown]
-            sink.write_scalars(record.step, RankedScalars(new, scalars.degrees, scalars.named))
+            sink.write_scalars(found.step, RankedScalars(new, scalars.degrees, scalars.named))
 
-    def _scalars(self, record: Record, found: StatisticsTable) -> tuple[dict[str, float], _Plan]:
+    def _scalars(self, found: Table) -> tuple[dict[str, float], _Plan]:
         """Return the scalars of a record, ranked if some modules are left out or named by findings."""
         names = self.named()
         if self._budget is not None:
             self._budget.named = names
-        plan = self._plan(record, found)
+        plan = self._plan(found)
         pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
         names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
         named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
@@ -169,10 +169,10 @@ class SinkFormatter:
             return RankedScalars(pairs, known, named), plan
         return (RankedScalars(pairs, None, named) if named else dict(pairs)), plan
 
-    def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
+    def _plan(self, found: Table) -> _Plan:
         """Return the tags of a record. They are the same in nearly all records of a stage."""
         is_new = self._note_nonfinite(found)
-        key, budget = (record.stage, record.loader, self._is_brief), self._budget
+        key, budget = (found.stage, found.about["loader"], self._is_brief), self._budget
         plan = self._plans.get(key)
         unusual = None
         if plan is not None and plan.fits(found, budget) and not is_new:
@@ -182,17 +182,17 @@ class SinkFormatter:
             if not budget.may_show(unusual):
                 return plan
         shown = self._select(found, unusual)
-        self._plans[key] = plan = self._new_plan(record, found, shown)
+        self._plans[key] = plan = self._new_plan(found, shown)
         return plan
 
-    def _note_nonfinite(self, found: StatisticsTable) -> bool:
+    def _note_nonfinite(self, found: Table) -> bool:
         """Note the sites with NaN or infinities. Return True if there is a new one."""
         bad = np.flatnonzero(sum(found.column(name) for name in _BAD)) if len(found) else ()
         before = len(self.nonfinite)
         self.nonfinite.update(found.sites[row] for row in bad)
         return len(self.nonfinite) > before
 
-    def _new_plan(self, record: Record, found: StatisticsTable, shown: NDArray[np.int64]) -> _Plan:
+    def _new_plan(self, found: Table, shown: NDArray[np.int64]) -> _Plan:
         self._number(found.schema)
         tags: dict[str, tuple[int, int]] = {}
         for row in shown.tolist():
@@ -202,9 +202,9 @@ class SinkFormatter:
             wanted = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
             for name in dict.fromkeys(wanted):
                 if name in names:  # the statistics across ranks need several ranks
-                    tags[self._tag(record, self.group, site, name)] = row, found.columns.index(name)
+                    tags[self._tag(found, self.group, site, name)] = row, found.columns.index(name)
         # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
-        histograms = [self._tag(record, self.group, found.sites[row], "histogram") for row in shown]
+        histograms = [self._tag(found, self.group, found.sites[row], "histogram") for row in shown]
         rows = np.array(self._candidates(found), dtype=np.int64)
         size = 0 if self._budget is None else self._budget.size
         sites = tuple(found.sites[row] for row in rows)
@@ -213,22 +213,22 @@ class SinkFormatter:
         scalars = tuple(tags), (places[:, 0], places[:, 1]), by_site
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
-    def _candidates(self, found: StatisticsTable) -> list[int]:
+    def _candidates(self, found: Table) -> list[int]:
         """Return the rows of the sites that may be shown."""
         return [row for row, site in enumerate(found.sites) if not self._is_brief or _is_main(site, found)]
 
-    def _number(self, schema: TableSchema) -> None:
+    def _number(self, schema: Schema) -> None:
         """Number the modules that have no number yet, in the order of execution."""
         if self._numbers is None:
             return
-        order = schema.backward if self.group.startswith("gradients") else schema.forward
+        order = schema.order_of(self.group)
         names = dict.fromkeys(schema.sites[row].name for row in order.tolist())
         new = [name for name in names if name not in self._numbers]
         first = len(self._numbers)
         digits = max(3, len(str(first + len(new) - 1)))
-        self._numbers |= {name: f"{first + place:0{digits}}_{name}" for place, name in enumerate(new)}
+        self._numbers |= {name: numbered(name, first + place, digits) for place, name in enumerate(new)}
 
-    def _select(self, found: StatisticsTable, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
+    def _select(self, found: Table, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return np.arange(len(found))
@@ -254,17 +254,16 @@ class SinkFormatter:
         further = [name for name in seen.scalars if name not in _ON_REQUEST]
         return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
 
-    def _write_overflow(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
+    def _write_overflow(self, sink: Sink, found: Table) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
-        scalars = {f"{self._label}/overflow_steps": float(record.overflow_steps)}
+        scalars = {f"{self._label}/overflow_steps": float(found.about["overflow_steps"])}
         for site, seen in found.without_bins().items():
             if any(seen.scalars[name] for name in _BAD):
                 group = f"{self.group}_overflow"
-                scalars.update({self._tag(record, group, site, name): seen.scalars[name] for name in _BAD})
-        sink.write_scalars(record.step, scalars)
+                scalars.update({self._tag(found, group, site, name): seen.scalars[name] for name in _BAD})
+        sink.write_scalars(found.step, scalars)
 
-    def _tag(self, record: Record, group: str, site: Site, statistic: str) -> str:
-        stage = "" if record.stage == "train" else f"_{record.stage}"
-        loader = "" if record.loader is None else f"/dataloader_idx_{record.loader}"
+    def _tag(self, found: Table, group: str, site: Site, statistic: str) -> str:
+        stage = "" if found.stage == "train" else f"_{found.stage}"
         name = site.name if self._numbers is None else self._numbers.get(site.name, site.name)
-        return make_tag(group + stage, name, site.path, statistic) + loader
+        return make_tag(group + stage, name, site.path, statistic, found.about["loader"])

@@ -20,10 +20,10 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
+from lightning_recorder.records.table import SiteStatistics, Table
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.snapshot import Record, statistics_of
-from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordConsumer", "RecordPipeline"]
@@ -43,12 +43,11 @@ class RecordConsumer(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, found: Table) -> None:
         """Receive a record.
 
         Args:
-            record: The record.
-            found: The statistics of its sites in module order, possibly empty.
+            found: The statistics of its sites in module order, possibly empty, and its facts.
         """
 
     def flush(self) -> None:  # noqa: B027 - most hold nothing back
@@ -82,7 +81,7 @@ class _Batch:
     """Records that are written together, with their facts and, if these are known, their statistics."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Record, ReceiptFacts | None, StatisticsTable | None]] = []
+        self.records: list[tuple[Record, ReceiptFacts | None, Table | None]] = []
         self.nbytes = 0
         self.thread = threading.get_ident()
         self.is_sealed = threading.Event()
@@ -105,7 +104,7 @@ class RecordPipeline:
         *,
         name: str = "the recorder",
         log: Callable[[str], object] = warn,
-        derive: Callable[[StatisticsTable], StatisticsTable] | None = None,
+        derive: Callable[[Table], Table] | None = None,
         strict: bool = False,
     ) -> None:
         self.formatter = formatter
@@ -130,7 +129,7 @@ class RecordPipeline:
         """The additional consumers of records."""
         self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
-        self._latest: dict[str, StatisticsTable] = {}
+        self._latest: dict[str, Table] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue(_MOST_BATCHES)
         self._lock = threading.Lock()
@@ -324,8 +323,8 @@ class RecordPipeline:
         joins = self._directory is None or fits(self._directory, 2 * _MOST_JOINED_BYTES)
         try:
             with self.sink.joined() if joins and self.sink is not None else nullcontext():
-                for (record, _, _), found in zip(batch.records, tables, strict=True):
-                    self._write(record, found)
+                for found in tables:
+                    self._write(found)
                     if not joins:
                         self._flush()
         finally:
@@ -334,7 +333,7 @@ class RecordPipeline:
         size = None if written is None else (written - (before or 0)) // len(batch.records)
         for (record, facts, _), found in zip(batch.records, tables, strict=True):
             if facts is not None and not record.is_sample:
-                self.receipt.add(record, found, size, facts)
+                self.receipt.add(found, size, facts)
             if size is not None and record.stage == "train":
                 self.receipt.add_size(size)
         self.receipt.flush()
@@ -350,29 +349,30 @@ class RecordPipeline:
         for consumer in list(self.consumers):
             self._contained(consumer, consumer.flush)
 
-    def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
+    def _tables(self, batch: _Batch) -> Iterator[Table]:
         missing = iter(statistics_of([record.snapshot for record, _, found in batch.records if found is None]))
         for record, _, found in batch.records:
-            table = next(missing) if found is None else found
+            table = (next(missing) if found is None else found).having(about=record.facts(self.formatter.group))
             record.snapshot.release()
             if record.snapshot.diverged:
-                self._warn_of_divergence(record, table)
+                self._warn_of_divergence(table)
             yield table if self._derive is None else self._derive(table)
 
-    def _write(self, record: Record, found: StatisticsTable) -> None:
-        if record.is_sample:
+    def _write(self, found: Table) -> None:
+        stage, loader = found.stage, found.about["loader"]
+        if found.about["is_sample"]:
             for consumer in [each for each in self.consumers if each.takes_samples]:
-                self._contained(consumer, partial(consumer.on_record, record, found))
+                self._contained(consumer, partial(consumer.on_record, found))
             return
-        (self.recorded if found else self.empty)[record.stage] += 1
-        if found and not record.overflowed:
-            self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
-            if record.stage == "train":
-                self._latest_step = record.step
-        if self.sink is not None and (found or record.overflow_steps):
-            self.formatter.write(self.sink, record, found)
+        (self.recorded if found else self.empty)[stage] += 1
+        if found and not found.about["overflowed"]:
+            self._latest[stage + ("" if loader is None else f"/{loader}")] = found
+            if stage == "train":
+                self._latest_step = found.step
+        if self.sink is not None and (found or found.about["overflow_steps"]):
+            self.formatter.write(self.sink, found)
         for consumer in list(self.consumers):
-            self._contained(consumer, partial(consumer.on_record, record, found))
+            self._contained(consumer, partial(consumer.on_record, found))
 
     @property
     def _written_bytes(self) -> int | None:
@@ -385,14 +385,14 @@ class RecordPipeline:
         """Return the estimated number of bytes that the consumers pass to the loggers for this many records."""
         return sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
-    def _warn_of_divergence(self, record: Record, found: StatisticsTable) -> None:
-        diverged = sorted(record.snapshot.diverged & found.keys())
+    def _warn_of_divergence(self, found: Table) -> None:
+        diverged = sorted(found.about["diverged"] & found.keys())
         if diverged and not self._has_warned_of_divergence:
             self._has_warned_of_divergence = True
             name = ".".join(filter(None, diverged[0]))
             warn(
                 f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
-                f"between ranks at step {record.step}"
+                f"between ranks at step {found.step}"
             )
 
     def _contained(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:

@@ -17,11 +17,11 @@ from lightning_recorder.insight import Finding
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
-from lightning_recorder.plots import DrawingProcess, History
+from lightning_recorder.plots import DrawingProcess, PlotHistory
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.overview import pictures
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import SETTINGS, SHOWN_STATISTICS, StatisticsTable, TableSchema
+from lightning_recorder.records.table import Schema, Table
+from lightning_recorder.statistics.snapshot import SETTINGS, SHOWN_STATISTICS
 from lightning_recorder.taps import Site
 
 __all__ = ["DrawingTime", "Plotter"]
@@ -117,8 +117,8 @@ class Plotter(RecordConsumer):
 
     Note:
         The history holds scalars for at most 256 records, evenly spaced, and for heat maps the values furthest from 0
-        of the others; see :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a
-        plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
+        of the others; see :class:`~lightning_recorder.plots.PlotHistory`. If there are more than 1,000 sites, more than
+        a plot has rows for, 1,000 are kept: those that stand out in the first record, and an even selection of the
         others. Sites that stand out when plots are drawn are kept from then on.
     """
 
@@ -141,11 +141,11 @@ class Plotter(RecordConsumer):
         self._show = show
         self._limit = DrawingTime() if limit is None else limit
         self._statistics, self._findings = tuple(statistics), findings
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, PlotHistory] = {}
         self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._tensors = TensorPictures(max_images)
         self._left_out: set[Site] = set()
-        self._schema: TableSchema | None = None
+        self._schema: Schema | None = None
         self._places: dict[str, _Rows] = {}
         self._records = self._drawn = 0
         self._due = _FIRST
@@ -159,10 +159,10 @@ class Plotter(RecordConsumer):
         return "plots"
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
+    def on_record(self, found: Table) -> None:
         if self._started is not None and self._started.process.done():
             self._show_started()
-        if record.stage != "train" or record.overflowed or not found:
+        if found.stage != "train" or found.about["overflowed"] or not found:
             return
         is_due = self._is_due
         if found.schema is not self._schema:
@@ -172,12 +172,13 @@ class Plotter(RecordConsumer):
             self._places = dict(self._places_in(found.schema, found))
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
-            history.add_table(record.step, sites, found.part(rows, history.statistics), found.counts.take(rows))
+            values, counts = found.part(rows, history.statistics), found.counts
+            history.add_values(found.step, sites, values, None if counts is None else counts.take(rows))
         if found.tensors:
-            order = found.schema.backward if self._group == "gradients" else found.schema.forward
-            self._tensors.add(record.step, [found.sites[row] for row in order.tolist()], found)
+            order = found.schema.order_of(self._group)
+            self._tensors.add(found.step, [found.sites[row] for row in order.tolist()], found)
         self._records += 1
-        self._step = record.step
+        self._step = found.step
         if is_due and self._every is not None:
             self._draw()
         elif is_due and self._can_start and self._started is None:
@@ -189,14 +190,14 @@ class Plotter(RecordConsumer):
         records = self._records + 1
         return records >= self._due if self._every is None else records % self._every == 0
 
-    def _places_in(self, schema: TableSchema, found: StatisticsTable) -> Iterator[tuple[str, _Rows]]:
+    def _places_in(self, schema: Schema, found: Table) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
-        order = schema.backward if self._group == "gradients" else schema.forward
+        order = schema.order_of(self._group)
         for part, sites in self._by_part([schema.sites[row] for row in order]).items():
             is_new = part not in self._histories
             if is_new:
                 self._heat_maps[part] = self._statistics_of(part, found.columns)
-                self._histories[part] = History(
+                self._histories[part] = PlotHistory(
                     statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
                     conspicuous=self._heat_maps[part],
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
@@ -212,7 +213,7 @@ class Plotter(RecordConsumer):
         further = (name for name in columns if name not in (*SHOWN_STATISTICS, *SETTINGS))
         return tuple(dict.fromkeys((*asked, *further)))
 
-    def _leave_out(self, sites: list[Site], found: StatisticsTable, *, is_new: bool) -> None:
+    def _leave_out(self, sites: list[Site], found: Table, *, is_new: bool) -> None:
         """Choose the sites to keep in the first record; later, keep those that stand out as well."""
         rows = [found.rows[site] for site in sites]
         degrees = unusualness(sites, {name: found.column(name)[rows, None] for name in compared(_COMPARED)})
@@ -247,7 +248,7 @@ class Plotter(RecordConsumer):
         pictures = sum(len(self._statistics or _HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
         return times * pictures * _PICTURE_BYTES
 
-    def _work(self) -> list[tuple[History, dict[str, Any]]]:
+    def _work(self) -> list[tuple[PlotHistory, dict[str, Any]]]:
         """Return the arguments of :func:`overview` for each plot."""
         found, findings = [], self._findings()
         for part, history in self._histories.items():
@@ -324,11 +325,11 @@ class Plotter(RecordConsumer):
             self._draw()
 
 
-def _draw(work: list[tuple[History, dict[str, Any]]]) -> dict[str, Image]:
+def _draw(work: list[tuple[PlotHistory, dict[str, Any]]]) -> dict[str, Image]:
     """Return all images, as another process does."""
     return dict(_drawn(work))
 
 
-def _drawn(work: list[tuple[History, dict[str, Any]]]) -> Iterator[tuple[str, Image]]:
+def _drawn(work: list[tuple[PlotHistory, dict[str, Any]]]) -> Iterator[tuple[str, Image]]:
     for history, options in work:
         yield from pictures(history, **options)

@@ -14,10 +14,9 @@ from lightning_recorder.disk import attempt, readable_size
 from lightning_recorder.errors import DumpError
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
+from lightning_recorder.records.table import Table
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 from lightning_recorder.untrusted import read_json
@@ -237,20 +236,19 @@ class ReceiptWriter:
         if self._directory is not None:
             receipt.write(self._directory, self._label)
 
-    def add(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
+    def add(self, found: Table, written: int | None, facts: ReceiptFacts) -> None:
         """Update the receipt with the recorded and the missing modules of a record.
 
         Args:
-            record: The record.
-            found: The statistics of its sites.
+            found: The statistics of the record.
             written: The number of bytes written for the record, or None if they were not counted.
             facts: The facts of the receipt.
         """
         is_first = self._history is None
         self._history = self._history or CoverageHistory()
-        changes = self._history.add(record.step, found.sites, facts[0])
+        changes = self._history.add(found.step, found.sites, facts[0])
         if is_first:
-            self._write_first_few(record, found, written, facts)
+            self._write_first_few(found, written, facts)
             return
         self._log_changes(changes)
         if self._receipt is not None and (changes or _is_round(self._history.records)):
@@ -264,21 +262,19 @@ class ReceiptWriter:
     def _change(self, receipt: CoverageReport) -> None:
         self._receipt, self._is_stale = receipt, True
 
-    def _write_first_few(
-        self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts
-    ) -> None:
-        receipt = _make_receipt(record.step, found, *facts)
+    def _write_first_few(self, found: Table, written: int | None, facts: ReceiptFacts) -> None:
+        receipt = _make_receipt(found.step, found, *facts)
         receipt = replace(
             receipt,
-            recording_ms=record.recording_ms,
-            flush_ms=record.flush_ms,
+            recording_ms=found.about["recording_ms"],
+            flush_ms=found.about["flush_ms"],
             event_bytes_per_1000_steps=None if written is None else self._forecast(written, receipt),
-            merged_ranks=record.ranks,
+            merged_ranks=found.about["ranks"],
         )
         if not self._is_announced:
             self._log(f"{self._name}: {receipt.summary}{self.note}")
         self.write(receipt)
-        self._write_text(record.step, receipt)
+        self._write_text(found.step, receipt)
 
     def add_size(self, written: int) -> None:
         """Add the size of a record in bytes. After ten records, the receipt has their mean size."""

@@ -7,32 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_recorder.outputs.pipeline import RecordConsumer
-from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
-from lightning_recorder.recordings.vectors import pack_vectors
-from lightning_recorder.statistics.snapshot import Record
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
+from lightning_recorder.recordings import RecordWriter, records_path
+from lightning_recorder.records.table import Table
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordFile"]
 
-_FIELDS = (
-    "step",
-    "epoch",
-    "stage",
-    "loader",
-    "steps",
-    "ranks",
-    "overflowed",
-    "overflow_steps",
-    "every_n_train_steps",
-    "recording_ms",
-    "flush_ms",
-)
+_LEFT_OUT = ("calls", "diverged", "is_sample")  # if they are empty or False
 
 
 class RecordFile(RecordConsumer):
@@ -65,11 +49,9 @@ class RecordFile(RecordConsumer):
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
         self._settings = {} if settings is None else settings
         self._group = group
-        self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
-        self._held: list[tuple[dict[str, Any], SiteTable]] = []
-        self._schema: TableSchema | None = None
+        self._held: list[tuple[dict[str, Any], Table]] = []
 
     def __str__(self) -> str:
         return f"the file of records {self._writer.path.name}"
@@ -80,23 +62,14 @@ class RecordFile(RecordConsumer):
         return self._writer.written_bytes - self._header_bytes
 
     @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
-        schema = found.schema
-        if schema is not self._schema:
-            self._schema, self._order = schema, schema.backward if self._is_backward else schema.forward
-            self._layout = _layout(schema, self._order)
-        values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
-        table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
-        fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
-        fields |= self._calls(record, self._layout.sites)
-        if found.tensors and (vectors := pack_vectors([found.tensors.get(site, {}) for site in self._layout.sites])):
-            fields["vectors"] = vectors
-        if record.is_sample:
-            fields["is_sample"] = True
-        if record.batch is not None:
-            fields["batch"] = record.batch.tolist()
-        if record.snapshot.diverged:
-            fields["diverged"] = sorted(map(list, record.snapshot.diverged))
+    def on_record(self, found: Table) -> None:
+        table = found.take(found.schema.order_of(self._group))
+        fields = {**table.about, **_calls(table.about["calls"], table)}
+        fields = {name: value for name, value in fields.items() if name not in _LEFT_OUT or value}
+        if fields.pop("batch", None) is not None:
+            fields["batch"] = table.about["batch"].tolist()
+        if table.about["diverged"]:
+            fields["diverged"] = sorted(map(list, table.about["diverged"]))
         self._held.append((fields, table))
 
     @override
@@ -108,22 +81,10 @@ class RecordFile(RecordConsumer):
         held, self._held = self._held, []
         self._writer.write_all(held)
 
-    def _calls(self, record: Record, sites: tuple[Site, ...]) -> dict[str, Any]:
-        """Return the number of tensors of each site, and their order if it is not that of the sites."""
-        calls = record.snapshot.calls
-        if not calls or self._group == "parameters":
-            return {}
-        seen, numbers = list(calls), list(calls.values())
-        if self._is_backward:
-            seen.reverse()
-            numbers.reverse()
-        if tuple(seen) == sites:  # the common case
-            return {"calls": numbers}
-        places = {site: place for place, site in enumerate(sites)}
-        order = [places[site] for site in seen if site in places]
-        return {"calls": [calls.get(site, 0) for site in sites], "order": order}
 
-
-def _layout(schema: TableSchema, order: NDArray[np.int64]) -> RecordSchema:
-    sites = tuple(schema.sites[row] for row in order)
-    return RecordSchema(sites, *dtypes_and_shapes(schema.kinds[row] for row in order), schema.columns)
+def _calls(calls: Mapping[Site, int], table: Table) -> dict[str, Any]:
+    """Return the number of tensors of each site, and their order if it is not that of the sites."""
+    if tuple(calls) == table.sites:  # the common case
+        return {"calls": list(calls.values())}
+    order = [table.rows[site] for site in calls if site in table]
+    return {"calls": [calls.get(site, 0) for site in table.sites], "order": order} if calls else {}

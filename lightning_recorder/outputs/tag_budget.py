@@ -11,9 +11,8 @@ import numpy as np
 
 from lightning_recorder.errors import warn
 from lightning_recorder.insight.finding import recorded
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.unusual import standing_out, unusualness
-from lightning_recorder.statistics.table import SiteStatistics
+from lightning_recorder.records.table import Floats, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["COMPARED", "TagBudget"]

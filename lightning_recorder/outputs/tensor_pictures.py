@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from lightning_recorder.names import make_tag, site_title
-from lightning_recorder.plots import History, feature_maps, heat_map
+from lightning_recorder.names import site_title
+from lightning_recorder.plots import PlotHistory, feature_maps, heat_map
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import evenly
-from lightning_recorder.statistics.table import SiteStatistics
+from lightning_recorder.records.table import SiteStatistics
+from lightning_recorder.records.tags import make_tag
 from lightning_recorder.taps import Site
 
 __all__ = ["TensorPictures"]
@@ -38,7 +39,7 @@ class TensorPictures:
     def __init__(self, max_images: int) -> None:
         self._max_images = max_images
         self._chosen: dict[_Key, None] = {}
-        self._vectors: dict[_Key, History] = {}
+        self._vectors: dict[_Key, PlotHistory] = {}
         self._latest: dict[_Key, Tensor] = {}
 
     def add(self, step: int, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
@@ -58,8 +59,10 @@ class TensorPictures:
             if tensor.dim() > 1:
                 self._latest[site, statistic] = tensor
             elif tensor.numel() <= _MOST_CHANNELS:
-                history = self._vectors.setdefault((site, statistic), History(statistics=(_VALUE,), max_histograms=0))
-                history.add(step, {row: ({_VALUE: value}, None) for row, value in enumerate(tensor.tolist())})
+                history = self._vectors.setdefault(
+                    (site, statistic), PlotHistory(statistics=(_VALUE,), max_histograms=0)
+                )
+                history.add_sites(step, {row: ({_VALUE: value}, None) for row, value in enumerate(tensor.tolist())})
 
     def _choose(self, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
         having = [site for site in sites if found[site].tensors]

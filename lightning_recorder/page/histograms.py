@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE
 from lightning_recorder.errors import DumpError
-from lightning_recorder.recordings.packed_counts import pairs_of
+from lightning_recorder.records.counts import pairs_of
 
 if TYPE_CHECKING:
     from lightning_recorder.recordings import Series
@@ -60,7 +60,7 @@ def unpack_all(packed: Sequence[object]) -> tuple[NDArray[np.int64], NDArray[np.
     """Decode many histograms at once: their non-empty bins in order.
 
     Args:
-        packed: Each as for :func:`~lightning_recorder.recordings.packed_counts.unpack_counts`; ``None`` is empty.
+        packed: Each as for :func:`~lightning_recorder.records.counts.unpack_counts`; ``None`` is empty.
 
     Returns:
         The index of the histogram, the bin, and its count, ``[n]`` int64 each.
@@ -70,7 +70,7 @@ def unpack_all(packed: Sequence[object]) -> tuple[NDArray[np.int64], NDArray[np.
 
     Example:
         >>> import torch
-        >>> from lightning_recorder.recordings.packed_counts import pack_counts
+        >>> from lightning_recorder.records.counts import pack_counts
         >>> counts = torch.zeros(2048, dtype=torch.int64)
         >>> counts[[7, 300]] = torch.tensor([1, 500])
         >>> [each.tolist() for each in unpack_all([None, pack_counts(counts)])]

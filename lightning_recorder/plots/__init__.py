@@ -5,13 +5,13 @@ from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.grids import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_over_time, ridge
-from lightning_recorder.plots.history import History
 from lightning_recorder.plots.overview import overview
+from lightning_recorder.plots.plot_history import PlotHistory
 from lightning_recorder.plots.process import DrawingProcess
 
 __all__ = [
     "DrawingProcess",
-    "History",
+    "PlotHistory",
     "StatisticStyler",
     "attention_maps",
     "color_graph",

@@ -49,7 +49,7 @@ from lightning_recorder.plots.frame import (
     rows_room,
 )
 from lightning_recorder.plots.rebinning import Bins, bins_of, bins_of_counts, edges_along, limits_of, shares, value_axis
-from lightning_recorder.reductions.histogram import Histogram, between_edges
+from lightning_recorder.records.histogram import Histogram, between_edges
 
 __all__ = ["histogram_of", "histogram_over_time", "ridge", "to_histograms"]
 

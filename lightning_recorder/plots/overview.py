@@ -11,22 +11,23 @@ from numpy.typing import NDArray
 from lightning_recorder.errors import check_integer
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.unusual import STANDS_OUT, choose, standing_out, unusualness
-from lightning_recorder.names import make_tag, site_title
+from lightning_recorder.names import site_title
 from lightning_recorder.plots.axes import Floats
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.frame import FoundAt, places_of, title_of
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
-from lightning_recorder.plots.history import History
+from lightning_recorder.plots.plot_history import PlotHistory
 from lightning_recorder.plots.rebinning import Bins, bins_of_counts
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
+from lightning_recorder.records.tags import make_tag
 
 __all__ = ["overview", "pictures"]
 
 
 def overview(
-    history: History,
+    history: PlotHistory,
     *,
     group: str,
     statistics: Sequence[str] = ("rms", "mean", "zero_fraction"),
@@ -58,7 +59,7 @@ def overview(
 
 
 def pictures(
-    history: History, *, group: str, statistics: Sequence[str], max_images: int, findings: Sequence[Finding]
+    history: PlotHistory, *, group: str, statistics: Sequence[str], max_images: int, findings: Sequence[Finding]
 ) -> Iterator[tuple[str, Image]]:
     """Draw the images of :func:`overview` one by one; yield their tags and them."""
     check_integer("max_images", max_images, 0)
@@ -116,7 +117,7 @@ _FEW_LAYERS = 20  # a picture of that height fits on a screen
 
 
 def _heat_map(
-    history: History,
+    history: PlotHistory,
     names: list[str],
     statistic: str,
     title: str,
@@ -147,14 +148,14 @@ def _heat_map(
     )
 
 
-def _undefined(history: History, statistic: str, values: Floats, recorded: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _undefined(history: PlotHistory, statistic: str, values: Floats, recorded: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask of the update ratios that do not exist, because the weight is zero or had no update."""
     if statistic != "update_ratio" or "rms" not in history.statistics:
         return np.zeros(values.shape, dtype=bool)
     return recorded & ~np.isfinite(values) & np.isfinite(history.furthest("rms")[0])
 
 
-def _most_telling(history: History, degrees: Floats) -> str | None:
+def _most_telling(history: PlotHistory, degrees: Floats) -> str | None:
     """Return the statistic in which the most unusual site stands out most; None if no site stands out."""
     sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
     known = [name for name in sizes if not np.isnan(history.table(name)).all()]
@@ -185,14 +186,14 @@ def _free(tag: str, taken: Collection[str]) -> str:
     return free
 
 
-def _ends(history: History) -> tuple[np.ndarray, np.ndarray]:
+def _ends(history: PlotHistory) -> tuple[np.ndarray, np.ndarray]:
     """Return the smallest and the largest values, ``[sites, steps]`` each; NaN if the history does not keep them."""
     unknown = np.full(history.recorded.shape, math.nan)
     low, high = (history.table(name) if name in history.statistics else unknown for name in ("min", "max"))
     return low, high
 
 
-def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
+def _latest_histograms(history: PlotHistory) -> dict[Hashable, Histogram]:
     """Return the latest histogram of each site; its range is known if the site was recorded at the latest step."""
     rows = {site: row for row, site in enumerate(history.sites)}
     low, high = _ends(history)
@@ -202,13 +203,13 @@ def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
     }
 
 
-def _over_time(history: History, site: Hashable) -> Bins:
+def _over_time(history: PlotHistory, site: Hashable) -> Bins:
     row, columns = history.sites.index(site), np.searchsorted(history.steps, history.count_steps(site))
     low, high = (ends[row, columns] for ends in _ends(history))
     return bins_of_counts(history.counts(site), low, high)
 
 
-def _flow(history: History, names: list[str], group: str, degrees: Floats) -> Image:
+def _flow(history: PlotHistory, names: list[str], group: str, degrees: Floats) -> Image:
     """Draw the gradient flow of the sites recorded at the latest step, in order."""
     rows = np.flatnonzero(history.recorded[:, -1])
     low, high = (ends[rows, -1] for ends in _ends(history))

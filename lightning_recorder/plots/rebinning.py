@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.bins import BINS, FINITE_BINS
 from lightning_recorder.plots.axes import Floats, Scale, value_scale
-from lightning_recorder.reductions.histogram import EDGES, Histogram, in_order
+from lightning_recorder.records.histogram import EDGES, Histogram, in_order
 
 __all__ = ["Bins", "bins_of", "bins_of_counts", "edges_along", "limits_of", "rebin", "shares", "value_axis"]
 

@@ -3,11 +3,12 @@
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
 from lightning_recorder.recordings.dump_entries import DumpEntry
-from lightning_recorder.recordings.history import Session
-from lightning_recorder.recordings.record_format import WATCH, RecordSchema, SiteRecord, SiteTable, records_path
+from lightning_recorder.recordings.reader import Session
 from lightning_recorder.recordings.recording import Recording, Run, open_recording
 from lightning_recorder.recordings.series import Series, SiteSeries
 from lightning_recorder.recordings.writer import RecordWriter
+from lightning_recorder.records.file import WATCH, records_path
+from lightning_recorder.records.table import Schema, SiteStatistics, Table
 
 __all__ = [
     "WATCH",
@@ -15,16 +16,16 @@ __all__ = [
     "Difference",
     "Divergence",
     "DumpEntry",
-    "RecordSchema",
     "RecordWriter",
     "Recording",
     "Run",
+    "Schema",
     "Series",
     "Session",
     "SiteDivergence",
-    "SiteRecord",
     "SiteSeries",
-    "SiteTable",
+    "SiteStatistics",
+    "Table",
     "Tolerance",
     "compare",
     "open_recording",

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.name_map import NameMap
-from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.series import Series
+from lightning_recorder.records.counts import unpack_counts
 from lightning_recorder.taps import Site
 
 __all__ = ["SETTINGS", "Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]

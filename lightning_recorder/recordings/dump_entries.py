@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_recorder.dumps import MANIFEST, dumps_in, manifests
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.names import closest_names
-from lightning_recorder.recordings.record_format import is_inside
+from lightning_recorder.records.file import is_inside
 
 __all__ = ["DumpEntry", "find_dumps"]
 

@@ -6,24 +6,20 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import (
-    STATISTICS,
     Diagnosis,
     Finding,
     RunFacts,
     RunHistory,
-    SiteRecords,
     findings_from_json,
 )
 from lightning_recorder.insight import (
     examine as examine_history,
 )
-from lightning_recorder.recordings.packed_counts import unpack_counts
-from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
-from lightning_recorder.recordings.vectors import calls_of
+from lightning_recorder.records.counts import unpack_counts
+from lightning_recorder.records.file import WATCH, calls_of, is_inside
+from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
 from lightning_recorder.untrusted import read_json
@@ -72,47 +68,17 @@ def _watched(run: Run) -> list[Finding]:
     return sorted(found, key=lambda each: each.first_step)
 
 
-def records_of(label: str, series: Series) -> Iterator[SiteRecords]:
+def records_of(label: str, series: Series) -> Iterator[Table]:
     """Yield the records of a recorder as the rules see them."""
     group = next((str(each.about.get("group", "")) for each in series.sessions), "") or label.partition("-")[0]
-    places: dict[RecordSchema, list[int]] = {}
     for key, part in series.parts.items():
         if key.loader not in (None, 0):
             continue
         own = series.of(key.stage, key.loader)
         for step, entry in part.entries.items():
-            layout = entry.row.layout
-            columns = places.setdefault(layout, [_index(layout.columns, name) for name in STATISTICS])
-            found = SiteRecords(
-                group=group,
-                recorder=label,
-                stage=key.stage,
-                step=step,
-                sites=layout.sites,
-                dtypes=layout.dtypes,
-                shapes=layout.shapes,
-                values=_values(entry.row, columns),
-                histogram=_histograms(own, step),
-                about=entry.row.about,
-            )
-            yield found.in_order(calls_of(entry.row))
-
-
-def _index(columns: tuple[str, ...], name: str) -> int:
-    return columns.index(name) if name in columns else len(columns)
-
-
-def _values(row: Row, columns: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    sites, width = len(row.layout.sites), len(row.layout.columns)
-    padded = np.full((sites, width + 1), np.nan)
-    if width:
-        padded[:, :width] = np.frombuffer(row.values, dtype=np.float64).reshape(sites, width)
-    values = padded[:, columns]
-    for place, scalars in row.further.items():
-        for index, name in enumerate(STATISTICS):
-            if name in scalars:
-                values[place, index] = scalars[name]
-    return values
+            about = {**entry.table.about, "group": group, "recorder": label}
+            found = entry.table.having(about=about, histogram=_histograms(own, step))
+            yield found.in_order(calls_of(entry.table))
 
 
 def _histograms(series: Series, step: int) -> Callable[[Site], Histogram | None]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
-from lightning_recorder.recordings.history import History
-from lightning_recorder.recordings.record_format import FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
+from lightning_recorder.recordings.reader import RecordReader
 from lightning_recorder.recordings.series import Series
+from lightning_recorder.records.file import FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -145,13 +145,14 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
 
     Example:
         >>> import tempfile
-        >>> from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+        >>> from lightning_recorder.recordings import RecordWriter, SiteStatistics, records_path
+        >>> from lightning_recorder.taps import Site
         >>> logs = Path(tempfile.mkdtemp())
         >>> writer = RecordWriter(records_path(logs / "version_0" / "recorder", "activations"))
         >>> writer.begin(label="activations", group="activations")
         1
         >>> for step in (0, 49):
-        ...     writer.write({"step": step}, [SiteRecord("head", "out", {"rms": 0.5 + step})])
+        ...     writer.write({"step": step}, {Site("head", "out"): SiteStatistics({"rms": 0.5 + step})})
         >>> recording = open_recording(logs)
         >>> recording.runs
         {'version_0': <run version_0: activations>}
@@ -257,7 +258,7 @@ class Run:
                 group, label = _group_and_label(path)
                 # If two files claim the same label, the second one is listed under its file name.
                 label = path.stem if not label or label in found else label
-                found[label] = (_order(group, label), known.get(path) or Series(History(path)))
+                found[label] = (_order(group, label), known.get(path) or Series(RecordReader(path)))
         self._series = {label: found[label][1] for label in sorted(found, key=lambda label: found[label][0])}
         return come
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names
-from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session, frame_of
-from lightning_recorder.recordings.packed_counts import unpack_counts
-from lightning_recorder.recordings.record_format import RecordSchema
-from lightning_recorder.recordings.vectors import calls_of
+from lightning_recorder.recordings.reader import Entry, Part, PartKey, RecordReader, Session, frame_of
+from lightning_recorder.records.counts import unpack_counts
+from lightning_recorder.records.file import calls_of
+from lightning_recorder.records.table import Schema
 from lightning_recorder.taps import Site
 
 if TYPE_CHECKING:
-    from lightning_recorder.reductions.histogram import Histogram
+    from lightning_recorder.records.histogram import Histogram
 
 __all__ = ["Series", "SiteSeries"]
 
@@ -29,7 +29,7 @@ class Series:
     """The records of one recorder: those of training, or those of another stage selected with :meth:`of`.
 
     Args:
-        history: The contents of the record file, read on first access.
+        reader: The contents of the record file, read on first access.
         stage: The stage; by default training, or the first other stage if training was not recorded.
         loader: The index of the dataloader; by default the first.
 
@@ -37,14 +37,14 @@ class Series:
         DumpError: From any member that reads the file, if the file cannot be read or was not written by this package.
     """
 
-    def __init__(self, history: History, stage: str | None = None, loader: int | None = None) -> None:
-        self._history = history
+    def __init__(self, reader: RecordReader, stage: str | None = None, loader: int | None = None) -> None:
+        self._reader = reader
         self._stage, self._loader = stage, loader
 
-    def _read(self) -> History:
-        if not self._history.is_read:
-            self._history.refresh()
-        return self._history
+    def _read(self) -> RecordReader:
+        if not self._reader.is_read:
+            self._reader.refresh()
+        return self._reader
 
     def refresh(self) -> int:
         """Read the records appended since the last call, so that a run can be followed while it is in progress.
@@ -52,12 +52,12 @@ class Series:
         Returns:
             The number of new records, including those of other stages.
         """
-        return self._history.refresh()
+        return self._reader.refresh()
 
     @property
     def path(self) -> Path:
         """The path of the record file."""
-        return self._history.path
+        return self._reader.path
 
     @property
     def keys(self) -> list[PartKey]:
@@ -70,7 +70,7 @@ class Series:
         keys = sorted(
             (key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=lambda key: key.order
         )
-        return {key: self._history.parts[key] for key in keys}
+        return {key: self._reader.parts[key] for key in keys}
 
     def _is_of(self, key: PartKey) -> bool:
         return self._stage is None or (key.stage == self._stage and self._loader in (None, key.loader))
@@ -105,7 +105,7 @@ class Series:
         Raises:
             ArgumentError: If nothing was recorded there; the message lists the recorded stages.
         """
-        found = Series(self._history, stage, loader)
+        found = Series(self._reader, stage, loader)
         self._read()
         if not found.keys:
             which = repr(stage) + ("" if loader is None else f" of loader {loader}")
@@ -163,7 +163,7 @@ class Series:
         Raises:
             ArgumentError: If the step was not recorded.
         """
-        return self._entry(step).row.about
+        return self._entry(step).table.about
 
     def calls(self, step: int) -> dict[Site, int]:
         """Return the number of recorded tensors of each site of a record, in the order of first execution in it.
@@ -174,7 +174,7 @@ class Series:
         Raises:
             ArgumentError: If the step was not recorded.
         """
-        return calls_of(self._entry(step).row)
+        return calls_of(self._entry(step).table)
 
     def session(self, step: int) -> int:
         """Return the number of the session in which a step was recorded.
@@ -215,7 +215,7 @@ class Series:
             DumpError: If the file has changed since it was read.
         """
         entry = self._entry(step)
-        return dict(zip(entry.row.layout.sites, self._history.packed_counts(entry), strict=True))
+        return dict(zip(entry.table.sites, self._reader.packed_counts(entry), strict=True))
 
     def all_vectors(self, step: int) -> dict[Site, dict[str, Tensor]]:
         """Return the statistics of a record that are vectors, ``[n]`` float64; a site without any is left out.
@@ -224,7 +224,7 @@ class Series:
             ArgumentError: If the step was not recorded.
             DumpError: If the file has changed since it was read.
         """
-        return self._history.all_vectors(self._entry(step))
+        return self._reader.all_vectors(self._entry(step))
 
     def check_statistic(self, statistic: str) -> None:
         """Raise an error if a statistic was not recorded.
@@ -312,34 +312,34 @@ class SiteSeries:
     def _entries(self) -> list[Entry]:
         part = self.series._part
         entries = (part.entries[step] for step in part.steps)
-        return [entry for entry in entries if self.site in entry.row.layout.places]
+        return [entry for entry in entries if self.site in entry.table.rows]
 
     @property
     def steps(self) -> list[int]:
         """The steps at which the site was recorded, in ascending order."""
-        return [entry.row.about["step"] for entry in self._entries()]
+        return [entry.table.about["step"] for entry in self._entries()]
 
     @property
     def statistics(self) -> list[str]:
         """The names of the statistics of this site."""
-        return list(dict.fromkeys(name for entry in self._entries() for name in entry.row.scalars(self.site)))
+        return list(dict.fromkeys(name for entry in self._entries() for name in entry.table.scalars(self.site)))
 
     @property
     def dtype(self) -> str | None:
         """The dtype of the tensor in the last record, for example ``"float32"``; ``None`` if it is unknown."""
-        layout = self._last_layout()
-        return None if layout is None else layout.dtypes[layout.places[self.site]]
+        schema = self._last_schema()
+        return None if schema is None else schema.dtypes[schema.rows[self.site]]
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of the tensor in the last record; ``None`` if it is unknown."""
-        layout = self._last_layout()
-        return None if layout is None else layout.shapes[layout.places[self.site]]
+        schema = self._last_schema()
+        return None if schema is None else schema.shapes[schema.rows[self.site]]
 
-    def _last_layout(self) -> RecordSchema | None:
+    def _last_schema(self) -> Schema | None:
         part = self.series._part
-        layouts = (part.entries[step].row.layout for step in reversed(part.steps))
-        return next((layout for layout in layouts if self.site in layout.places), None)
+        schemas = (part.entries[step].table.schema for step in reversed(part.steps))
+        return next((schema for schema in schemas if self.site in schema.rows), None)
 
     def statistic(self, name: str) -> Tensor:
         """Return one statistic over :attr:`steps`, ``[steps]`` float64; NaN if a record lacks it.
@@ -348,7 +348,7 @@ class SiteSeries:
             ArgumentError: If there is no such statistic.
         """
         self.series.check_statistic(name)
-        values = [entry.row.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
+        values = [entry.table.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def scalars(self, step: int) -> dict[str, float]:
@@ -357,11 +357,11 @@ class SiteSeries:
         Raises:
             ArgumentError: If the site was not recorded at that step.
         """
-        return self._entry(step).row.scalars(self.site)
+        return self._entry(step).table.scalars(self.site)
 
     def _entry(self, step: int) -> Entry:
         found = self.series._part.entries.get(step)
-        if found is None or self.site not in found.row.layout.places:
+        if found is None or self.site not in found.table.rows:
             raise ArgumentError(f"{self.name!r} was not recorded at step {step!r}; {_nearest_steps(step, self.steps)}")
         return found
 
@@ -372,7 +372,7 @@ class SiteSeries:
             ArgumentError: If the site was not recorded at that step.
             DumpError: If the file has changed since it was read.
         """
-        return self.series._history.vectors(self._entry(step), self.site)
+        return self.series._reader.vectors(self._entry(step), self.site)
 
     @property
     def calls(self) -> list[int | None]:
@@ -380,7 +380,7 @@ class SiteSeries:
 
         With several ranks, the number on the first one. ``None`` if the file does not contain it.
         """
-        return [calls_of(entry.row).get(self.site) for entry in self._entries()]
+        return [calls_of(entry.table).get(self.site) for entry in self._entries()]
 
     def bins(self, step: int) -> Tensor:
         """Return the counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.
@@ -389,15 +389,13 @@ class SiteSeries:
             ArgumentError: If the site was not recorded at that step, or was recorded without a histogram.
             DumpError: If the histogram is damaged.
         """
-        packed = self.series.packed_counts(self._entry(step).row.about["step"])[self.site]
+        packed = self.series.packed_counts(self._entry(step).table.about["step"])[self.site]
         if packed is None:
             raise ArgumentError(f"{self.name!r} was recorded at step {step} without a histogram")
         return unpack_counts(packed)
 
     def histogram(self, step: int) -> Histogram:
         """Return the histogram at one step, with edges, quantiles and the fraction that a narrower dtype would lose.
-
-        Requires NumPy.
 
         Raises:
             ArgumentError: As for :meth:`bins`, or if ``count``, ``mean``, ``rms``, ``min`` or ``max`` was not recorded.

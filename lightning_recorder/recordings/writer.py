@@ -12,14 +12,9 @@ from typing import Any
 import torch
 
 from lightning_recorder.disk import append, attempt
-from lightning_recorder.recordings.record_format import (
-    RecordSchema,
-    SiteRecord,
-    SiteTable,
-    header_line,
-    lines_of_numbers,
-    record_line,
-)
+from lightning_recorder.names import Site
+from lightning_recorder.records.file import header_line, lines_of_numbers, record_line
+from lightning_recorder.records.table import Schema, SiteStatistics, Table
 from lightning_recorder.version import __version__
 
 __all__ = ["RecordWriter"]
@@ -32,7 +27,7 @@ _LONGEST_HEADER = 1 << 16  # bytes
 class RecordWriter:
     """Appends the records of one recorder to a file, one line per record.
 
-    The format of the lines is in ``record_format.py``.
+    The format of the lines is in ``records/file.py``.
 
     Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
     run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
@@ -53,7 +48,7 @@ class RecordWriter:
         >>> writer = RecordWriter(path)
         >>> writer.begin(label="activations", group="activations")
         1
-        >>> writer.write({"step": 0}, [SiteRecord("head", "out", {"rms": 0.5})])
+        >>> writer.write({"step": 0}, {Site("head", "out"): SiteStatistics({"rms": 0.5})})
         >>> len(path.read_bytes()) == writer.written_bytes
         True
     """
@@ -91,43 +86,38 @@ class RecordWriter:
         self._header = b"" if self._append(header) else header
         return session
 
-    def write(self, about: Mapping[str, Any], sites: Iterable[SiteRecord]) -> None:
+    def write(
+        self, about: Mapping[str, Any], sites: Mapping[Site, SiteStatistics] | Iterable[tuple[Site, SiteStatistics]]
+    ) -> None:
         """Write a record.
 
         Args:
             about: ``step`` and optionally ``epoch``, ``stage``, ``loader`` and further JSON-serializable metadata. The
                 time is added.
-            sites: The sites in execution order; a reader lists them in this order.
+            sites: The statistics of the sites in execution order; a reader lists them in this order.
 
         Raises:
             ArgumentError: If the bins of a site are not valid counts.
         """
-        self.write_all([(about, sites)])
+        self.write_all([(about, Table.of(sites))])
 
-    def write_all(self, records: Iterable[tuple[Mapping[str, Any], SiteTable | Iterable[SiteRecord]]]) -> None:
+    def write_all(self, records: Iterable[tuple[Mapping[str, Any], Table]]) -> None:
         """Write several records with a single append. If the disk has no room for all, write the first ones.
 
         Args:
-            records: The metadata of each record, as for :meth:`write`, and its sites or the table of their values.
-
-        Raises:
-            ArgumentError: If the bins of a site are not valid counts.
+            records: The metadata of each record, as for :meth:`write`, and its table, in execution order.
         """
         now = time.time()
-        lines = []
-        for about, sites in records:
-            table = sites if isinstance(sites, SiteTable) else SiteTable.of(list(sites))
-            lines.append(record_line({"time": now, **about}, table))
-        self._append_all(lines)
+        self._append_all([record_line({"time": now, **about}, table) for about, table in records])
 
-    def write_numbers(self, layout: RecordSchema, rows: Iterable[tuple[int, int, bytes]]) -> None:
+    def write_numbers(self, schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> None:
         """Write training records without histograms with a single append. If the disk is full, write the first ones.
 
         Args:
-            layout: The schema of all these records.
-            rows: The step, the epoch, and the values as in :class:`SiteTable` of each record.
+            schema: The sites and columns of all these records.
+            rows: The step, the epoch, and the values, ``[sites, columns]`` little-endian float64, of each record.
         """
-        self._append_all(lines_of_numbers({"time": time.time(), "stage": "train", "loader": None}, layout, rows))
+        self._append_all(lines_of_numbers({"time": time.time(), "stage": "train", "loader": None}, schema, rows))
 
     def _append_all(self, lines: list[bytes]) -> None:
         # Together, or one by one until there is no more room.

@@ -1,12 +1,14 @@
 """Streaming statistics with a fixed-size state that is updated on the device and merged exactly."""
 
+from lightning_recorder.records.counts import CoarseHistogram, SparseCounts, TaggedHistograms
+from lightning_recorder.records.histogram import SUMMED, Histogram, Sums, sums_of, to_histogram
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.compact import CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
-from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
+from lightning_recorder.reductions.histogram import ExponentHistogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
 from lightning_recorder.reductions.precision import PrecisionShares
@@ -22,9 +24,8 @@ from lightning_recorder.reductions.scalars import (
     Tallies,
 )
 from lightning_recorder.reductions.shaped import ChannelExtrema, ChannelMoments, DeadChannels, ShapedReduction
-from lightning_recorder.reductions.sparse import CoarseHistogram, SparseCounts, Sums, TaggedHistograms
 from lightning_recorder.reductions.spectrum import FeatureRank
-from lightning_recorder.reductions.statistics import SUMMED, Statistics, sums_of, to_histogram
+from lightning_recorder.reductions.statistics import Statistics
 from lightning_recorder.reductions.values import Values
 
 __all__ = [

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.histogram import Histogram, between_edges
 from lightning_recorder.reductions.kernels.fused import add_statistics, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
 from lightning_recorder.reductions.row import COUNT, M2, MAX, MEAN, MIN, row_reductions
-from lightning_recorder.reductions.sparse import Sums
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Statistics", "sums_of", "to_histogram"]
+__all__ = ["Statistics"]
 
 # Fast paths that compute all statistics together. Each returns True if it updated the state.
 _QUICK = (add_statistics, add_statistics_on_device, add_statistics_on_host)
@@ -89,33 +84,3 @@ class Statistics(Combined):
     def __repr__(self) -> str:
         histogram = self.parts[-1].settings
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in histogram.items())})"
-
-
-def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
-    """Return the histogram of one site on the host, in the form that sinks accept.
-
-    Args:
-        statistics: The statistics of the site from :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``,
-            ``max`` and, if present, ``histogram_fraction``.
-        bins: The ``histogram`` of the site, ``[2048]``.
-    """
-    values = np.array([[float(statistics.get(name, math.nan)) for name in SUMMED]])
-    return Histogram(*between_edges(bins.numpy()), *sums_of(values)[0])
-
-
-SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
-"""The statistics from which :func:`sums_of` makes the summary numbers of histograms."""
-
-
-def sums_of(values: NDArray[np.float64]) -> list[Sums]:
-    """Return the summary numbers of several histograms.
-
-    Args:
-        values: The statistics :data:`SUMMED` of each site, ``[sites, 6]``; NaN for a missing ``histogram_fraction``.
-    """
-    low, high, count, mean, rms, fraction = values.T
-    empty = np.isnan(mean)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite values, as in a product of Python's floats
-        sums, squares = np.where(empty, 0.0, mean * count), np.where(empty, 0.0, rms * rms * count)
-    columns = (low, high, sums, squares, np.where(np.isnan(fraction), 1.0, fraction))
-    return [Sums(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

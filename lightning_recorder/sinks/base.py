@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, override
 
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_recorder.errors import warn
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import path_below, shortened, to_pillow
 

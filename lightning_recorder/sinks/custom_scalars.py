@@ -13,16 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+from lightning_recorder.records.table import Floats
+from lightning_recorder.records.tags import make_tag, parse_tag
 
 __all__ = ["Dashboard", "RankedScalars"]
 
 _TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
-_LOADER = re.compile(r"dataloader_idx_\d+")
-_NUMBER = re.compile(r"^[0-9]+_")  # the position of a module in the order of execution, if the tags have it
-
-
 # TensorBoard colors lines by run and tells those of one run apart by six symbols only.
 _MOST_LINES = 6
 
@@ -224,19 +221,16 @@ def _combined(latest: float, most: float) -> float:
 
 def _parsed(tag: str) -> tuple[str, str, _Line | None]:
     """Return the group, the title of the chart and the line of a tag; None for a tag without a module."""
-    parts = tag.split("/")
-    if _LOADER.fullmatch(parts[-1]):
-        parts = parts[:-1]
-    if len(parts) <= 2 or parts[0] == "recorder":
+    found = parse_tag(tag)
+    if found is None:
         return "", "", None
-    group, module, *paths, statistic = parts
-    module, path = _NUMBER.sub("", module), "/".join(paths)
-    if not group.startswith("parameters"):
-        return group, statistic, _Line("/".join(parts), module, path)
+    whole, module, path = make_tag(*found._replace(loader=None)), found.module, found.inner
+    if not found.group.startswith("parameters"):
+        return found.group, found.statistic, _Line(whole, module, path)
     # A parameter such as weight has related tags: weight.grad, weight.update and the optimizer states.
     of, _, part = path.rpartition(".")
     of, part = (of, part) if of else (path, "")
-    return group, f"{part} {statistic}".strip(), _Line("/".join(parts), f"{module} {of}", path)
+    return found.group, f"{part} {found.statistic}".strip(), _Line(whole, f"{module} {of}", path)
 
 
 def _has_layout(directory: Path) -> bool:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.temporary import copy_whole, write_whole
 

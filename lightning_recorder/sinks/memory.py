@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, UniformSink
 
 if TYPE_CHECKING:

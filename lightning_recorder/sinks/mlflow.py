@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_recorder.disk import has_room
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import FilesSink, digest, histogram_to_json, safe_segment, shortened
 from lightning_recorder.temporary import TemporaryFolder

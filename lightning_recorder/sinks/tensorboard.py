@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.custom_scalars import Dashboard
 from lightning_recorder.sinks.events import ScalarTags, event, histogram_summary

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import copy_file, path_below, path_of_tag, shortened
 

@@ -1,5 +1,6 @@
 """Statistics of module tensors and of the optimizer, recorded step by step in any PyTorch loop."""
 
+from lightning_recorder.records.table import SiteStatistics
 from lightning_recorder.statistics.evaluation import EvaluationRecorder, EvaluationSampler
 from lightning_recorder.statistics.fingerprint import batch_fingerprint
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
@@ -8,8 +9,7 @@ from lightning_recorder.statistics.rank_merging import Exchange, Merged, Pending
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import SiteStates
-from lightning_recorder.statistics.snapshot import Record, Snapshot
-from lightning_recorder.statistics.table import RANK_STATISTICS, SETTINGS, SHOWN_STATISTICS, SiteStatistics
+from lightning_recorder.statistics.snapshot import RANK_STATISTICS, SETTINGS, SHOWN_STATISTICS, Record, Snapshot
 
 __all__ = [
     "PARAMETER_PARTS",

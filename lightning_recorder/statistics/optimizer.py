@@ -21,10 +21,10 @@ from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import RUNNING_STATISTICS, own_parameters
+from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
-from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
@@ -373,7 +373,7 @@ def is_own_part(tensor: Tensor) -> bool:
     return all(index == 0 for index, each in zip(place, placements, strict=True) if not each.is_shard())
 
 
-def with_update_ratios(found: StatisticsTable) -> StatisticsTable:
+def with_update_ratios(found: Table) -> Table:
     """Return the statistics with ``update_ratio``, ``rms(update) / rms(values)``, at the sites that have an update."""
     updates = [found.rows.get(Site(site.name, site.path + _UPDATE), -1) for site in found.sites]
     has = np.array(updates, dtype=np.int64) >= 0

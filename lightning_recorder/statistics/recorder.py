@@ -13,10 +13,10 @@ from typing_extensions import Self, override
 
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.statistics.snapshot import Snapshot
-from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import OutputTap, Site, Tap, TracedTap
 from lightning_recorder.taps.gradient import GradientTap
 
@@ -150,7 +150,7 @@ class BaseStatisticsRecorder(ABC):
         """
         return self.states.snapshot(self.modules)
 
-    def collect(self) -> StatisticsTable:
+    def collect(self) -> Table:
         """Return the statistics of every site seen since the last reset, in module order."""
         return self.snapshot().statistics()
 

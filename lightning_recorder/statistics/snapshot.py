@@ -15,14 +15,33 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.reductions import Collected, CompactStates, Reduction, SparseCounts, row_state
+from lightning_recorder.records.counts import SparseCounts
+from lightning_recorder.records.table import Table, make_schema
+from lightning_recorder.reductions import SCALAR_STATISTICS, Collected, CompactStates, Reduction, row_state
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
 from lightning_recorder.reductions.user import Results
-from lightning_recorder.statistics.table import RANK_STATISTICS, StatisticsTable, make_schema
 from lightning_recorder.statistics.user_states import UserSnapshot
 from lightning_recorder.taps import Site
 
-__all__ = ["NOTHING", "Record", "Snapshot", "are_scalars_enough", "statistics_of"]
+__all__ = [
+    "NOTHING",
+    "RANK_STATISTICS",
+    "SETTINGS",
+    "SHOWN_STATISTICS",
+    "Record",
+    "Snapshot",
+    "are_scalars_enough",
+    "statistics_of",
+]
+
+RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
+"""The smallest and the largest of the per-rank means, recorded if there are several ranks."""
+
+SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
+"""The statistics that can be shown for any site."""
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""The scalars of a site that are no statistics of its tensor. They are in the records and not shown by default."""
 
 _BINS = "histogram"
 
@@ -89,11 +108,11 @@ class Snapshot:
         """Free the states. The snapshot has no statistics from then on."""
         self.groups.clear()
 
-    def statistics(self) -> StatisticsTable:
+    def statistics(self) -> Table:
         """Return the statistics of every site that was seen, in module order."""
         return statistics_of([self])[0]
 
-    def completed(self, table: StatisticsTable) -> StatisticsTable:
+    def completed(self, table: Table) -> Table:
         """Return a table of the default statistics with the statistics across ranks and those of extra reductions."""
         if self.rank_means:
             has = np.array([site in self.rank_means for site in table.sites], dtype=bool)
@@ -163,6 +182,23 @@ NOTHING = Snapshot((), [], [])
 """No states, until those of all ranks are merged."""
 
 
+_FACTS = (
+    "step",
+    "epoch",
+    "stage",
+    "loader",
+    "steps",
+    "ranks",
+    "overflowed",
+    "overflow_steps",
+    "every_n_train_steps",
+    "recording_ms",
+    "flush_ms",
+    "is_sample",
+    "batch",
+)
+
+
 @dataclass(eq=False)
 class Record:
     """The statistics of one or more steps with their metadata.
@@ -204,14 +240,30 @@ class Record:
     about: Mapping[str, Any] = field(default_factory=dict)
     pending: Callable[[Record], Record | None] | None = None
 
+    def facts(self, group: str) -> dict[str, Any]:
+        """Return all fields but the states, for the ``about`` of a table.
+
+        Args:
+            group: The kind of tensors, which decides the order of ``calls``, the number of tensors of each site.
+        """
+        calls = {} if group == "parameters" else self.snapshot.calls
+        return {
+            **self.about,
+            **{name: getattr(self, name) for name in _FACTS},
+            "diverged": self.snapshot.diverged,
+            "calls": dict([*calls.items()][::-1]) if group == "gradients" else calls,
+        }
+
+    def table(self, group: str = "activations") -> Table:
+        """Return the statistics of the sites with the facts of the record."""
+        return self.snapshot.statistics().having(about=self.facts(group))
+
     def complete(self) -> Record | None:
         """Return the record with the states of all ranks, or None if there are none. May wait for other ranks."""
         return self if self.pending is None else self.pending(replace(self, pending=None))
 
 
-def _extended(
-    table: StatisticsTable, found: Mapping[Site, tuple[Mapping[str, float], Mapping[str, Tensor]]]
-) -> StatisticsTable:
+def _extended(table: Table, found: Mapping[Site, tuple[Mapping[str, float], Mapping[str, Tensor]]]) -> Table:
     """Return a table with further scalars and tensors of its sites."""
     found = {site: each for site, each in found.items() if site in table}
     tensors = {site: {**table.tensors.get(site, {}), **more} for site, (_, more) in found.items() if more}
@@ -227,7 +279,7 @@ _MOST_ELEMENTS = 1 << 15  # summarized at a time, so that the temporaries stay i
 
 
 @torch.no_grad()
-def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
+def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
     """Return the statistics of each snapshot. Computed together, many small ones take much less time than one by one.
 
     Args:
@@ -236,7 +288,7 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
     groups = [(number, group) for number, each in enumerate(snapshots) for group in (each.groups or [[]])[0]]
     if not groups:
         nothing = SparseCounts(np.empty((0, BINS)))
-        return [StatisticsTable(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
+        return [Table(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
     columns, counts = _summaries([group for _, group in groups])
     values = np.stack(list(columns.values()), axis=1)
     # A row that was allocated for an earlier step and has received nothing since is skipped.
@@ -253,11 +305,10 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
         # Nearly all records have the sites of the previous one, and comparing them takes less time than a look-up.
         if before is None or own != before[1] or not snapshot.resembles(before[0]):
             sites, order = _in_module_order(snapshot.names, tuple(own))
-            kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
-            schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
+            schema = make_schema(sites, tuple(columns), *_dtypes_and_shapes(snapshot, sites), tuple(snapshot.kinds))
         before = snapshot, own
         where = np.array([row for row, _ in rows], dtype=np.int64)[order]
-        tables.append(snapshot.completed(StatisticsTable(schema, values[where], counts.take(where))))
+        tables.append(snapshot.completed(Table(schema, values[where], counts.take(where))))
     return tables
 
 
@@ -273,7 +324,13 @@ def _summaries(groups: Sequence[Collected[Site]]) -> tuple[Columns, SparseCounts
     return _columns(reduction, states), counts
 
 
-_UNKNOWN = (None, None)
+def _dtypes_and_shapes(
+    snapshot: Snapshot, sites: tuple[Site, ...]
+) -> tuple[tuple[str | None, ...], tuple[tuple[int, ...] | None, ...]]:
+    """Return the dtypes and shapes of the sites; None for a site that only another rank has seen."""
+    kinds = [snapshot.kinds.get(site, (None, None)) for site in sites]
+    dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype, _ in kinds)
+    return dtypes, tuple(None if shape is None else tuple(shape) for _, shape in kinds)
 
 
 @lru_cache(maxsize=64)

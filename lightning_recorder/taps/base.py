@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from lightning_recorder.internals.compiled import (
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.names import Site
 from lightning_recorder.structure import describe_unknown, iter_tensors
 
 __all__ = ["Receiver", "Site", "Tap"]
@@ -35,17 +36,6 @@ _FEW_HANDLES = 256
 _PATH = "_lightning_recorder_path"  # the attribute of a receiver's error that holds the path of the tensor
 # One lock for all taps: it is held only for an append, and a lock per tap would make taps impossible to copy.
 _LOCK = threading.Lock()
-
-
-class Site(NamedTuple):
-    """The place where a tensor was recorded: a module and the path of the tensor in it."""
-
-    name: str
-    """The name of the module."""
-    path: str
-    """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
-    first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
-    module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
 
 
 Receiver = Callable[[Site, Tensor], None]

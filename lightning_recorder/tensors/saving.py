@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_recorder.dumps import read_tensors, write_tensors
 from lightning_recorder.errors import ArgumentError, DumpError
-from lightning_recorder.names import make_tag
+from lightning_recorder.records.tags import make_tag
 
 __all__ = ["load_recording", "save_recording"]
 

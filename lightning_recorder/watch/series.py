@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning_recorder.recordings import RecordSchema, RecordWriter, records_path
+from lightning_recorder.recordings import RecordWriter, Schema, records_path
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
 from lightning_recorder.taps import Site
 
@@ -94,7 +94,7 @@ class StepSeries:
                 self._has_begun = True
                 self._writer.begin(label=self._label, group=self._label)
             self._writer.write_numbers(
-                _LAYOUT, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
+                _SCHEMA, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
             )
         if self._sink is not None:
             for step, _, loss, norm in rows:
@@ -102,7 +102,7 @@ class StepSeries:
                     self._sink.write_scalars(step, _scalars(self._label, loss, norm))
 
 
-_LAYOUT = RecordSchema((Site("loss", "out"), Site("grad_norm", "out")), (None, None), (None, None), ("value",))
+_SCHEMA = Schema((Site("loss", "out"), Site("grad_norm", "out")), ("value",), (None, None), (None, None))
 
 
 def _scalars(label: str, loss: float, norm: float) -> dict[str, float]:

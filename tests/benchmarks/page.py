@@ -7,9 +7,9 @@ import json
 import shutil
 import tempfile
 import time
-from array import array
 from pathlib import Path
 
+import numpy as np
 import torch
 from playwright.sync_api import Page
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_recorder.graph import record
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import RecordWriter, open_recording, records_path
-from lightning_recorder.recordings.packed_counts import packed_counts
-from lightning_recorder.recordings.record_format import RecordSchema, SiteTable
+from lightning_recorder.records.counts import SparseCounts
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import ExponentHistogram
 from lightning_recorder.taps import Site
 from tests.browser.chromium import open_page
@@ -54,24 +54,20 @@ def write_run(folder: Path, *, sites: int, records: int, layers: int, each: int)
     net = model(layers, each)
     graph = record(net, "model", (2, 4))
     names = [name for name, module in net.named_modules() if name and not isinstance(module, nn.Sequential)][:sites]
-    layout = RecordSchema(
-        tuple(Site(name, "out") for name in names), ("float32",) * len(names), ((2, 8),) * len(names), STATISTICS
-    )
+    places = tuple(Site(name, "out") for name in names)
+    schema = Schema(places, STATISTICS, ("float32",) * len(names), ((2, 8),) * len(names))
     generator = torch.Generator().manual_seed(0)
-    counts: list[bytes] = []
+    counts = []
     for _ in range(20):
         histogram = ExponentHistogram()
         histogram.update(torch.randn(4096, generator=generator))
-        counts.append(packed_counts(histogram.compute()["histogram"].long()))
+        counts.append(histogram.compute()["histogram"].long())
+    histograms = SparseCounts.of_tensors(counts)
     writer = RecordWriter(records_path(folder / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step in range(records):
         values = torch.rand(len(names), len(STATISTICS), generator=generator, dtype=torch.float64)
-        table = SiteTable(
-            layout,
-            array("d", values.flatten().tolist()).tobytes(),
-            [counts[(place + step) % 20] for place in range(len(names))],
-        )
+        table = Table(schema, values.numpy(), histograms.take((np.arange(len(names)) + step) % 20))
         writer.write_all([({"step": step, "epoch": 0, "stage": "train", "loader": None}, table)])
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()), encoding="utf-8")
 

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import Selection, StatisticsRecorder
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS as SHOWN
-from lightning_recorder.names import make_tag
+from lightning_recorder.records.tags import make_tag
 from lightning_recorder.reductions.kernels import fused
 from lightning_recorder.sinks import BackgroundQueue, TensorBoardSink
 from lightning_recorder.statistics import Snapshot

@@ -136,7 +136,7 @@ def drawing(repeats: int) -> list[str]:
                 module(torch.randn(1000) * (1 + number / 100))
         record = Record(number, 0, recorder.snapshot())
         recorder.reset()
-        plotter.on_record(record, record.snapshot.statistics())
+        plotter.on_record(record.table())
     drawn = [milliseconds(plotter._draw) for _ in range(repeats)]
     return [f"Drawing all pictures of 50 layers and 200 records: {spread(drawn)} of the thread that writes."]
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from lightning_recorder import capture_graph
 from lightning_recorder.dumps import write_dump
 from lightning_recorder.page import page_data
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import RecordWriter, open_recording, records_path
 from tests.commands.console import run
-from tests.recordings.runs import make_net, record_run, write_simple
+from tests.recordings.runs import make_net, record_run, site_of, write_simple
 from tests.recordings.test_comparison import poke
 
 HOSTILE = "=cmd|'/C calc'!A0\x1b[31m\u202e\n<b>,\"x\""
@@ -46,7 +46,7 @@ def hostile(tmp_path: Path) -> Path:
     writer = RecordWriter(records_path(tmp_path / "recorder", HOSTILE))
     writer.begin(label=HOSTILE, group="activations")
     for step in (0, 1):
-        site = SiteRecord(HOSTILE, HOSTILE, {"rms": -1.5, HOSTILE: math.nan, "\ud800": math.inf}, dtype=HOSTILE)
+        site = site_of(HOSTILE, HOSTILE, {"rms": -1.5, HOSTILE: math.nan, "\ud800": math.inf}, dtype=HOSTILE)
         writer.write({"step": step, "stage": HOSTILE}, [site])
     return tmp_path
 
@@ -144,7 +144,7 @@ def write_blocks(folder: Path, change: Callable[[int, dict[str, float]], dict[st
     writer.begin(label="activations", group="activations")
     for step in range(4):
         usual = {"rms": 1.0 + step / 100, "min": -2.0, "max": 2.0, "zero_fraction": 0.1, "nan_count": 0.0}
-        sites = [SiteRecord(f"blocks.{block}.fc", "out", change(block, dict(usual))) for block in range(24)]
+        sites = [site_of(f"blocks.{block}.fc", "out", change(block, dict(usual))) for block in range(24)]
         writer.write({"step": step, "stage": "train"}, sites)
 
 
@@ -175,10 +175,10 @@ def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_
     writer.begin(label="parameters", group="parameters")
     for step in range(3):
         sites = [
-            SiteRecord("fc", "weight", {"rms": 2.0 + step, "update_ratio": 0.5}),
-            SiteRecord("fc", "weight.grad", {"rms": 0.25}),
-            SiteRecord("fc", "weight.exp_avg", {"rms": 9.0}),
-            SiteRecord("frozen", "weight", {"rms": 1.0}),
+            site_of("fc", "weight", {"rms": 2.0 + step, "update_ratio": 0.5}),
+            site_of("fc", "weight.grad", {"rms": 0.25}),
+            site_of("fc", "weight.exp_avg", {"rms": 9.0}),
+            site_of("frozen", "weight", {"rms": 1.0}),
         ]
         writer.write({"step": step, "stage": "train"}, sites)
     lines = run("show", tmp_path).out.splitlines()
@@ -201,7 +201,7 @@ def test_show_leaves_out_sites_that_cannot_have_a_statistic(tmp_path: Path) -> N
     for step in (0, 1):
         ratio = {"update_ratio": 0.5}
         sites = [
-            SiteRecord(f"fc{number}", path, {"rms": 2.0, **(ratio if path == "weight" else {})})
+            site_of(f"fc{number}", path, {"rms": 2.0, **(ratio if path == "weight" else {})})
             for number in range(7)
             for path in ("weight", "weight.grad")
         ]
@@ -217,7 +217,7 @@ def test_show_says_that_a_site_is_not_recorded_any_more(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
     writer.begin(label="gradients", group="gradients")
     for step in range(3):
-        sites = [SiteRecord(name, "out", {"rms": 1.0 + step}) for name in "abc" if step < 2 or name != "b"]
+        sites = [site_of(name, "out", {"rms": 1.0 + step}) for name in "abc" if step < 2 or name != "b"]
         writer.write({"step": step, "stage": "train"}, sites)
     lines = [line.split() for line in run("show", tmp_path).out.splitlines()]
     assert lines[2] == ["1", "b", "out", "-", "1", "2", "▁█x"]
@@ -228,7 +228,7 @@ def test_details_have_no_statistic_that_cannot_exist(tmp_path: Path) -> None:
     """A statistic that is NaN in all records is left out unless it is asked for."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
-    writer.write({"step": 0, "stage": "train"}, [SiteRecord("fc", "out", {"rms": 1.0, "min": math.nan})])
+    writer.write({"step": 0, "stage": "train"}, [site_of("fc", "out", {"rms": 1.0, "min": math.nan})])
     assert "nan" not in run("show", tmp_path, "fc", "--details").out
     assert "nan" in run("show", tmp_path, "fc", "--details", "--statistic", "min").out
 
@@ -457,7 +457,7 @@ def test_histograms_in_the_table_of_differences(tmp_path: Path) -> None:
     for name, counts in zip("ab", bins, strict=True):
         writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 0, "stage": "train"}, [SiteRecord("fc", "out", {"rms": 1.0}, counts)])
+        writer.write({"step": 0, "stage": "train"}, [site_of("fc", "out", {"rms": 1.0}, counts)])
     lines = run("diff", "--exact", tmp_path / "a", tmp_path / "b").out.splitlines()
     assert lines[-1].split()[-3:] == ["1", "0", "histogram"]
 
@@ -484,7 +484,7 @@ def test_diff_of_many_shapes(tmp_path: Path) -> None:
     for width in (4, 8):
         writer = RecordWriter(records_path(tmp_path / str(width) / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        rows = [SiteRecord(f"fc{place}", "out", {"rms": 1.0}, shape=(place, width)) for place in range(5)]
+        rows = [site_of(f"fc{place}", "out", {"rms": 1.0}, shape=(place, width)) for place in range(5)]
         writer.write({"step": 0}, rows)
     lines = run("diff", tmp_path / "4", tmp_path / "8").out.splitlines()
     assert [line for line in lines[2:] if "shape" in line] == [
@@ -535,7 +535,7 @@ def test_diff_with_repeated_runs(tmp_path: Path) -> None:
     for name, value in {"a": 1.0, "n1": 1.1, "n2": 0.9, "b": 1.05, "c": 9.0}.items():
         writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 0}, [SiteRecord(f"layers.{place}", "out", {"rms": value}) for place in range(8)])
+        writer.write({"step": 0}, [site_of(f"layers.{place}", "out", {"rms": value}) for place in range(8)])
     noise = "--noise", tmp_path / "n1", tmp_path / "n2"
     assert run("diff", tmp_path / "a", tmp_path / "b").status == 1
     assert run("diff", tmp_path / "a", tmp_path / "b", *noise).status == 0
@@ -547,7 +547,7 @@ def test_diff_of_the_ranks_of_a_run(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "a" / "recorder", "parameters"))
     writer.begin(label="parameters", group="parameters", ranks=2)
     spread = {"rms": 1.0, "std": 1.0, "rank_mean_min": 0.25, "rank_mean_max": 0.75}
-    sites = [SiteRecord("fc", "weight", {**spread, "rank_mean_min": 0.5}), SiteRecord("head", "weight", spread)]
+    sites = [site_of("fc", "weight", {**spread, "rank_mean_min": 0.5}), site_of("head", "weight", spread)]
     writer.write({"step": 0, "ranks": 2}, sites)
     logged = run("diff", tmp_path / "a", "--ranks")
     assert (logged.status, logged.out.splitlines()[0].split("; ")) == (

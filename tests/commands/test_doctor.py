@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import RULES, Finding, findings_from_json, findings_to_json
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import RecordWriter, open_recording, records_path
 from lightning_recorder.watch import StepSeries
 from tests.commands.console import run
-from tests.recordings.runs import record_run
+from tests.recordings.runs import record_run, site_of
 
 
 def kill(net: nn.Module) -> None:
@@ -76,7 +76,7 @@ def test_long_names_stay_whole(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(folder / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step in range(4):
-        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 0.0, "zero_fraction": 1.0, "count": 9.0})])
+        writer.write({"step": step}, [site_of(name, "out", {"rms": 0.0, "zero_fraction": 1.0, "count": 9.0})])
     lines = run("doctor", folder).out.splitlines()
     assert name in lines[0]
     said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
@@ -115,7 +115,7 @@ def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step in range(4):
-        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 0.0, "zero_fraction": 1.0}) for name in names])
+        writer.write({"step": step}, [site_of(name, "out", {"rms": 0.0, "zero_fraction": 1.0}) for name in names])
     (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
     lines = run("doctor", tmp_path).out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("warning")] == names[:7]
@@ -129,7 +129,7 @@ def test_a_finding_about_a_block(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
     writer.begin(label="gradients", group="gradients")
     rms = {"blocks.0.fc": 40.0, "blocks.1.fc": 1.0, "blocks.2.fc": 1.0}
-    sites = [SiteRecord(name, "out", {"rms": each, "count": 9.0}, shape=(9,)) for name, each in rms.items()]
+    sites = [site_of(name, "out", {"rms": each, "count": 9.0}, shape=(9,)) for name, each in rms.items()]
     writer.write({"step": 7}, sites)
     lines = run("doctor", tmp_path).out.splitlines()
     assert lines[0].startswith("warning: the gradient grows 40-fold on its way back through blocks.1")
@@ -208,7 +208,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step in range(3):
-        writer.write({"step": step}, [SiteRecord(name, "out", {"zero_fraction": 1.0, "rms": 0.0})])
+        writer.write({"step": step}, [site_of(name, "out", {"zero_fraction": 1.0, "rms": 0.0})])
     said = run("doctor", tmp_path)
     assert said.status == 1
     assert "\x1b" not in said.out

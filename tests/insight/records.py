@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.graph.model import Edge, Graph, Node
-from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, SiteRecords, examine
+from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, examine
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.examine import evidence_of
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
@@ -64,24 +65,20 @@ def record(
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
     recorder: str | None = None,
     about: Mapping[str, object] | None = None,
-) -> SiteRecords:
+) -> Table:
     """Return one record; a rms without other statistics stands for values around zero."""
     rows = []
     for given in sites.values():
         rms = given.get("rms", 1.0)
         found = {**_DEFAULTS, "rms": rms, "std": rms, "min": -2 * rms, "max": 2 * rms, **given}
         rows.append([found.get(name, math.nan) for name in STATISTICS])
-    return SiteRecords(
-        group=group,
-        recorder=recorder or group,
-        stage=stage,
-        step=step,
-        sites=tuple(Site(*site) for site in sites),
-        dtypes=tuple(dtype for _ in sites),
-        shapes=tuple((shapes or {}).get(site, (16, 16)) for site in sites),
-        values=np.array(rows, dtype=np.float64),
+    places = tuple((shapes or {}).get(site, (16, 16)) for site in sites)
+    schema = Schema(tuple(Site(*site) for site in sites), STATISTICS, (dtype,) * len(sites), places)
+    return Table(
+        schema,
+        np.array(rows, dtype=np.float64).reshape(len(sites), len(STATISTICS)),
         histogram=lambda site: (histograms or {}).get((site.name, site.path)),
-        about=about or {},
+        about={"group": group, "recorder": recorder or group, "stage": stage, "step": step, **(about or {})},
     )
 
 

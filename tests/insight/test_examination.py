@@ -15,14 +15,14 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import (
     STATISTICS,
-    SiteRecords,
     findings_from_json,
     findings_to_json,
     with_watched,
 )
 from lightning_recorder.insight.finding import rows_of
-from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.table import Table as History
 from lightning_recorder.recordings import open_recording
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 from tests.insight.records import Examination, Values, chain, record, run, trained
@@ -42,7 +42,8 @@ def test_online_and_offline_agree(tmp_path: Path) -> None:
     online = Examination()
     for step in range(8):
         for label, records in written.items():
-            online.add(SiteRecords.of(records[step], group=label, recorder=label, stage="train", step=step))
+            about = {"group": label, "recorder": label, "step": step}
+            online.add(Table.of(records[step], about))
     assert online.findings() == open_recording(tmp_path).findings
     assert [(each.rule, each.module) for each in online.findings()] == [("dead-output", "encoder.act")]
     assert online.findings()[0].first_step == 3
@@ -61,7 +62,7 @@ def test_findings_can_be_asked_at_any_time() -> None:
 
 def test_a_repeated_step_is_replaced() -> None:
     """A run that resumes from an earlier step replaces its records."""
-    table = Table()
+    table = History()
     for step, rms in ((0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0)):
         table.add(record("activations", step, {("fc", "out"): {"rms": rms}}))
     values, steps = table.column(Site("fc", "out"), "rms")
@@ -70,7 +71,7 @@ def test_a_repeated_step_is_replaced() -> None:
 
 def test_two_recorders_of_a_group() -> None:
     """Records of two recorders of one group share the rows of their steps."""
-    table = Table()
+    table = History()
     for step in (0, 10):
         table.add(record("activations", step, {("fc", "out"): {"rms": 1.0}}))
     for step in (10, 20):
@@ -83,11 +84,12 @@ def test_two_recorders_of_a_group() -> None:
 @pytest.mark.parametrize(("sites", "most"), [(1, 512), (1_000, 161), (2_000, 128)])
 def test_memory_is_bounded(sites: int, most: int) -> None:
     """Of many records, the first, the last, those around the first NaN, and an even selection of the others stay."""
-    table = Table()
+    table = History()
     values = {(f"fc.{place}", "out"): {"nan_count": 0.0} for place in range(sites)}
     plain, bad = (record("activations", 0, values | {("fc.0", "out"): {"nan_count": count}}) for count in (0.0, 1.0))
     for step in range(5_000):
-        table.add(replace(bad if step == 1_001 else plain, step=step))
+        each = bad if step == 1_001 else plain
+        table.add(each.having(about={**each.about, "step": step}))
         assert len(table) <= most
     assert {0, 1_000, 1_001, *range(4_936, 5_000)} <= set(table.steps)
     older = np.diff([step for step in table.steps if step < 4_936 and step not in (1_000, 1_001)])
@@ -179,9 +181,9 @@ def test_any_numbers_can_be_examined(data: st.DataObject, kind: str | None, reco
             values[:, [STATISTICS.index(name) for name in lacked]] = np.nan
             if is_finite:
                 values[:, _BAD] = 0.0
-            examination.add(
-                SiteRecords(group, group, stage, 10 * step, sites, *about, values, histogram=lambda _: histogram)
-            )
+            facts = {"group": group, "recorder": group, "stage": stage, "step": 10 * step}
+            schema = Schema(sites, STATISTICS, *about)
+            examination.add(Table(schema, values, about=facts, histogram=lambda _: histogram))
     assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
-from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
 

@@ -18,8 +18,8 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import RULES, Finding, Rule
 from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
-from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Values, chain, examined, trained
 from tests.insight.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.test_odd_blocks import Stage

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
-from lightning_recorder.insight import SiteRecords
 from lightning_recorder.statistics import OptimizerRecorder
 from tests.effort import lines_run
 from tests.insight.records import Examination, Values, brief, chain, network, run, trained
@@ -283,14 +282,7 @@ def test_an_optimizer_that_also_has_the_parameters_of_another_one() -> None:
                 optimizer.step()
             found = recorder.collect()
             examination.add(
-                SiteRecords.of(
-                    found,
-                    group="parameters",
-                    recorder="parameters",
-                    stage="train",
-                    step=step,
-                    about=recorder.about(),
-                )
+                found.having(about={**recorder.about(), "group": "parameters", "recorder": "parameters", "step": step})
             )
     (finding,) = [each for each in examination.findings() if each.rule == "two-optimizers"]
     assert finding.verdict == "two optimizers step second.weight and second.bias in the same training steps"

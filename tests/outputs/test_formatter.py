@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,10 +13,10 @@ from torch import nn
 
 from lightning_recorder import MemorySink, StatisticsRecorder
 from lightning_recorder.outputs import SinkFormatter, TagBudget
-from lightning_recorder.reductions import Norms, SparseCounts
+from lightning_recorder.records.table import Table
+from lightning_recorder.reductions import Norms
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.statistics import Record, SiteStatistics
-from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 
 
@@ -30,21 +28,11 @@ def record(*values: float, **about: Any) -> Record:
     return Record(7, 1, recorder.snapshot(), **about)
 
 
-def table_of(found: Mapping[Site, SiteStatistics]) -> StatisticsTable:
-    """Return statistics, each site with its own, as a table without histograms."""
-    columns = tuple(dict.fromkeys(name for each in found.values() for name in each.scalars))
-    numbers = np.array([[each.scalars.get(name, math.nan) for name in columns] for each in found.values()])
-    lacking = np.array([[name not in each.scalars for name in columns] for each in found.values()])
-    sites = tuple(found)
-    schema = make_schema(sites, columns, tuple((each.dtype, each.shape) for each in found.values()), sites)
-    return StatisticsTable(schema, numbers, SparseCounts(np.zeros((len(sites), 2048))), lacking=lacking)
-
-
 def written(*records: Record, **options: Any) -> MemorySink:
     sink = MemorySink()
     formatter = SinkFormatter("activations", options.pop("statistics", ("mean", "max")), **options)
     for each in records:
-        formatter.write(sink, each, each.snapshot.statistics())
+        formatter.write(sink, each.table())
     return sink
 
 
@@ -71,7 +59,7 @@ def test_overflows_are_counted_under_the_label_of_the_recorder() -> None:
     formatter, sink = SinkFormatter("gradients", ["mean"]), MemorySink()
     formatter.begin("gradients-2")
     about = record(1.0, overflowed=True, overflow_steps=3)
-    formatter.write(sink, about, about.snapshot.statistics())
+    formatter.write(sink, about.table())
     assert sink.scalars == {"gradients-2/overflow_steps": {7: 3.0}}
 
 
@@ -124,7 +112,7 @@ def shown_by_default(found: Mapping[Site, SiteStatistics]) -> tuple[MemorySink, 
     formatter = SinkFormatter("parameters", DEFAULT_STATISTICS, budget=TagBudget(None, "Recorder", log=messages.append))
     sink = MemorySink()
     for _ in range(2):
-        formatter.write(sink, record(1.0), table_of(found))
+        formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
     return sink, messages
 
 
@@ -169,7 +157,7 @@ def test_what_the_user_asks_for_is_shown() -> None:
         MemorySink(),
     )
     found = {Site(f"m{place}", "out"): seen(mean=0.0, std=1.0) for place in range(200)}
-    formatter.write(sink, record(1.0), table_of(found))
+    formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
     assert {tag.rpartition("/")[2] for tag in sink.scalars} == {"std", "max"}
     assert len(sink.scalars) + len(sink.histograms) <= 75
 
@@ -182,12 +170,12 @@ def test_numbered_tags_are_in_the_order_of_execution() -> None:
             modules[name](torch.ones(1))
     given = Record(0, 0, recorder.snapshot())
     formatter, sink = SinkFormatter("activations", ["rms"], numbered=True), MemorySink()
-    formatter.write(sink, given, given.snapshot.statistics())
+    formatter.write(sink, given.table())
     assert sorted(sink.scalars) == ["activations/000_c/rms", "activations/001_a/rms", "activations/002_b/rms"]
     other, later = SinkFormatter("activations", ["rms"], numbered=True), MemorySink()
     other.load_state_dict(formatter.state_dict())
-    about = record(1.0)
-    other.write(later, about, table_of({Site(name, "out"): seen(mean=0.0) for name in "bm"}))
+    about = record(1.0).facts("activations")
+    other.write(later, Table.of({Site(name, "out"): seen(mean=0.0) for name in "bm"}, about))
     assert sorted(later.scalars) == ["activations/002_b/rms", "activations/003_m/rms"]
 
 
@@ -196,7 +184,7 @@ def shown_in_both_stages(records: list[tuple[str, dict[Site, SiteStatistics]]]) 
     formatter = SinkFormatter("activations", DEFAULT_STATISTICS, budget=TagBudget(None, stages=2, log=lambda _: None))
     sink, shown = MemorySink(), []
     for stage, found in records:
-        formatter.write(sink, record(1.0, stage=stage), table_of(found))
+        formatter.write(sink, Table.of(found, record(1.0, stage=stage).facts("activations")))
         parts = [tag.split("/") for tag in sink.scalars]
         shown.append({f"{'validate' if 'validate' in part[0] else 'train'} {part[1]}" for part in parts})
     return shown
@@ -222,7 +210,7 @@ def test_a_new_statistic_of_a_site_is_written() -> None:
     formatter, sink = SinkFormatter("activations", ["mean"], budget=TagBudget(None)), MemorySink()
     for extra in ({}, {"share": 0.5}):
         found = {Site("a", "out"): seen(mean=0.0, **extra), Site("b", "out"): seen(mean=0.0, share=0.1)}
-        formatter.write(sink, record(1.0), table_of(found))
+        formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
     assert "activations/a/share" in sink.scalars
 
 
@@ -232,7 +220,7 @@ def test_a_module_that_is_named_at_the_end_has_a_curve(depth: int) -> None:
     formatter, sink = SinkFormatter("activations", ["mean"], budget=TagBudget(None, log=lambda _: None)), MemorySink()
     formatter.begin("activations")
     found = {Site(f"m{place}", "out"): seen(mean=float(place)) for place in range(depth)}
-    formatter.write(sink, record(1.0), table_of(found))
+    formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
     before = set(sink.scalars)
     place = next((each for each in range(depth) if f"activations/m{each}/mean" not in before), 3)
     formatter.named = lambda: {f"m{place}"}

@@ -29,11 +29,12 @@ from lightning_recorder.outputs import (
     pipeline,
 )
 from lightning_recorder.recordings import writer
-from lightning_recorder.reductions import Norms, SparseCounts
+from lightning_recorder.records.counts import SparseCounts
+from lightning_recorder.records.table import Schema, Table
+from lightning_recorder.reductions import Norms
 from lightning_recorder.sinks import BackgroundQueue, MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
-from lightning_recorder.statistics import Record, SiteStatistics
+from lightning_recorder.statistics import Record
 from lightning_recorder.statistics.snapshot import statistics_of
-from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 from tests import forks
 from tests.sinks.events import read_events
@@ -58,10 +59,10 @@ class Noting(RecordConsumer):
         self.fails_at = fails_at
 
     @override
-    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, found: Table) -> None:
         self.threads.add(threading.get_ident())
-        self.seen.append(record.step)
-        if record.step == self.fails_at:
+        self.seen.append(found.step)
+        if found.step == self.fails_at:
             raise OSError("disk full")
 
     @override
@@ -145,8 +146,8 @@ def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
 
     class Showing(Noting):
         @override
-        def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
-            made.show(record.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
+        def on_record(self, found: Table) -> None:
+            made.show(found.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
 
     made.consumers = [Showing()]
     made.add(record(4))
@@ -158,8 +159,8 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
     """The sites are listed in execution order, with dtype, shape, statistics and bins bit-exactly."""
     file = RecordFile(tmp_path, "activations", group="activations", ranks=2)
     given = record(3, 0.1, ("last", "first"))
-    found = given.snapshot.statistics()
-    file.on_record(given, found)
+    found = given.table()
+    file.on_record(found)
     assert not list(tmp_path.iterdir())
     file.flush()
     series = open_recording(tmp_path)["activations"]
@@ -178,7 +179,7 @@ def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -
     """Gradients are listed in the order of the forward pass, although the backward pass is reversed."""
     given = record(0, names=("first", "last"))
     file = RecordFile(tmp_path, "gradients", group="gradients")
-    file.on_record(given, given.snapshot.statistics())
+    file.on_record(given.table("gradients"))
     file.flush()
     assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
 
@@ -194,7 +195,7 @@ def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
     plotter = Plotter("activations", **options, show=show)
     for step in range(records):
         given = record(step, names=("a", "b", "c"))
-        plotter.on_record(given, given.snapshot.statistics())
+        plotter.on_record(given.table())
     plotter.finish()
     return shown
 
@@ -237,7 +238,7 @@ def test_pictures_of_a_long_run_are_drawn_by_another_process() -> None:
     for step in range(15):
         now += 1000.0
         given = record(step, names=("a", "b", "c"))
-        plotter.on_record(given, given.snapshot.statistics())
+        plotter.on_record(given.table())
         if plotter._started is not None:
             processes.append(plotter._started.process._process)
             plotter.wait()
@@ -251,7 +252,7 @@ def test_pictures_of_a_long_run_are_drawn_by_another_process() -> None:
     other = Plotter("activations", max_images=1, every=10, show=lambda step, images: again.append(dict(images)))
     for step in range(10):
         given = record(step, names=("a", "b", "c"))
-        other.on_record(given, given.snapshot.statistics())
+        other.on_record(given.table())
     assert {tag: pixels.tolist() for tag, pixels in again[0].items()} == {
         tag: pixels.tolist() for tag, pixels in shown[0][1].items()
     }
@@ -265,7 +266,7 @@ def test_a_run_that_ends_while_another_process_draws() -> None:
     for step in range(10):
         now += 1000.0
         given = record(step)
-        plotter.on_record(given, given.snapshot.statistics())
+        plotter.on_record(given.table())
     assert plotter._started is not None
     process = plotter._started.process._process
     plotter.finish()
@@ -282,7 +283,7 @@ def test_without_another_process_pictures_are_drawn_at_the_end(monkeypatch: pyte
     for step in range(25):
         now += 1000.0
         given = record(step)
-        plotter.on_record(given, given.snapshot.statistics())
+        plotter.on_record(given.table())
     plotter.finish()
     assert shown == [24]
 
@@ -305,11 +306,11 @@ def test_of_very_many_sites_some_are_kept() -> None:
     plotter = Plotter("activations", every=2, show=lambda step, images: None)
     names = ("rms", "mean", "zero_fraction", "min", "max", "nan_count", "inf_count")
     sites = tuple(Site(f"m{number}", "out") for number in range(2500))
-    schema = make_schema(sites, names, ((torch.float32, (1,)),) * 2500, sites)
+    schema = Schema(sites, names, ("float32",) * 2500, ((1,),) * 2500)
     numbers = np.tile([1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0], (2500, 1))
-    found = StatisticsTable(schema, numbers, SparseCounts(np.zeros((2500, 2048))))
+    found = Table(schema, numbers, SparseCounts(np.zeros((2500, 2048))))
     numbers[1001, 0] = 1e6
-    plotter.on_record(record(0), found)
+    plotter.on_record(found.having(about=record(0).facts("activations")))
     (history,) = plotter._histories.values()
     kept = [int(site.name[1:]) for site in history.sites]  # type: ignore[attr-defined]  # a Site
     assert len(kept) == 1000
@@ -317,7 +318,7 @@ def test_of_very_many_sites_some_are_kept() -> None:
     assert max(after - before for before, after in pairwise(kept)) <= 4
     late = next(number for number in range(1500, 2500) if number not in kept)
     numbers[late, names.index("nan_count")] = 1.0
-    plotter.on_record(record(1), found)
+    plotter.on_record(found.having(about=record(1).facts("activations")))
     assert history.sites == [*(Site(f"m{number}", "out") for number in kept), Site(f"m{late}", "out")]
 
 
@@ -328,7 +329,7 @@ def test_a_heat_map_for_each_statistic_that_was_asked_for() -> None:
     module = nn.Identity()
     with StatisticsRecorder({"a": module}, extra=[Norms()], quantiles=[0.9]) as recorder:
         module(torch.ones(3))
-    plotter.on_record(record(0), recorder.snapshot().statistics())
+    plotter.on_record(Record(0, 0, recorder.snapshot()).table())
     plotter.finish()
     names = [tag.rpartition("/")[2] for tag in images if "heat_map" in tag]
     assert names == ["std", "quantile_0.9", "abs_max", "l1_norm", "l2_norm"]
@@ -340,7 +341,7 @@ def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
     shown: list[int] = []
     plotter = Plotter("activations", show=lambda step, images: shown.append(step))
     given = record(0, **about)
-    plotter.on_record(given, given.snapshot.statistics())
+    plotter.on_record(given.table())
     plotter.finish()
     assert shown == []
 
@@ -354,7 +355,7 @@ def test_large_pictures_are_written_before_the_next_ones_are_drawn() -> None:
             "activations", show=lambda step, images: found.append({tag: each.nbytes for tag, each in images.items()})
         )
         given = record(0, names=names)
-        plotter.on_record(given, given.snapshot.statistics())
+        plotter.on_record(given.table())
         plotter.finish()
         return found
 
@@ -372,7 +373,7 @@ def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None
     plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
     assert plotter.logged_bytes(50) == drawings * 5 * 20_000
     given = record(0)
-    plotter.on_record(given, given.snapshot.statistics())
+    plotter.on_record(given.table())
     plotter.finish()
     assert plotter.logged_bytes(50) == drawings * 700
 
@@ -520,7 +521,7 @@ def test_joined_records_start_no_threads_of_torch() -> None:
     names = tuple(f"m{place}" for place in range(100))
     snapshots = [record(step, names=names).snapshot for step in range(3)]
     started: set[Path] = set()
-    tables: list[StatisticsTable] = []
+    tables: list[Table] = []
 
     def work() -> None:
         before = set(Path("/proc/self/task").iterdir())
@@ -574,12 +575,15 @@ def test_histograms_for_findings_are_not_kept() -> None:
     tracemalloc.start()
     try:
         for site in table:
-            assert table.histogram(site).count == table.column("count")[table.rows[site]]
+            histogram = table.histogram(site)
+            assert histogram is not None
+            assert histogram.count == table.column("count")[table.rows[site]]
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept < 200 * 1024
     one, other = table.histogram(table.sites[0]), table[table.sites[0]].histogram
+    assert one is not None
     assert one.counts.tolist() == other.counts.tolist()
     assert one.edges.tolist() == other.edges.tolist()
 

@@ -22,8 +22,9 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.page.histograms import unpack_all
 from lightning_recorder.page.html import encoded
-from lightning_recorder.recordings import WATCH, RecordWriter, Run, SiteRecord, open_recording, records_path
-from lightning_recorder.recordings.packed_counts import pack_counts, unpack_counts
+from lightning_recorder.recordings import WATCH, RecordWriter, Run, open_recording, records_path
+from lightning_recorder.records.counts import pack_counts, unpack_counts
+from tests.recordings.runs import site_of
 
 
 def numbers(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -36,7 +37,7 @@ def written(folder: Path, values: list[list[float]], names: list[str]) -> Run:
     writer = RecordWriter(records_path(folder / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step, row in enumerate(values):
-        sites = [SiteRecord(name, "out", {"rms": value}) for name, value in zip(names, row, strict=True)]
+        sites = [site_of(name, "out", {"rms": value}) for name, value in zip(names, row, strict=True)]
         writer.write({"step": step}, sites)
     return open_recording(folder).run
 

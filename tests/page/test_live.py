@@ -26,11 +26,12 @@ from lightning_recorder.commands import view
 from lightning_recorder.errors import DumpError
 from lightning_recorder.page import live
 from lightning_recorder.page.live import PageServer
-from lightning_recorder.recordings import RecordWriter, SiteRecord
+from lightning_recorder.recordings import RecordWriter
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.browser.server import tensorboard
 from tests.commands.console import run as command
 from tests.page.test_data import written
+from tests.recordings.runs import site_of
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
 
@@ -82,7 +83,7 @@ def test_new_records_come_by_themselves(server: PageServer, tmp_path: Path) -> N
     (path,) = (tmp_path / "run").rglob("records/activations.jsonl")
     writer = RecordWriter(path)
     writer.begin(label="activations", group="activations")
-    writer.write({"step": 500}, [SiteRecord("head", "out", {"rms": 1.0})])
+    writer.write({"step": 500}, [site_of("head", "out", {"rms": 1.0})])
     after = decoded(asked(f"{server.address}data?{query}"))
     steps = next(each for each in after["runs"][0]["recorders"] if each["label"] == "activations")["steps"]
     assert steps[-1] == 500
@@ -224,7 +225,7 @@ def test_the_open_page_grows(server: PageServer, tmp_path: Path) -> None:
         (path,) = (tmp_path / "run").rglob("records/activations.jsonl")
         writer = RecordWriter(path)
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 700}, [SiteRecord("head", "out", {"rms": 1.0})])
+        writer.write({"step": 700}, [site_of("head", "out", {"rms": 1.0})])
         expect(page.locator("output")).to_have_text("step 700", timeout=20_000)
 
 

@@ -20,11 +20,12 @@ from torch import nn
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.page import page_data, page_html
-from lightning_recorder.recordings import WATCH, RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
 from tests.benchmarks.page import model
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.commands.console import run as command
 from tests.page.test_data import written
+from tests.recordings.runs import site_of
 
 pytestmark = [
     pytest.mark.browser,
@@ -244,9 +245,7 @@ def test_nan_is_not_what_is_missing(page: Page, tmp_path: Path) -> None:
     writer.begin(label="activations", group="activations")
     nan = float("nan")
     for step, values in enumerate([{"rms": 1.0, "count": 4.0}, {"rms": nan, "count": 4.0}, {"rms": nan, "count": nan}]):
-        writer.write(
-            {"step": step}, [SiteRecord("a", "out", values), SiteRecord("b", "out", {"rms": 2.0, "count": 4.0})]
-        )
+        writer.write({"step": step}, [site_of("a", "out", values), site_of("b", "out", {"rms": 2.0, "count": 4.0})])
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
     opened(page, path, "#show=activations/rms")
@@ -328,7 +327,7 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
         usual = {"rms": 1.0 + step, "min": 0.5, "max": 2.0, "zero_fraction": 0.25, "count": 8.0}
         dead = {"rms": 0.0, "min": 0.0, "max": 0.0, "zero_fraction": 1.0, "count": 8.0}
         sites = [
-            SiteRecord(f"net.{each}", "out", dead if each == 1 else usual, zeros if each == 1 else others)
+            site_of(f"net.{each}", "out", dead if each == 1 else usual, zeros if each == 1 else others)
             for each in range(4)
         ]
         writer.write({"step": step}, sites)
@@ -350,7 +349,7 @@ def strip_of(folder: Path, layers: int, steps: int = 9) -> Path:
     writer.begin(label="activations", group="activations")
     for step in range(0, 10 * steps, 10):
         rms = {f"layers.{each}": 9.0 if each == 20 else 1.0 for each in range(layers)}
-        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": each}) for name, each in rms.items()])
+        writer.write({"step": step}, [site_of(name, "out", {"rms": each}) for name, each in rms.items()])
     net = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
     blocks = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(2, 2), "drop": nn.Dropout()}) for _ in range(3))
     net["blocks"] = blocks
@@ -391,7 +390,7 @@ def test_alike_modules_are_listed_once(page: Page, tmp_path: Path) -> None:
     file.write_text(json.dumps(graph))
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
-    writer.write({"step": 0}, [SiteRecord("part", "out", {"rms": 1.0})])
+    writer.write({"step": 0}, [site_of("part", "out", {"rms": 1.0})])
     open_recording(tmp_path).page(path)
     opened(page, path)
     inside = "transformer.h.0…11.attention.self_attention"
@@ -409,7 +408,7 @@ def graph_of(folder: Path, net: nn.Module, batch: torch.Tensor) -> Path:
     writer = RecordWriter(records_path(folder / "recorder", WATCH))
     writer.begin(label=WATCH, group=WATCH)
     for step in range(20):
-        writer.write({"step": step}, [SiteRecord("loss", "", {"value": 1.0 / (1 + step)})])
+        writer.write({"step": step}, [site_of("loss", "", {"value": 1.0 / (1 + step)})])
     graph = capture_graph(net, batch)
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
     open_recording(folder).page(folder / "page.html")
@@ -495,7 +494,7 @@ def test_nan_has_its_color_in_every_statistic(page: Page, tmp_path: Path) -> Non
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step, count in enumerate([0.0, 2.0]):
-        writer.write({"step": step}, [SiteRecord("a", "out", {"rms": 1.0, "nan_count": count, "count": 4.0})])
+        writer.write({"step": step}, [site_of("a", "out", {"rms": 1.0, "nan_count": count, "count": 4.0})])
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
     for statistic, marked in (("rms", [False, True]), ("nan_count", [False, False])):
@@ -559,10 +558,10 @@ def test_the_legend_has_values_of_tensors(page: Page, tmp_path: Path, weights: l
     """The legend begins and ends with values that have a color: neither of biases nor of the limit of a scale."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "parameters"))
     writer.begin(label="parameters", group="parameters")
-    sites = [SiteRecord(f"layers.{at}", "weight", {"rms": each}) for at, each in enumerate(weights)]
+    sites = [site_of(f"layers.{at}", "weight", {"rms": each}) for at, each in enumerate(weights)]
     writer.write(
         {"step": 0},
-        [*sites, SiteRecord("layers.0", "bias", {"rms": 1e-5}), SiteRecord("layers.0", "weight.grad", {"rms": 1e-17})],
+        [*sites, site_of("layers.0", "bias", {"rms": 1e-5}), site_of("layers.0", "weight.grad", {"rms": 1e-17})],
     )
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
@@ -614,7 +613,7 @@ def test_axes_have_two_labels(page: Page, tmp_path: Path, values: list[float]) -
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step, value in enumerate(values):
-        writer.write({"step": 900_000 + 700_000 * step}, [SiteRecord("a", "out", {"rms": value})])
+        writer.write({"step": 900_000 + 700_000 * step}, [site_of("a", "out", {"rms": value})])
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
     opened(page, path, "#layer=a")
@@ -680,9 +679,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.begin(label="activations", group="activations")
     for step in range(0, 100, 10):
         size = {name: 8.0 if name == names[60] and step >= 50 else 1.0 + place % 5 for place, name in enumerate(names)}
-        writer.write(
-            {"step": step}, [SiteRecord(name, "out", {"rms": each, "count": 4.0}) for name, each in size.items()]
-        )
+        writer.write({"step": step}, [site_of(name, "out", {"rms": each, "count": 4.0}) for name, each in size.items()])
     graph = capture_graph(net, torch.ones(2, 4))
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
     trace = Trace("activations", "rms", (0,), (9.0,), names[60])

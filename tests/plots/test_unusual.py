@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recorder.insight import Finding
-from lightning_recorder.plots import History, gradient_flow, heat_map, overview, ridge
+from lightning_recorder.plots import PlotHistory, gradient_flow, heat_map, overview, ridge
 from lightning_recorder.plots.canvas import Canvas, fitted
 from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
 
@@ -58,12 +58,12 @@ HEALTHY = [measured(USUAL * factor) for factor in (1.0, 1.1, 0.9, 1.05)]
 @given(st.integers(0, len(NAMES) - 1), st.sampled_from(sorted(SICK)), st.integers(0, 4))
 def test_an_outlier_is_in_every_picture(place: int, kind: str, since: int) -> None:
     """A sick layer among 288 has its bold label in each heat map, ridge and flow, and its histogram over time."""
-    history = History()
+    history = PlotHistory()
     for step in range(5):
         found = {(name, "out"): HEALTHY[(row + step) % 4] for row, name in enumerate(NAMES)}
         if step >= since:
             found[NAMES[place], "out"] = FOUND[kind]
-        history.add(step, found)
+        history.add_sites(step, found)
     with drawn_texts() as (_, bold):
         images = overview(history, group="gradients", statistics=("rms", "max"), max_images=2)
     heat_maps = ["gradients_plots/heat_map/rms", "gradients_plots/heat_map/max", "Unusual/gradients"]
@@ -74,9 +74,9 @@ def test_an_outlier_is_in_every_picture(place: int, kind: str, since: int) -> No
 
 def test_no_picture_of_unusual_layers_without_any() -> None:
     """If no layer stands out and no finding names one, there is no heading for unusual layers; a finding adds it."""
-    history = History()
+    history = PlotHistory()
     for step in range(5):
-        history.add(step, {(name, "out"): HEALTHY[0] for name in NAMES})
+        history.add_sites(step, {(name, "out"): HEALTHY[0] for name in NAMES})
     tags = overview(history, group="activations", max_images=0).keys()
     assert tags
     assert not [tag for tag in tags if tag.startswith("Unusual")]
@@ -86,13 +86,13 @@ def test_no_picture_of_unusual_layers_without_any() -> None:
 
 def test_an_undefined_ratio_is_no_nan() -> None:
     """The ratio of an update to a weight of zero has a pattern of its own; a weight that is NaN keeps that of NaN."""
-    history = History(statistics=("rms", "update_ratio"))
+    history = PlotHistory(statistics=("rms", "update_ratio"))
     for step, (rms, ratio) in enumerate([(0.0, math.inf), (0.1, 0.01), (0.1, 0.01), (0.1, 0.02)]):
-        history.add(step, {("zero", "weight"): ({"rms": rms, "update_ratio": ratio}, None)})
+        history.add_sites(step, {("zero", "weight"): ({"rms": rms, "update_ratio": ratio}, None)})
     with drawn_texts() as (texts, _):
         overview(history, group="parameters", statistics=("update_ratio",), max_images=0)
     assert ("undefined" in texts, "NaN" in texts, "infinite" in texts) == (True, False, False)
-    history.add(4, {("zero", "weight"): ({"rms": math.nan, "update_ratio": math.nan}, None)})
+    history.add_sites(4, {("zero", "weight"): ({"rms": math.nan, "update_ratio": math.nan}, None)})
     with drawn_texts() as (texts, _):
         overview(history, group="parameters", statistics=("update_ratio",), max_images=0)
     assert ("undefined" in texts, "NaN" in texts) == (True, True)
@@ -201,11 +201,11 @@ def test_degrees_are_checked(most: int) -> None:
 
 def test_sites_that_cannot_have_a_statistic_are_not_in_its_picture() -> None:
     """Running statistics have no ratio of an update, which is no NaN. A weight of NaN stays in all pictures."""
-    history = History(statistics=("rms", "update_ratio"), max_histograms=0)
+    history = PlotHistory(statistics=("rms", "update_ratio"), max_histograms=0)
     nan = float("nan")
     for step in range(3):
         bad = nan if step else 1.0
-        history.add(
+        history.add_sites(
             step,
             {
                 ("bn", "weight"): ({"rms": 1.0, "update_ratio": 0.1}, None),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_recorder import StatisticsRecorder
-from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
-from lightning_recorder.statistics import SiteStatistics
+from lightning_recorder.recordings import RecordWriter, SiteStatistics, records_path
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Site
 
 Expected = dict[str, dict[int, Mapping[Site, SiteStatistics]]]
@@ -23,9 +24,17 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(OrderedDict(encoder=encoder, head=nn.Linear(5, 3)))
 
 
-def site_records(found: Mapping[Site, SiteStatistics], dtype: str = "float32") -> list[SiteRecord]:
-    """Convert statistics to the form in which they are written."""
-    return [SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype) for site, seen in found.items()]
+def site_of(
+    name: str,
+    path: str,
+    scalars: Mapping[str, float],
+    bins: Tensor | None = None,
+    dtype: Any = None,
+    shape: tuple[int, ...] | None = None,
+) -> tuple[Site, SiteStatistics]:
+    """Return a site and its statistics, for a writer of records."""
+    found = SiteStatistics(scalars, dtype=dtype, shape=shape)
+    return Site(name, path), found if bins is None else replace(found, bins=bins)
 
 
 def record_run(
@@ -70,7 +79,7 @@ def record_run(
                 _loss(net, batch, target).backward()
             for label, recorder in recorders.items():
                 found = expected[label][step] = recorder.collect()
-                writers[label].write({"step": step, "epoch": step // 2}, site_records(found, str(dtype)[6:]))
+                writers[label].write({"step": step, "epoch": step // 2}, found)
                 recorder.reset()
         else:
             _loss(net, batch, target).backward()
@@ -87,5 +96,5 @@ def write_simple(log_dir: Path, rms: dict[int, float], label: str = "activations
     writer = RecordWriter(records_path(log_dir / "recorder", label))
     writer.begin(label=label, group=label.partition("-")[0])
     for step, value in rms.items():
-        writer.write({"step": step}, [SiteRecord(site, "out", {"rms": value})])
+        writer.write({"step": step}, [site_of(site, "out", {"rms": value})])
     return writer

@@ -13,17 +13,16 @@ from lightning_recorder import ArgumentError, StatisticsRecorder
 from lightning_recorder.recordings import (
     Comparison,
     RecordWriter,
-    SiteRecord,
     Tolerance,
     compare,
-    history,
     open_recording,
+    reader,
     records_path,
 )
 from lightning_recorder.recordings.call_order import in_execution_order
-from lightning_recorder.recordings.history import Part
+from lightning_recorder.recordings.reader import Part
 from lightning_recorder.taps import ParameterGradientTap, Site
-from tests.recordings.runs import record_run, site_records, write_simple
+from tests.recordings.runs import record_run, site_of, write_simple
 
 Values = dict[str, float]
 
@@ -102,7 +101,7 @@ def write(log_dir: Path, values: dict[int, dict[str, Values]], label: str = "act
     writer = RecordWriter(records_path(log_dir / "recorder", label))
     writer.begin(label=label, group=label)
     for step, sites in values.items():
-        writer.write({"step": step}, [SiteRecord(name, "out", scalars) for name, scalars in sites.items()])
+        writer.write({"step": step}, [site_of(name, "out", scalars) for name, scalars in sites.items()])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_a_histogram_that_differs(tmp_path: Path) -> None:
         bins[[place, 9]] = 1
         writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0}, bins)])
+        writer.write({"step": 0}, [site_of("fc", "out", {"rms": 1.0}, bins)])
     assert compared(tmp_path / "a", tmp_path / "b").same
     found = compared(tmp_path / "a", tmp_path / "b", Tolerance(exact=True)).first
     assert found is not None
@@ -241,7 +240,7 @@ def train_convolutions(log_dir: Path) -> None:
         with recorders["activations"], recorders["gradients"]:
             nn.functional.cross_entropy(net(images), target).backward()
         for label, recorder in recorders.items():
-            writers[label].write({"step": step}, site_records(recorder.collect()))
+            writers[label].write({"step": step}, recorder.collect())
             recorder.reset()
         optimizer.step()
 
@@ -252,7 +251,7 @@ def test_the_training_parts_before_an_evaluation(tmp_path: Path) -> None:
         for label, stage in (("activations", "validate"), ("gradients", "train")):
             writer = RecordWriter(records_path(tmp_path / name / "recorder", label))
             writer.begin(label=label, group=label)
-            writer.write({"step": 5, "stage": stage}, [SiteRecord("fc", "out", {"rms": value})])
+            writer.write({"step": 5, "stage": stage}, [site_of("fc", "out", {"rms": value})])
     first = compared(tmp_path / "a", tmp_path / "b").first
     assert first is not None
     assert (first.recorder, first.stage) == ("gradients", "train")
@@ -261,12 +260,12 @@ def test_the_training_parts_before_an_evaluation(tmp_path: Path) -> None:
 def write_parameters(log_dir: Path, scale: float = 1.0, *, update: float = 1.0) -> None:
     """Write two steps of a run: a parameter with the given rms, its module's output, and its update."""
     for label, sites in (
-        ("activations", [SiteRecord("fc", "out", {"rms": 1.0})]),
+        ("activations", [site_of("fc", "out", {"rms": 1.0})]),
         (
             "parameters",
             [
-                SiteRecord("fc", "weight", {"rms": scale, "update_ratio": update}),
-                SiteRecord("fc", "weight.update", {"rms": update}),
+                site_of("fc", "weight", {"rms": scale, "update_ratio": update}),
+                site_of("fc", "weight.update", {"rms": update}),
             ],
         ),
     ):
@@ -304,10 +303,10 @@ def test_a_sample_of_validations_may_be_missing(is_sample: bool, tmp_path: Path)
     for name in ("a", "b"):
         writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0})])
+        writer.write({"step": 0}, [site_of("fc", "out", {"rms": 1.0})])
         if name == "b":
             about = {"step": 0, "stage": "validate", "is_sample": is_sample}
-            writer.write(about, [SiteRecord("fc", "out", {"rms": 1.0})])
+            writer.write(about, [site_of("fc", "out", {"rms": 1.0})])
     assert compared(tmp_path / "a", tmp_path / "b").same is is_sample
     assert compared(tmp_path / "b", tmp_path / "a").same is is_sample
 
@@ -323,7 +322,7 @@ def test_the_steps_are_sorted_equally_often_for_more_records(tmp_path: Path, mon
             sorts += 1
             return super().steps
 
-    monkeypatch.setattr(history, "Part", Counted)
+    monkeypatch.setattr(reader, "Part", Counted)
     found = []
     for records in (10, 40):
         runs = tmp_path / f"a{records}", tmp_path / f"b{records}"

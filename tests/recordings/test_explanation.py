@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_recorder import open_recording
-from lightning_recorder.recordings import Comparison, RecordWriter, SiteRecord, Tolerance, compare, records_path
+from lightning_recorder.recordings import Comparison, RecordWriter, Tolerance, compare, records_path
 from lightning_recorder.recordings.explanation import explain
-from tests.recordings.runs import record_run, write_simple
+from tests.recordings.runs import record_run, site_of, write_simple
 from tests.recordings.twins import Twin, train
 
 Trained = Callable[..., Path]
@@ -290,8 +290,8 @@ def write_settings(log_dir: Path, groups: dict[int, list[dict[str, Any]]], *, in
             mode = {"eval_mode": 1.0} if in_eval and label == "activations" else {}
             about = {"groups": each} if label == "parameters" else {}
             paths = ["out"] if label == "activations" else ["weight"]
-            sites = [SiteRecord(site, path, {**scalars, **mode}) for path in paths]
-            update_site = [SiteRecord(site, "weight.update", {"rms": update})] if label == "parameters" else []
+            sites = [site_of(site, path, {**scalars, **mode}) for path in paths]
+            update_site = [site_of(site, "weight.update", {"rms": update})] if label == "parameters" else []
             writer.write({"step": step, **about}, [*sites, *update_site])
 
 

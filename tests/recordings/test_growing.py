@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import DumpError
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
-from tests.recordings.runs import write_simple
+from lightning_recorder.recordings import RecordWriter, open_recording, records_path
+from tests.recordings.runs import site_of, write_simple
 
 
 def add(writer: RecordWriter, step: int, value: float) -> None:
-    writer.write({"step": step}, [SiteRecord("fc", "out", {"rms": value})])
+    writer.write({"step": step}, [site_of("fc", "out", {"rms": value})])
 
 
 def test_a_run_that_continues(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_run_that_continues(tmp_path: Path) -> None:
     series = recording["activations"]
     assert series.steps == [0]
     add(writer, 1, 2.0)
-    writer.write({"step": 2}, [SiteRecord("new", "out", {"mean": 3.0})])
+    writer.write({"step": 2}, [site_of("new", "out", {"mean": 3.0})])
     assert series.steps == [0]
     assert series.refresh() == 2
     assert (series.steps, [site.name for site in series.sites]) == ([0, 1, 2], ["fc", "new"])
@@ -74,7 +74,7 @@ def test_a_stage_again(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for stage, loader in (("train", None), ("validate", None), ("validate", 0), ("validate", 1), ("validate", 1)):
-        writer.write({"step": 5, "stage": stage, "loader": loader}, [SiteRecord("a", "out", {"rms": 1.0})])
+        writer.write({"step": 5, "stage": stage, "loader": loader}, [site_of("a", "out", {"rms": 1.0})])
     series = open_recording(tmp_path)["activations"]
     parts = [series, *(series.of("validate", loader) for loader in (0, 1))]
     assert [part.replaced for part in parts] == [0, 0, 1]

@@ -17,7 +17,8 @@ from tests import forks
 SCRIPT = """
 import sys
 import torch
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import RecordWriter, open_recording, records_path
+from tests.recordings.runs import site_of
 
 directory, sites = sys.argv[1], 40
 writer = RecordWriter(records_path(directory, "activations"))
@@ -27,7 +28,7 @@ print("begun", flush=True)
 for step in range(first, 10**6):
     bins = torch.zeros(2048, dtype=torch.int64)
     bins[step % 2048] = step
-    writer.write({"step": step}, [SiteRecord(f"m{i}", "out", {"rms": step / 3 + i / 7}, bins) for i in range(sites)])
+    writer.write({"step": step}, [site_of(f"m{i}", "out", {"rms": step / 3 + i / 7}, bins) for i in range(sites)])
 """
 
 

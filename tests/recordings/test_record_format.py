@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError, DumpError
 from lightning_recorder.bins import BINS
-from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
-from lightning_recorder.recordings.packed_counts import pack_counts, unpack_counts
+from lightning_recorder.recordings import RecordWriter, open_recording, records_path
+from lightning_recorder.records.counts import pack_counts, unpack_counts
 from lightning_recorder.reductions import ExponentHistogram, Statistics
+from tests.recordings.runs import site_of
 
 
 def bins_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +154,7 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
             series.of("validate", 1)[""].bins(7)
         writer = RecordWriter(records / "activations.jsonl")  # the second time, the file has both formats
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 9, "epoch": 2}, [SiteRecord("conv", "out", {"mean": 5.0}, bins, "float32", (2, 3))])
+        writer.write({"step": 9, "epoch": 2}, [site_of("conv", "out", {"mean": 5.0}, bins, "float32", (2, 3))])
     assert open_recording(tmp_path)["activations"].steps == [0, 7, 9]
     assert torch.equal(open_recording(tmp_path)["activations"]["conv"].bins(9), bins)
 
@@ -177,7 +178,7 @@ def test_a_damaged_line_is_skipped(field: str, value: object, tmp_path: Path) ->
     writer = RecordWriter(path)
     writer.begin(label="activations", group="activations")
     for step in range(2):
-        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 1.0}) for name in ("fc", "head")])
+        writer.write({"step": step}, [site_of(name, "out", {"rms": 1.0}) for name in ("fc", "head")])
     header, line, last = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join((header, json.dumps({**json.loads(line), field: value}).encode(), last, b"")))
     series = open_recording(tmp_path)["activations"]
@@ -202,7 +203,7 @@ def test_damaged_histograms_of_a_line(field: str, value: object, tmp_path: Path)
     bins = torch.zeros(BINS, dtype=torch.int64)
     bins[3] = 4
     writer = RecordWriter(path)
-    writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0}, bins)])
+    writer.write({"step": 0}, [site_of("fc", "out", {"rms": 1.0}, bins)])
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}) + "\n")
     series = open_recording(tmp_path)["activations"]
     assert series["fc"].scalars(0) == {"rms": 1.0}

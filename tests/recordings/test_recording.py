@@ -16,12 +16,11 @@ from lightning_recorder.recordings import (
     Recording,
     RecordWriter,
     Series,
-    SiteRecord,
     open_recording,
     records_path,
 )
 from lightning_recorder.taps import Site
-from tests.recordings.runs import Expected, make_net, record_run, write_simple
+from tests.recordings.runs import Expected, make_net, record_run, site_of, write_simple
 
 SITES = [Site("encoder.fc", "out"), Site("encoder.act", "out"), Site("head", "out")]
 
@@ -66,7 +65,7 @@ def test_what_a_series_says(recorded: tuple[Path, Expected]) -> None:
     assert [series.session(step) for step in series.steps] == [1, 1, 1, 1]
     assert (series.skipped, series.replaced, series.overflow_steps) == (0, 0, [])
     assert series.sessions[0].about["versions"]["torch"] == torch.__version__
-    assert (series["head"].dtype, series["head"].shape) == ("float32", None)
+    assert (series["head"].dtype, series["head"].shape) == ("float32", (16, 3))
     assert repr(series) == "<activations, train: 4 records of 3 sites, steps 0 to 3>"
 
 
@@ -126,8 +125,8 @@ def test_what_is_missing_is_nan(tmp_path: Path) -> None:
     """Missing sites and missing statistics are NaN in the table; all other values are present."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
-    writer.write({"step": 0}, [SiteRecord("a", "out", {"rms": 1.0}), SiteRecord("b", "out", {"rms": 2.0, "more": 3.0})])
-    writer.write({"step": 1}, [SiteRecord("c", "out", {"rms": math.nan}), SiteRecord("a", "out", {"rms": 4.0})])
+    writer.write({"step": 0}, [site_of("a", "out", {"rms": 1.0}), site_of("b", "out", {"rms": 2.0, "more": 3.0})])
+    writer.write({"step": 1}, [site_of("c", "out", {"rms": math.nan}), site_of("a", "out", {"rms": 4.0})])
     series = open_recording(tmp_path)["activations"]
     assert [site.name for site in series.sites] == ["a", "b", "c"]
     assert series.statistics == ["rms", "more"]
@@ -149,7 +148,7 @@ def test_stages_and_loaders(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for stage, loader, value in (("validate", 1, 1.0), ("validate", 0, 2.0), ("train", None, 3.0)):
-        writer.write({"step": 5, "stage": stage, "loader": loader}, [SiteRecord("a", "out", {"rms": value})])
+        writer.write({"step": 5, "stage": stage, "loader": loader}, [site_of("a", "out", {"rms": value})])
     series = open_recording(tmp_path)["activations"]
     assert series.stages == ["train", "validate"]
     assert series.values("rms").tolist() == [[3.0]]
@@ -165,7 +164,7 @@ def test_overflows_are_apart(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
     writer.begin(label="gradients", group="gradients")
     for overflowed, value in ((False, 1.0), (True, 2.0)):
-        writer.write({"step": 5, "overflowed": overflowed}, [SiteRecord("a", "out", {"rms": value})])
+        writer.write({"step": 5, "overflowed": overflowed}, [site_of("a", "out", {"rms": value})])
     series = open_recording(tmp_path)["gradients"]
     assert (series.steps, series.values("rms").item(), series.overflow_steps) == ([5], 1.0, [5])
 
@@ -175,7 +174,7 @@ def test_several_paths_of_a_module(tmp_path: Path) -> None:
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     paths = [("lstm", "out[0]"), ("lstm", "out[1]"), ("fc", "out"), ("fc", "in[0]")]
-    writer.write({"step": 0}, [SiteRecord(*site, {"rms": float(place)}) for place, site in enumerate(paths)])
+    writer.write({"step": 0}, [site_of(*site, {"rms": float(place)}) for place, site in enumerate(paths)])
     series = open_recording(tmp_path)["activations"]
     assert series["fc"].path == "out"
     assert series["lstm", "out[1]"].statistic("rms").tolist() == [1.0]

@@ -14,9 +14,10 @@ import torch
 
 from lightning_recorder import ArgumentError, open_recording
 from lightning_recorder.bins import BINS
-from lightning_recorder.recordings import RecordWriter, Run, SiteRecord, records_path
+from lightning_recorder.recordings import RecordWriter, Run, records_path
 from lightning_recorder.recordings.scaling import Scaling, check_scaling
 from tests.commands.console import run as command
+from tests.recordings.runs import site_of
 from tests.recordings.widths import Mlp, Transformer, train_width
 
 Sizes = Mapping[str, Callable[[int], float]]
@@ -30,7 +31,7 @@ def write_width(log_dir: Path, width: int, sizes: Sizes, steps: int = 1) -> Run:
     for step in range(steps):
         writer.write(
             {"step": step},
-            [SiteRecord(name, "out", {"rms": of(width)}, shape=shapes[name]) for name, of in sizes.items()],
+            [site_of(name, "out", {"rms": of(width)}, shape=shapes[name]) for name, of in sizes.items()],
         )
     return open_recording(log_dir).run
 
@@ -65,7 +66,7 @@ def test_the_mean_absolute_value_is_that_of_the_histogram(tmp_path: Path) -> Non
             bins[place] += 1
         writer = RecordWriter(records_path(tmp_path / str(width) / "recorder", "activations"))
         writer.begin(label="activations", group="activations")
-        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0}, bins, shape=(width,))])
+        writer.write({"step": 0}, [site_of("fc", "out", {"rms": 1.0}, bins, shape=(width,))])
         runs.append(open_recording(tmp_path / str(width)).run)
     (site,) = check_scaling(runs).sites
     assert check_scaling(runs).statistic == "mean absolute value"

@@ -14,15 +14,17 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
-from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteRecord, SiteTable, records_path
+from lightning_recorder.recordings import RecordWriter, Schema, Table, records_path
 from lightning_recorder.recordings import writer as writer_module
 from lightning_recorder.taps import Site
 from tests.disks import files_up_to
+from tests.recordings.runs import site_of
 
 
 def lines(path: Path) -> list[Any]:
@@ -60,18 +62,18 @@ def test_a_header_says_who_writes(tmp_path: Path) -> None:
 
 
 def test_a_record_is_a_line(tmp_path: Path) -> None:
-    """A record has its columns, sites, numbers and histograms once each, and extra statistics apart."""
+    """A record has its columns, sites, numbers and histograms once each; a site lacks a statistic as NaN."""
     writer = begun(tmp_path / "a.jsonl")
     bins = torch.zeros(2048, dtype=torch.int64)
     bins[[5, 7]] = torch.tensor([3, 300])
     sites = [
-        SiteRecord("conv", "out", {"mean": 0.1, "max": math.inf}, bins, "float32", (2, 3)),
-        SiteRecord("", "out[1]", {"mean": -0.0, "skewness": -math.inf}),
+        site_of("conv", "out", {"mean": 0.1, "max": math.inf}, bins, "float32", (2, 3)),
+        site_of("", "out[1]", {"mean": -0.0, "skewness": -math.inf}),
     ]
     writer.write({"step": 3, "epoch": 1, "stage": "train", "loader": None, "flush_ms": 0.5, "time": 7.0}, sites)
     line = lines(tmp_path / "a.jsonl")[1]
-    numbers = struct.unpack("<4d", base64.b64decode(line.pop("values")))
-    assert [repr(number) for number in numbers] == ["0.1", "inf", "-0.0", "nan"]
+    numbers = struct.unpack("<6d", base64.b64decode(line.pop("values")))
+    assert [repr(number) for number in numbers] == ["0.1", "inf", "nan", "-0.0", "nan", "-inf"]
     # gap 5, count 3, gap 1, count 300 = 44 + 2 * 128
     assert zlib.decompress(base64.b64decode(line.pop("bins"))) == bytes([5, 3, 1, 172, 2])
     assert line == {
@@ -81,9 +83,8 @@ def test_a_record_is_a_line(tmp_path: Path) -> None:
         "stage": "train",
         "loader": None,
         "flush_ms": 0.5,
-        "columns": ["mean", "max"],
+        "columns": ["mean", "max", "skewness"],
         "sizes": [5, None],
-        "further": {"1": {"skewness": "-inf"}},
         "layout": [["conv", "out", "float32", [2, 3]], ["", "out[1]", None, None]],
     }
 
@@ -99,7 +100,7 @@ def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.Monke
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", watched)
-    tables = [SiteTable.of([SiteRecord("fc", "out", {"rms": 0.5 * step})]) for step in range(3)]
+    tables = [Table.of([site_of("fc", "out", {"rms": 0.5 * step})]) for step in range(3)]
     writer.write_all(({"step": step}, table) for step, table in enumerate(tables))
     assert len(written) == 1
     assert [line["step"] for line in lines(tmp_path / "a.jsonl")[1:]] == [0, 1, 2]
@@ -108,12 +109,15 @@ def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.Monke
 def test_records_of_numbers_are_those_of_write_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records that are written by a template have the fields and values of records that are written one by one."""
     monkeypatch.setattr("time.time", lambda: 1.5)
-    layout = RecordSchema((Site("loss", "out"), Site("values", "out")), (None, None), (None, None), ("values",))
+    layout = Schema((Site("loss", "out"), Site("values", "out")), ("values",), (None, None), (None, None))
     values = [(0.1, -0.0), (math.nan, math.inf), (5e-324, -math.inf)]
     rows = [(step, step // 2, struct.pack("<2d", *each)) for step, each in enumerate(values)]
     begun(tmp_path / "a.jsonl").write_numbers(layout, rows)
     begun(tmp_path / "b.jsonl").write_all(
-        ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, SiteTable(layout, packed, [None, None]))
+        (
+            {"step": step, "epoch": epoch, "stage": "train", "loader": None},
+            Table(layout, np.frombuffer(packed, dtype="<f8").reshape(2, 1)),
+        )
         for step, epoch, packed in rows
     )
     assert lines(tmp_path / "a.jsonl") == lines(tmp_path / "b.jsonl")
@@ -123,7 +127,7 @@ def test_records_of_numbers_are_those_of_write_all(tmp_path: Path, monkeypatch: 
 def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     """The byte count of the writer equals the file size."""
     writer = begun(tmp_path / "a.jsonl")
-    writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
+    writer.write({"step": 0}, [site_of("fc", "out", {"rms": 0.5})])
     assert writer.written_bytes == (tmp_path / "a.jsonl").stat().st_size
 
 
@@ -151,7 +155,7 @@ def test_sessions_are_counted_in_the_file(tmp_path: Path) -> None:
 def test_a_torn_line_is_ended_first(cut: int, tmp_path: Path) -> None:
     """A torn line left by a killed run does not corrupt the next record."""
     path = tmp_path / "a.jsonl"
-    begun(path).write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
+    begun(path).write({"step": 0}, [site_of("fc", "out", {"rms": 0.5})])
     path.write_bytes(path.read_bytes()[:-cut])
     RecordWriter(path).write({"step": 1}, [])
     *_, last = path.read_bytes().splitlines()
@@ -171,7 +175,7 @@ def test_a_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", watched)
-    RecordWriter(path).write({"step": 0}, [SiteRecord(f"fc{index}", "out", {"rms": 0.5}) for index in range(2000)])
+    RecordWriter(path).write({"step": 0}, [site_of(f"fc{index}", "out", {"rms": 0.5}) for index in range(2000)])
     assert len(written) == 1
     assert path.read_bytes() == b"torn" + written[0]
     assert written[0].startswith(b"\n{")
@@ -187,7 +191,7 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
         with files_up_to(1000 if header else 100):
             writer.begin(label="a", group="a")
             for step in range(3):
-                writer.write({"step": step}, [SiteRecord("fc" * 500, "out", {"rms": 0.5})])
+                writer.write({"step": step}, [site_of("fc" * 500, "out", {"rms": 0.5})])
         writer.write({"step": 3}, [])
     assert [line.get("step") for line in lines(path)] == [None, 3]
     assert writer.written_bytes == path.stat().st_size
@@ -198,7 +202,7 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
 def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
     """A name with a lone surrogate is restored unchanged."""
     writer = begun(tmp_path / "a.jsonl")
-    writer.write({"step": 0}, [SiteRecord("a\ud800b", "out", {"\udfff": 1.0})])
+    writer.write({"step": 0}, [site_of("a\ud800b", "out", {"\udfff": 1.0})])
     line = lines(tmp_path / "a.jsonl")[1]
     assert (line["layout"][0][0], line["columns"]) == ("a\ud800b", ["\udfff"])
 
@@ -206,7 +210,7 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
 def test_a_name_with_newlines_is_one_line(tmp_path: Path) -> None:
     """A record is one line, whatever characters a name contains."""
     writer = begun(tmp_path / "a.jsonl")
-    writer.write({"step": 0}, [SiteRecord("a\nb\r\u2028\x85\0", "out\n", {"rms\n": 1.0})])
+    writer.write({"step": 0}, [site_of("a\nb\r\u2028\x85\0", "out\n", {"rms\n": 1.0})])
     assert len((tmp_path / "a.jsonl").read_bytes().splitlines()) == 2
 
 
@@ -223,7 +227,7 @@ def test_bins_that_are_none(tmp_path: Path) -> None:
     writer = begun(tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
     with pytest.raises(ArgumentError, match="2048"):
-        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5}, torch.zeros(3, dtype=torch.int64))])
+        writer.write({"step": 0}, [site_of("fc", "out", {"rms": 0.5}, torch.zeros(3, dtype=torch.int64))])
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 

@@ -139,7 +139,7 @@ class AutogradOwners:
                 todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Return what enters the autograd nodes behind the tensors that have no owner: leaf tensors, and other owners."""
+        """Return what enters the autograd nodes behind the tensors that have no owner: leaf tensors and owners."""
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()

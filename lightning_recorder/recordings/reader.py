@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, DumpError
-from lightning_recorder.recordings.packed_counts import counts_of
-from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, SchemaCache, parse, read_row
-from lightning_recorder.recordings.vectors import unpack_vectors
+from lightning_recorder.records.counts import counts_of
+from lightning_recorder.records.file import FORMAT, FORMATS, SchemaCache, parse, read_table, unpack_vectors
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.taps import Site
 
 __all__ = [
     "PLACES",
     "Entry",
-    "History",
     "Part",
     "PartKey",
+    "RecordReader",
     "Session",
     "Tail",
     "columns_of",
@@ -71,12 +71,12 @@ class Entry:
     """A record and its location in the file.
 
     Args:
-        row: The values of the record.
+        table: The values of the record.
         offset: The byte offset of its line.
         session: The number of its session; 0 if the header line of the session is damaged.
     """
 
-    row: Row
+    table: Table
     offset: int
     session: int
 
@@ -95,7 +95,7 @@ class Part:
     """The number of records that a later line has replaced."""
 
     def __post_init__(self) -> None:
-        self._places: dict[RecordSchema, Tensor] = {}
+        self._places: dict[Schema, Tensor] = {}
         self._session = 0
         self._earlier: list[int] = []  # the steps of the records of earlier sessions, in ascending order
         self._every: int | None = None  # the interval that the record before has announced
@@ -106,12 +106,12 @@ class Part:
         A record of several steps also replaces those of earlier sessions at these steps: the last record of a run that
         was interrupted within an epoch covers a part of the epoch that is repeated.
         """
-        row = entry.row
-        step = row.about["step"]
+        table = entry.table
+        step = table.step
         if entry.session != self._session:
             self._session, self._earlier = entry.session, self.steps
-        covered = self._covered(row)
-        if self._earlier and row.about["stage"] == "train":
+        covered = self._covered(table)
+        if self._earlier and table.stage == "train":
             begin = bisect_right(self._earlier, step - covered)
             end = bisect_left(self._earlier, step)
             for each in self._earlier[begin:end]:
@@ -119,19 +119,17 @@ class Part:
             del self._earlier[begin:end]
         self.replaced += step in self.entries
         self.entries[step] = entry
-        if row.layout not in self._places:
-            for site in row.layout.sites:
+        if table.schema not in self._places:
+            for site in table.sites:
                 self.sites.setdefault(site, len(self.sites))
-            self.statistics.update(dict.fromkeys(row.layout.columns))
-            self._places[row.layout] = torch.tensor(
-                [self.sites[site] for site in row.layout.sites], dtype=torch.int64, device="cpu"
+            self.statistics.update(dict.fromkeys(table.columns))
+            self._places[table.schema] = torch.tensor(
+                [self.sites[site] for site in table.sites], dtype=torch.int64, device="cpu"
             )
-        for scalars in row.further.values():
-            self.statistics.update(dict.fromkeys(scalars))
 
-    def _covered(self, row: Row) -> int:
+    def _covered(self, table: Table) -> int:
         """Return the number of steps that a record covers, or fewer if the interval has just changed."""
-        steps, every, before = row.about.get("steps"), row.about.get("every_n_train_steps"), self._every
+        steps, every, before = table.about.get("steps"), table.about.get("every_n_train_steps"), self._every
         if not (isinstance(steps, int) and isinstance(every, int) and steps > 0 and every > 0):
             return 1
         self._every = every
@@ -145,39 +143,35 @@ class Part:
     def values(self, statistic: str) -> Tensor:
         """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN if it is missing."""
         found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64, device="cpu")
-        rows = [self.entries[step].row for step in self.steps]
-        for layout, begin, end in _runs_of_layouts(rows):
-            if statistic in layout.columns and layout.sites:
+        tables = [self.entries[step].table for step in self.steps]
+        for schema, begin, end in _runs_of_schemas(tables):
+            if statistic in schema.columns and schema.sites:
                 # One copy for many records, because each call of torch takes longer than the values of a record.
-                buffer = bytearray().join(row.values for row in rows[begin:end])
-                table = torch.frombuffer(buffer, dtype=torch.float64).view(end - begin, len(layout.sites), -1)
-                found[begin:end, self._places[layout]] = table[..., layout.columns.index(statistic)]
-        for index, row in enumerate(rows):
-            for place, scalars in row.further.items():
-                if statistic in scalars:
-                    found[index, self._places[row.layout][place]] = scalars[statistic]
+                buffer = bytearray().join(table.numbers.data for table in tables[begin:end])
+                values = torch.frombuffer(buffer, dtype=torch.float64).view(end - begin, len(schema.sites), -1)
+                found[begin:end, self._places[schema]] = values[..., schema.columns.index(statistic)]
         return found
 
     def seen(self) -> Tensor:
         """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
         found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool, device="cpu")
-        for layout, begin, end in _runs_of_layouts([self.entries[step].row for step in self.steps]):
-            found[begin:end, self._places[layout]] = True
+        for schema, begin, end in _runs_of_schemas([self.entries[step].table for step in self.steps]):
+            found[begin:end, self._places[schema]] = True
         return found
 
 
-def _runs_of_layouts(rows: Sequence[Row]) -> Iterator[tuple[RecordSchema, int, int]]:
+def _runs_of_schemas(tables: Sequence[Table]) -> Iterator[tuple[Schema, int, int]]:
     """Yield the schemas of records, each with the first and the last place of at most 256 records that share it."""
     begin = 0
-    for end, row in enumerate(rows[1:], 1):
-        if row.layout is not rows[begin].layout or end - begin == _AT_ONCE:
-            yield rows[begin].layout, begin, end
+    for end, table in enumerate(tables[1:], 1):
+        if table.schema is not tables[begin].schema or end - begin == _AT_ONCE:
+            yield tables[begin].schema, begin, end
             begin = end
-    if rows:
-        yield rows[begin].layout, begin, len(rows)
+    if tables:
+        yield tables[begin].schema, begin, len(tables)
 
 
-class History:
+class RecordReader:
     """Reads a record file line by line, and later the lines appended since.
 
     Damaged lines are skipped and counted. Histograms stay in the file until they are requested.
@@ -229,16 +223,15 @@ class History:
             if "format" in found:
                 self._take_session(found)
                 return False
-            found.pop("vectors", None)  # like histograms, they stay in the file
-            row = read_row(found, self._schemas)
+            table = read_table(found, self._schemas)
         except DumpError:
             self._begin()  # the next call raises again, and a partly read file is never mistaken for a complete one
             raise
         except ValueError:
             self.skipped += 1
             return False
-        key = PartKey(row.about["stage"], row.about["loader"], row.about.get("overflowed") is True)
-        self.parts.setdefault(key, Part()).add(Entry(row, offset, len(self.sessions)))
+        key = PartKey(table.stage, table.about["loader"], table.about.get("overflowed") is True)
+        self.parts.setdefault(key, Part()).add(Entry(table, offset, len(self.sessions)))
         return True
 
     def _take_session(self, found: dict[str, Any]) -> None:
@@ -265,7 +258,7 @@ class History:
         Raises:
             DumpError: If the line has changed since it was first read.
         """
-        place = entry.row.layout.places[site]
+        place = entry.table.rows[site]
         return self._again(entry, lambda found: unpack_vectors(found.get("vectors", ()), place))
 
     def all_vectors(self, entry: Entry) -> dict[Site, dict[str, Tensor]]:
@@ -276,14 +269,14 @@ class History:
         """
         packed: list[list[Any]] = self._again(entry, lambda found: found.get("vectors", []))
         places = sorted({int(each[0]) for each in packed})
-        return {entry.row.layout.sites[place]: unpack_vectors(packed, place) for place in places}
+        return {entry.table.sites[place]: unpack_vectors(packed, place) for place in places}
 
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
         """Read a line again."""
         try:
             found = parse(self._tail.line_at(entry.offset))
             sites = [(line[0], line[1]) for line in found["sites" if "sites" in found else "layout"]]
-            if found["step"] != entry.row.about["step"] or sites != list(entry.row.layout.sites):
+            if found["step"] != entry.table.step or sites != list(entry.table.sites):
                 raise ValueError("its place holds another record")
             return read(found)
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -366,10 +359,10 @@ def rows_of(parts: _Parts, columns: Iterable[str]) -> Iterator[list[Any]]:
     columns = list(columns)
     for key, part in parts.items():
         for step in part.steps:
-            row = part.entries[step].row
-            about = [step, row.about["epoch"], key.stage, key.loader]
-            for site, dtype in zip(row.layout.sites, row.layout.dtypes, strict=True):
-                scalars = row.scalars(site)
+            table = part.entries[step].table
+            about = [step, table.about["epoch"], key.stage, key.loader]
+            for site, dtype in zip(table.sites, table.schema.dtypes, strict=True):
+                scalars = table.scalars(site)
                 yield [*about, site.name, site.path, dtype, *(scalars.get(name) for name in columns)]
 
 

@@ -1,4 +1,4 @@
-"""Tests of reading lines from a growing file, and of the conversion of records to data history."""
+"""Tests of reading lines from a growing file, and of the conversion of records to rows and data frames."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.recordings import RecordWriter, SiteRecord, history, open_recording, records_path
-from lightning_recorder.recordings.history import Tail
+from lightning_recorder.recordings import RecordWriter, open_recording, reader, records_path
+from lightning_recorder.recordings.reader import Tail
+from tests.recordings.runs import site_of
 
 
 def test_lines_come_once(tmp_path: Path) -> None:
@@ -44,8 +45,8 @@ def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [15, 16, 17, 100])
 def test_a_line_that_is_too_long(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An overlong line is returned as an empty line, and the lines after it are read."""
-    monkeypatch.setattr(history, "_LONGEST_LINE", 16)
-    monkeypatch.setattr(history, "_PIECE", 7)
+    monkeypatch.setattr(reader, "_LONGEST_LINE", 16)
+    monkeypatch.setattr(reader, "_PIECE", 7)
     path = tmp_path / "a"
     path.write_bytes(b"x" * length + b"\nnext\n" + b"y" * length)
     expected = b"x" * length if length < 16 else b""
@@ -53,7 +54,7 @@ def test_a_line_that_is_too_long(length: int, tmp_path: Path, monkeypatch: pytes
 
 
 ROWS = [
-    [0, 0, "train", None, "fc", "out", "float32", 1.0, None],
+    [0, 0, "train", None, "fc", "out", "float32", 1.0, math.nan],
     [0, 0, "train", None, "head", "out", None, 2.0, 3.0],
     [5, 1, "validate", 1, "fc", "out", "float32", math.inf, None],
 ]
@@ -65,18 +66,21 @@ def log_dir(tmp_path: Path) -> Path:
     """A run with one record in each of two stages."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
-    fc = SiteRecord("fc", "out", {"rms": 1.0}, dtype="float32")
-    writer.write({"step": 0, "epoch": 0}, [fc, SiteRecord("head", "out", {"rms": 2.0, "more": 3.0})])
-    fc = SiteRecord("fc", "out", {"rms": math.inf}, dtype="float32")
+    fc = site_of("fc", "out", {"rms": 1.0}, dtype="float32")
+    writer.write({"step": 0, "epoch": 0}, [fc, site_of("head", "out", {"rms": 2.0, "more": 3.0})])
+    fc = site_of("fc", "out", {"rms": math.inf}, dtype="float32")
     writer.write({"step": 5, "epoch": 1, "stage": "validate", "loader": 1}, [fc])
     return tmp_path
 
 
 def test_rows(log_dir: Path) -> None:
-    """There is one row per step and site of all stages, training first; missing values are None."""
+    """There is one row per step and site of all stages, training first.
+
+    A statistic that no site of a record has is None, and one that a site lacks is NaN.
+    """
     series = open_recording(log_dir)["activations"]
-    assert history.columns_of([series.parts]) == ["rms", "more"]
-    assert list(history.rows_of(series.parts, ["rms", "more"])) == ROWS
+    assert reader.columns_of([series.parts]) == ["rms", "more"]
+    assert repr(list(reader.rows_of(series.parts, ["rms", "more"]))) == repr(ROWS)
 
 
 def test_a_frame(log_dir: Path) -> None:
@@ -104,7 +108,7 @@ def test_a_statistic_called_like_a_column(tmp_path: Path) -> None:
     """A statistic with the name of another column raises an error."""
     pytest.importorskip("pandas")
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
-    writer.write({"step": 0}, [SiteRecord("fc", "out", {"step": 1.0})])
+    writer.write({"step": 0}, [site_of("fc", "out", {"step": 1.0})])
     with pytest.raises(ArgumentError, match="two columns of a frame have one name"):
         open_recording(tmp_path)["activations"].frame()
 
@@ -129,7 +133,7 @@ def test_a_record_of_several_steps_replaces_those_of_an_earlier_session(
         writer.begin(label="activations", group="activations")
         for step, number, interval in session:
             about = {"step": step, "steps": number, "every_n_train_steps": interval}
-            writer.write(about, [SiteRecord("fc", "out", {"mean": 1.0})])
+            writer.write(about, [site_of("fc", "out", {"mean": 1.0})])
             if step == 23:
                 assert open_recording(tmp_path).run["activations"].steps == kept
     assert 23 in open_recording(tmp_path).run["activations"].steps

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_recorder.bins import BINS
-from lightning_recorder.recordings.packed_counts import packed_counts
+from lightning_recorder.records import counts as counts_module
 from lightning_recorder.reductions import (
     SUMMED,
     Histogram,
     SparseCounts,
     Statistics,
     TaggedHistograms,
-    sparse,
     sums_of,
     to_histogram,
 )
@@ -44,6 +43,19 @@ def alone(counts: Tensor) -> Histogram:
     return to_histogram({"count": 1.0, "mean": 1.0, "rms": 1.0, "min": 1.0, "max": 1.0}, counts)
 
 
+def packed(counts: Tensor) -> bytes:
+    """Return the pairs of gap and count of one histogram in LEB128, byte by byte."""
+    found, before = bytearray(), -1
+    for place in counts.nonzero().flatten().tolist():
+        for number in (place - before - 1, int(counts[place])):
+            while number > 127:
+                found.append(number & 127 | 128)
+                number >>= 7
+            found.append(number)
+        before = place
+    return bytes(found)
+
+
 @given(
     counts=COUNTS,
     order=st.randoms(use_true_random=False),
@@ -65,9 +77,9 @@ def test_many_histograms_equal_single_ones(
     found = SparseCounts(dense(counts).double().numpy()).take(np.array(rows, dtype=np.int64))
     assert len(found) == len(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "_MOST_ENTRIES", entries)
-        patch.setattr(sparse, "_FEW_ROWS", 1)
-        assert found.packed() == [packed_counts(each) for each in expected]
+        patch.setattr(counts_module, "_MOST_ENTRIES", entries)
+        patch.setattr(counts_module, "_FEW_ROWS", 1)
+        assert found.packed() == [packed(each) for each in expected]
         coarse = found.coarsened(most)
     for row, each in enumerate(expected):
         assert torch.equal(found.dense(row), each)

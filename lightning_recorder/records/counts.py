@@ -1,7 +1,9 @@
-"""The histograms of many sites as arrays of their nonempty bins."""
+"""The histograms of many sites: arrays of their nonempty bins, and the encoding of these in record files."""
 
 from __future__ import annotations
 
+import binascii
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +16,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE, FINITE_BINS
-from lightning_recorder.reductions.histogram import EDGES, Histogram, between_edges
+from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.records.histogram import EDGES, Histogram, Sums, between_edges
 
-__all__ = ["CoarseHistogram", "SparseCounts", "Sums", "TaggedHistograms"]
+__all__ = [
+    "CoarseHistogram",
+    "SparseCounts",
+    "TaggedHistograms",
+    "counts_of",
+    "from_base64",
+    "pack_counts",
+    "pairs_of",
+    "to_base64",
+    "unpack_counts",
+]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -65,6 +78,19 @@ class SparseCounts:
         self._entries = _Entries.of(counts)
         self._rows = np.arange(len(counts))
         self._left_out = 0  # the number of histograms of a record that this part of it does not have
+        self._missing: frozenset[int] = frozenset()  # the histograms that do not exist
+
+    @classmethod
+    def of_tensors(cls, bins: Sequence[Tensor]) -> SparseCounts:
+        """Return the histograms with these counts, ``[2048]`` int64 each; one of shape ``[0]`` does not exist.
+
+        Raises:
+            ArgumentError: If a tensor has another shape or dtype, is sparse, or contains a negative count.
+        """
+        dense = [_checked(each) if each.shape != (0,) else np.zeros(BINS, dtype=np.int64) for each in bins]
+        found = cls(np.array(dense, dtype=np.int64).reshape(-1, BINS))
+        found._missing = frozenset(row for row, each in enumerate(bins) if each.shape == (0,))
+        return found
 
     @classmethod
     def of_entries(cls, sizes: Integers, bins: NDArray[Any], counts: NDArray[Any]) -> SparseCounts:
@@ -78,13 +104,14 @@ class SparseCounts:
         found = object.__new__(cls)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)))
         found._entries = _Entries(starts, bins.astype(np.int64), counts.astype(np.int64))
-        found._rows, found._left_out = np.arange(len(sizes)), 0
+        found._rows, found._left_out, found._missing = np.arange(len(sizes)), 0, frozenset()
         return found
 
     def take(self, rows: Integers) -> SparseCounts:
         """Return the histograms of some rows, in this order."""
         found = object.__new__(SparseCounts)
         found._entries, found._rows, found._left_out = self._entries, self._rows[rows], len(self) - len(rows)
+        found._missing = self._missing
         return found
 
     def __len__(self) -> int:
@@ -103,10 +130,14 @@ class SparseCounts:
         found[bins] = counts
         return torch.from_numpy(found)
 
-    def packed(self) -> list[bytes]:
-        """Return each histogram as pairs of gap and count in LEB128: the encoding of record files, uncompressed."""
+    def packed(self) -> list[bytes | None]:
+        """Return each histogram as pairs of gap and count in LEB128: the encoding of record files, uncompressed.
+
+        ``None`` for a histogram that does not exist.
+        """
         packed, ends = self._entries.packed
-        return [packed[ends[row] : ends[row + 1]] for row in self._rows.tolist()]
+        missing = self._missing
+        return [None if row in missing else packed[ends[row] : ends[row + 1]] for row in self._rows.tolist()]
 
     def coarsened(self, most: int) -> list[CoarseHistogram]:
         """Return the finite values of the histograms in at most ``most`` bins.
@@ -275,16 +306,6 @@ def _kept_edges(
     return begins
 
 
-class Sums(NamedTuple):
-    """The summary numbers of a histogram; see :class:`Histogram`."""
-
-    min: float
-    max: float
-    sum: float
-    sum_squares: float
-    fraction: float = 1.0
-
-
 class TaggedHistograms(Mapping[str, Histogram]):
     """Histograms by tag, for :meth:`Sink.write_histograms`. As a mapping, it makes each histogram on access.
 
@@ -318,3 +339,138 @@ class TaggedHistograms(Mapping[str, Histogram]):
     def coarsened(self, most: int) -> list[CoarseHistogram]:
         """Return the histograms in at most ``most`` bins; see :meth:`SparseCounts.coarsened`."""
         return self._counts.coarsened(most)
+
+
+_MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes at most two bytes, a count below 2**63 nine
+_LONGEST = 2 * _MOST_BYTES  # characters; incompressible data grows by a third in base64
+_LARGEST = 2**63 - 1
+
+
+def to_base64(data: bytes) -> str:
+    """Return bytes as base64."""
+    return binascii.b2a_base64(data, newline=False).decode()
+
+
+def from_base64(text: str) -> bytes:
+    """Return the bytes of base64.
+
+    Raises:
+        TypeError, ValueError: If the text is not base64.
+    """
+    return binascii.a2b_base64(text, strict_mode=True)
+
+
+def _checked(bins: Tensor) -> NDArray[np.int64]:
+    if bins.shape != (BINS,) or bins.dtype != torch.int64 or bins.is_sparse:
+        raise ArgumentError(f"bins must be [{BINS}] int64, got {list(bins.shape)} {bins.dtype}")
+    counts: NDArray[np.int64] = bins.cpu().numpy()
+    if counts.min() < 0:
+        raise ArgumentError(f"no count of bins may be negative, got {counts.min()}")
+    return counts
+
+
+def pack_counts(bins: Tensor) -> str:
+    """Encode histogram counts as text: base64 of zlib of (gap, count) pairs.
+
+    Each pair holds the number of empty bins before a non-empty bin, and the count of that bin. Numbers are stored as
+    LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. A histogram of one layer
+    takes 100 to 600 characters, because most gaps are zero and most counts are small. Fixed-width indices and counts
+    take twice as many characters, a JSON list of numbers four times as many.
+
+    Args:
+        bins: The counts, ``[2048]`` int64, non-negative, on any device.
+
+    Raises:
+        ArgumentError: If ``bins`` has another shape or dtype, is sparse, or contains a negative count.
+
+    Example:
+        >>> counts = torch.zeros(2048, dtype=torch.int64)
+        >>> counts[[7, 8, 300]] = torch.tensor([1, 2, 3])
+        >>> torch.equal(unpack_counts(pack_counts(counts)), counts)
+        True
+    """
+    return to_base64(zlib.compress(SparseCounts(_checked(bins)[None]).packed()[0] or b"", 1))
+
+
+def unpack_counts(text: object) -> Tensor:
+    """Decode counts that :func:`pack_counts` has encoded, or one of :func:`counts_of`, as ``[2048]`` int64.
+
+    Raises:
+        DumpError: If this is not an encoded histogram. Decompression stops at the size of the largest possible
+            histogram, so a malicious text cannot exhaust memory.
+    """
+    try:
+        bins = [0] * BINS
+        place = -1
+        numbers = _numbers(pairs_of(text))
+        for gap, count in zip(numbers, numbers, strict=True):
+            place += gap + 1
+            bins[place] = count
+        return torch.tensor(bins, dtype=torch.int64, device="cpu")
+    except (ValueError, IndexError, RuntimeError) as error:
+        raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
+
+
+def pairs_of(text: object) -> bytes:
+    """Return the pairs of gap and count that :func:`pack_counts` has compressed, or those of :func:`counts_of`.
+
+    Raises:
+        ValueError: If this is not an encoded histogram.
+    """
+    if isinstance(text, str) and len(text) <= _LONGEST:
+        text = _inflated(from_base64(text), _MOST_BYTES)
+    if not isinstance(text, bytes):
+        raise ValueError("its length is wrong")
+    return text
+
+
+def counts_of(found: Mapping[str, Any]) -> list[object]:
+    """Return the packed counts of the sites in a parsed line, for :func:`unpack_counts`; None if a site has none.
+
+    Raises:
+        LookupError, TypeError, ValueError: If the line is damaged.
+    """
+    if "sites" in found:
+        return [entry[5] for entry in found["sites"]]
+    sizes = found["sizes"]
+    if any(type(size) is not int or size < 0 for size in sizes if size is not None):
+        raise ValueError("a size is not a number of bytes")
+    total = sum(filter(None, sizes))
+    if total > _MOST_BYTES * len(sizes):
+        raise ValueError("the sizes are larger than any histograms")
+    packed = _inflated(from_base64(found["bins"]), total)
+    if len(packed) != total:
+        raise ValueError("the histograms have another size")
+    counts: list[object] = []
+    first = 0
+    for size in sizes:
+        counts.append(None if size is None else packed[first : first + size])
+        first += size or 0
+    return counts
+
+
+def _inflated(data: bytes, most: int) -> bytes:
+    """Decompress data to at most this many bytes."""
+    inflater = zlib.decompressobj()
+    try:
+        packed = inflater.decompress(data, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"the histograms cannot be decompressed: {error}") from error
+    if len(packed) > most or not inflater.eof or inflater.unused_data:
+        raise ValueError("it has surplus data")
+    return packed
+
+
+def _numbers(packed: bytes) -> Iterator[int]:
+    value = shift = 0
+    for byte in packed:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte > 127:
+            continue
+        if value > _LARGEST:
+            raise ValueError("a count has more than 63 bits")
+        yield value
+        value = shift = 0
+    if shift:
+        raise ValueError("the last number is incomplete")

@@ -6,8 +6,9 @@ The line of a record is an object with the fields of the record, such as ``step`
 - ``layout``: the name, path, dtype and shape of each site, in the order of execution;
 - ``values``: base64 of ``[sites, columns]`` float64, little-endian; NaN where a site lacks a statistic;
 - ``sizes``: the number of bytes of the histogram of each site, or null;
-- ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``packed_counts.py``;
-- ``further``: the statistics that are not columns, by the index of the site, if there are any.
+- ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``counts.py``;
+- ``vectors``: the statistics that are vectors, if there are any; see :func:`pack_vectors`;
+- ``further``, in some files of older versions: the statistics that are not columns, by the index of the site.
 
 Lines of the first version have ``sites`` instead, a list of ``[name, path, dtype, shape, values, histogram]``.
 """
@@ -23,15 +24,18 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recorder.recordings.packed_counts import from_base64, packed_counts, to_base64
-from lightning_recorder.taps import Site
+from lightning_recorder.names import Site
+from lightning_recorder.records.counts import from_base64, to_base64
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.untrusted import is_finite, is_whole
 
 __all__ = [
@@ -41,18 +45,17 @@ __all__ = [
     "RECORDER",
     "RECORDS",
     "WATCH",
-    "RecordSchema",
-    "Row",
     "SchemaCache",
-    "SiteRecord",
-    "SiteTable",
+    "calls_of",
     "header_line",
     "is_inside",
     "lines_of_numbers",
+    "pack_vectors",
     "parse",
-    "read_row",
+    "read_table",
     "record_line",
     "records_path",
+    "unpack_vectors",
 ]
 
 FURTHER_RUN = "run-"
@@ -109,79 +112,9 @@ FORMAT = "lightning_recorder.records/2"
 FORMATS = ("lightning_recorder.records/1", FORMAT)
 """The formats that can be read. A file of the first one may continue in the second one."""
 
+Floats = NDArray[np.float64]
+
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-@dataclass(frozen=True)
-class SiteRecord:
-    """The values written for one site in one record.
-
-    Args:
-        name: The name of the module.
-        path: The path of the tensor at the module, for example ``out``.
-        scalars: A mapping from statistic to value.
-        bins: The counts of the histogram, ``[2048]`` int64; ``None`` if there is no histogram.
-        dtype: The dtype of the tensor, for example ``"float32"``; ``None`` if it is unknown.
-        shape: The shape of the tensor; ``None`` if it is unknown.
-    """
-
-    name: str
-    path: str
-    scalars: Mapping[str, float]
-    bins: Tensor | None = None
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class RecordSchema:
-    """The schema of a record; the records of a run share a few schemas.
-
-    Args:
-        sites: The sites in recording order.
-        dtypes: The dtype of each site; ``None`` if it is unknown.
-        shapes: The shape of each site; ``None`` if it is unknown.
-        columns: The statistics that are stored as columns for all sites.
-    """
-
-    sites: tuple[Site, ...]
-    dtypes: tuple[str | None, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    columns: tuple[str, ...]
-
-    @cached_property
-    def places(self) -> dict[Site, int]:
-        """The index of each site."""
-        return {site: place for place, site in enumerate(self.sites)}
-
-    @cached_property
-    def line(self) -> bytes:
-        """The ``layout`` of a line, which is the same in nearly all records of a run, as JSON."""
-        entries = zip(self.sites, self.dtypes, self.shapes, strict=True)
-        return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
-
-
-@dataclass(frozen=True)
-class Row:
-    """The values of one record.
-
-    Args:
-        about: ``step``, ``epoch``, ``stage``, ``loader`` and all other fields of the record.
-        layout: The schema of the record.
-        values: The values of the columns, ``[sites, columns]`` float64, contiguous and row-major.
-        further: The statistics of a site that are not in the columns, keyed by the index of the site.
-    """
-
-    about: Mapping[str, Any]
-    layout: RecordSchema
-    values: array[float]
-    further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-
-    def scalars(self, site: Site) -> dict[str, float]:
-        """Return the statistics of one site; NaN for a column that the site lacks."""
-        place, width = self.layout.places[site], len(self.layout.columns)
-        values = self.values[place * width : (place + 1) * width]
-        return {**dict(zip(self.layout.columns, values, strict=True)), **self.further.get(place, {})}
 
 
 def header_line(about: Mapping[str, Any]) -> bytes:
@@ -189,70 +122,38 @@ def header_line(about: Mapping[str, Any]) -> bytes:
     return _line({"format": FORMAT, **about})
 
 
-@dataclass(frozen=True)
-class SiteTable:
-    """The values of all sites of one record.
-
-    Args:
-        layout: The names, paths, dtypes and shapes of the sites, and the columns.
-        values: The values of the columns, ``[sites, columns]`` float64, little-endian; NaN if a site lacks one.
-        counts: The histogram of each site as :meth:`SparseCounts.packed` returns it; None for a site without one.
-        further: The statistics of a site that are not columns, by the index of the site.
-    """
-
-    layout: RecordSchema
-    values: bytes
-    counts: Sequence[bytes | None]
-    further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sites: Sequence[SiteRecord]) -> SiteTable:
-        """Return the table of some sites. The statistics of the first site are the columns."""
-        columns = tuple(sites[0].scalars) if sites else ()
-        values = array("d", [float(site.scalars.get(name, math.nan)) for site in sites for name in columns])
-        layout = RecordSchema(
-            tuple(Site(site.name, site.path) for site in sites),
-            tuple(site.dtype for site in sites),
-            tuple(None if site.shape is None else tuple(site.shape) for site in sites),
-            columns,
-        )
-        others = ({name: each for name, each in site.scalars.items() if name not in columns} for site in sites)
-        return cls(
-            layout,
-            _little_endian(values).tobytes(),
-            [None if site.bins is None else packed_counts(site.bins) for site in sites],
-            {place: further for place, further in enumerate(others) if further},
-        )
-
-
-def record_line(about: Mapping[str, Any], sites: SiteTable) -> bytes:
+def record_line(about: Mapping[str, Any], table: Table) -> bytes:
     """Return the line of a record."""
     about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
-    counts = b"".join(filter(None, sites.counts))
+    packed = [None] * len(table.sites) if table.counts is None else table.counts.packed()
+    counts = b"".join(filter(None, packed))
+    if table.tensors and (vectors := pack_vectors([table.tensors.get(site, {}) for site in table.sites])):
+        about["vectors"] = vectors
     fields: dict[str, Any] = {
-        "columns": sites.layout.columns,
-        "values": to_base64(sites.values),
-        "sizes": [None if each is None else len(each) for each in sites.counts],
+        "columns": table.columns,
+        "values": to_base64(np.ascontiguousarray(table.numbers, dtype="<f8").tobytes()),
+        "sizes": [None if each is None else len(each) for each in packed],
         "bins": to_base64(_compressed(counts)) if counts else _NO_BINS,
     }
-    if sites.further:
-        fields["further"] = {
-            place: {name: _plain(value) for name, value in scalars.items()} for place, scalars in sites.further.items()
-        }
-    return b"".join((_line({**about, **fields})[:-2], b',"layout":', sites.layout.line, b"}\n"))
+    return b"".join((_line({**about, **fields})[:-2], b',"layout":', _layout(table.schema), b"}\n"))
 
 
-def lines_of_numbers(
-    about: Mapping[str, Any], layout: RecordSchema, rows: Iterable[tuple[int, int, bytes]]
-) -> list[bytes]:
+@lru_cache(maxsize=64)
+def _layout(schema: Schema) -> bytes:
+    """Return the ``layout`` of a line, which is the same in nearly all records of a run, as JSON."""
+    entries = zip(schema.sites, schema.dtypes, schema.shapes, strict=True)
+    return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
+
+
+def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
     """Return the lines of records without histograms that differ only in step, epoch and values.
 
     Args:
         about: The other fields of all these records.
-        layout: Their schema.
-        rows: The step, the epoch, and the values as in :class:`SiteTable` of each record.
+        schema: Their sites and columns.
+        rows: The step, the epoch, and the values, ``[sites, columns]`` little-endian float64, of each record.
     """
-    start, end = record_line(about, SiteTable(layout, b"", [None] * len(layout.sites))).split(b'"values":""', 1)
+    start, end = record_line(about, Table(schema, np.empty(0))).split(b'"values":""', 1)
     start = start.removeprefix(b"{")
     return [
         b'{"step":%d,"epoch":%d,%b"values":"%b"%b' % (step, epoch, start, to_base64(values).encode("ascii"), end)
@@ -269,13 +170,6 @@ def _compressed(counts: bytes) -> bytes:
 
 
 _NO_BINS = to_base64(_compressed(b""))
-
-
-def _little_endian(values: array[float]) -> array[float]:
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values
 
 
 # ASCII escapes preserve lone surrogates in names, too.
@@ -314,10 +208,10 @@ class SchemaCache:
     """The schemas of the records read so far, so that equal schemas share one object."""
 
     def __init__(self) -> None:
-        self._known: dict[RecordSchema, RecordSchema] = {}
-        self._last: tuple[list[Any], tuple[str, ...], RecordSchema] | None = None
+        self._known: dict[tuple[Any, ...], Schema] = {}
+        self._last: tuple[list[Any], tuple[str, ...], Schema] | None = None
 
-    def schema_of(self, entries: list[Any], columns: tuple[str, ...]) -> RecordSchema:
+    def schema_of(self, entries: list[Any], columns: tuple[str, ...]) -> Schema:
         """Return the schema for the sites in a parsed line.
 
         Raises:
@@ -331,14 +225,14 @@ class SchemaCache:
         shapes = tuple(None if entry[3] is None else tuple(map(_whole, entry[3])) for entry in entries)
         if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
             raise ValueError("a site or a column appears twice")
-        layout = RecordSchema(sites, dtypes, shapes, columns)
-        layout = self._known.setdefault(layout, layout)
-        self._last = entries, columns, layout
-        return layout
+        key = (sites, columns, dtypes, shapes)
+        schema = self._known.get(key) or self._known.setdefault(key, Schema(*key))
+        self._last = entries, columns, schema
+        return schema
 
 
-def read_row(found: dict[str, Any], known: SchemaCache) -> Row:
-    """Convert a parsed line to a record.
+def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
+    """Convert a parsed line to a table without histograms and vectors, which stay in the file.
 
     Args:
         found: The JSON object of the line; this function modifies it.
@@ -351,19 +245,25 @@ def read_row(found: dict[str, Any], known: SchemaCache) -> Row:
         columns = tuple(_text(name) for name in found.pop("columns"))
         is_old = "sites" in found
         entries = found.pop("sites" if is_old else "layout")
-        layout = known.schema_of(entries, columns)
-        read = _values(entries, len(columns)) if is_old else _table(found, len(entries), len(columns))
+        size = len(entries), len(columns)
+        numbers, further = _values(entries, len(columns)) if is_old else _numbers(found, *size)
+        numbers = numbers.reshape(size)
+        more = tuple(dict.fromkeys(name for scalars in further.values() for name in scalars))
+        schema = known.schema_of(entries, (*columns, *more))
+        lacking = None
+        if more:
+            numbers, lacking = _with_further(numbers, more, further)
+        found.pop("vectors", None)
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
     # Parsing makes new strings for each line, which take more memory than the values of a few sites.
-    return Row({sys.intern(name): value for name, value in found.items()}, layout, *read)
+    return Table(schema, numbers, about={sys.intern(name): value for name, value in found.items()}, lacking=lacking)
 
 
-def _table(found: dict[str, Any], sites: int, columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:
+def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:
     """Remove the values from a line, and return them. The histograms are removed as well."""
-    values = array("d")
-    values.frombytes(from_base64(found.pop("values")))
+    values = np.frombuffer(from_base64(found.pop("values")), dtype="<f8").astype(np.float64, copy=False)
     if len(values) != sites * columns or len(found.pop("sizes")) != sites:
         raise ValueError("a site has not one value for each column")
     found.pop("bins")
@@ -373,10 +273,22 @@ def _table(found: dict[str, Any], sites: int, columns: int) -> tuple[array[float
     }
     if not further.keys() <= set(range(sites)):
         raise ValueError("there are statistics of a site that does not exist")
-    return _little_endian(values), further
+    return values, further
 
 
-def _values(entries: list[Any], columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:
+def _with_further(
+    numbers: Floats, names: tuple[str, ...], further: Mapping[int, Mapping[str, float]]
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the values with columns for the statistics that some sites have, and a mask of those that lack them."""
+    more = np.full((len(numbers), len(names)), np.nan)
+    lacks = np.ones(more.shape, dtype=bool)
+    for row, scalars in further.items():
+        for name, value in scalars.items():
+            more[row, names.index(name)], lacks[row, names.index(name)] = value, False
+    return np.hstack((numbers, more)), np.hstack((np.zeros(numbers.shape, dtype=bool), lacks))
+
+
+def _values(entries: list[Any], columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:
     values = array("d")
     further: dict[int, dict[str, float]] = {}
     for place, entry in enumerate(entries):
@@ -389,7 +301,7 @@ def _values(entries: list[Any], columns: int) -> tuple[array[float], dict[int, d
             values.extend(array("d", map(_number, row)))
         if len(entry) > 6:
             further[place] = {_text(name): _number(value) for name, value in entry[6].items()}
-    return values, further
+    return np.array(values, dtype=np.float64), further
 
 
 def _check_about(about: dict[str, Any]) -> None:
@@ -435,3 +347,65 @@ def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise TypeError("a number is not whole")
     return value
+
+
+_MOST_VALUES = 1 << 16  # of a vector in a record; longer ones are in the dumps only
+_DTYPES = {"f": "<f4", "d": "<f8"}
+
+
+def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
+    """Return the vectors of all sites as JSON values: index of the site, statistic, type of the numbers, and base64.
+
+    Every number is restored to the bit. Values that float32 can hold take half of the space.
+
+    Args:
+        sites: The nonscalar statistics of each site; those of more dimensions are ignored.
+
+    Example:
+        >>> packed = pack_vectors([{}, {"channel_mean": torch.tensor([0.5, 2.0], dtype=torch.float64)}])
+        >>> packed[0][:3], unpack_vectors(packed, 1)
+        ([1, 'channel_mean', 'f'], {'channel_mean': tensor([0.5000, 2.0000], dtype=torch.float64)})
+    """
+    return [
+        [place, name, *_packed(tensor)]
+        for place, tensors in enumerate(sites)
+        for name, tensor in tensors.items()
+        if tensor.dim() == 1 and tensor.numel() <= _MOST_VALUES
+    ]
+
+
+def _packed(tensor: Tensor) -> tuple[str, str]:
+    values = tensor.double()
+    narrow = values.float()
+    is_exact = torch.equal(narrow.double()[~values.isnan()], values[~values.isnan()])
+    kind = "f" if is_exact else "d"
+    return kind, to_base64(np.array(values.tolist(), dtype=_DTYPES[kind]).tobytes())
+
+
+def unpack_vectors(packed: Any, place: int) -> dict[str, Tensor]:
+    """Return the vectors of one site by statistic, ``[n]`` float64.
+
+    Raises:
+        LookupError, TypeError, ValueError: If the data is not from :func:`pack_vectors`.
+    """
+    found = {}
+    for site, name, kind, text in packed:
+        if site == place:
+            values = np.frombuffer(from_base64(text), dtype=_DTYPES["f" if kind == "f" else "d"])
+            found[str(name)] = torch.tensor(values.tolist(), dtype=torch.float64, device="cpu")
+    return found
+
+
+def calls_of(table: Table) -> dict[Site, int]:
+    """Return the number of tensors of each site of a record, in their order; empty if the record lacks them."""
+    calls, sites = table.about.get("calls"), table.sites
+    if isinstance(calls, Mapping):  # of a table in memory
+        if tuple(calls) == sites:  # in nearly every record
+            return {**calls}
+        called = dict.fromkeys((*(site for site in calls if site in table), *sites)) if calls else ()
+        return {site: calls.get(site, 0) for site in called}
+    if not isinstance(calls, list) or len(calls) != len(sites):
+        return {}
+    order = table.about.get("order", range(len(sites)))
+    first = [place for place in order if isinstance(place, int) and 0 <= place < len(sites)]
+    return {sites[place]: calls[place] for place in dict.fromkeys([*first, *range(len(sites))])}

@@ -1,4 +1,4 @@
-"""Recorded statistics over time, in bounded memory."""
+"""The history that the plots show: a few statistics of evenly spaced records, and histograms over time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.insight.table import AnyFloats, compact
 from lightning_recorder.insight.unusual import choose, compared, compared_steps, unusualness
 from lightning_recorder.plots.axes import Floats, furthest, to_floats
-from lightning_recorder.reductions import SCALAR_STATISTICS, SparseCounts
+from lightning_recorder.records.counts import SparseCounts
+from lightning_recorder.records.history import Cell, History, compact
+from lightning_recorder.reductions import SCALAR_STATISTICS
 
-__all__ = ["SHOWN", "Found", "History"]
+__all__ = ["SHOWN", "Found", "PlotHistory"]
 
 AnySite = TypeVar("AnySite", bound=Hashable)
 
@@ -47,7 +49,7 @@ class _Counts(NamedTuple):
         return found
 
 
-class History:
+class PlotHistory(History[Hashable]):
     """Keeps the statistics of sites at evenly spaced steps of a run, without reading files.
 
     Every record is kept until there are ``max_steps``. Then every second record is dropped, and from then on only every
@@ -74,10 +76,10 @@ class History:
         thread-safe.
 
     Example:
-        >>> history = History(max_steps=4, statistics=("rms",))
+        >>> history = PlotHistory(max_steps=4, statistics=("rms",))
         >>> for step in range(8):
-        ...     history.add(step, {"head": ({"rms": step / 2}, None)})
-        >>> history.steps.tolist(), history.table("rms").tolist()
+        ...     history.add_sites(step, {"head": ({"rms": step / 2}, None)})
+        >>> history.steps, history.table("rms").tolist()
         ([0, 4, 7], [[0.0, 2.0, 3.5]])
     """
 
@@ -93,17 +95,10 @@ class History:
         check_integer("max_steps", max_steps, 2)
         check_integer("max_histograms", max_histograms, 0)
         check_integer("max_count_bytes", max_count_bytes, 0)
+        super().__init__(statistics)
         self.max_steps, self.max_histograms, self.max_count_bytes = max_steps, max_histograms, max_count_bytes
-        self.statistics = tuple(statistics)
         self._conspicuous = [self.statistics.index(name) for name in conspicuous]
-        self._steps: list[int] = []
-        self._every = 1
-        self._added = 0
-        self._latest_stays = True
-        self._rows: dict[Hashable, int] = {}
-        # Of each kept record. The sites that came later are missing at the end.
-        self._values: list[list[AnyFloats]] = []  # [statistics, sites] each
-        self._recorded: list[NDArray[np.bool_]] = []  # [sites] each
+        self._last: tuple[tuple[Hashable, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         # Of the kept record and those dropped after it: the values furthest from 0, [conspicuous, sites], and a mask.
         self._furthest: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}  # by step
         self._latest: dict[Hashable, _Counts] = {}
@@ -111,25 +106,17 @@ class History:
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property
-    def sites(self) -> list[Hashable]:
-        """The sites in the order of first appearance."""
-        return list(self._rows)
-
-    @property
-    def steps(self) -> NDArray[np.int64]:
-        """The steps of the kept records in ascending order, ``[steps]``."""
-        return np.array(self._steps, dtype=np.int64)
-
-    @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
         over_time = {id(each) for found in self._counts.values() for each in found.values()}
         latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
-        values = sum(8 if each.strides == (0,) else each.nbytes for record in self._values for each in record)
+        cells = [cell for row in self._rows for cell in row.values()]
+        values = sum(8 if each.strides == (0,) else each.nbytes for cell in cells for each in cell.columns)
+        places = sum(each.nbytes for each in {id(cell.places): cell.places for cell in cells}.values())
         further = sum(each.nbytes + there.nbytes for each, there in self._furthest.values())
-        return values + further + sum(each.nbytes for each in self._recorded) + self._count_bytes + latest
+        return values + further + places + self._count_bytes + latest
 
-    def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
+    def add_sites(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
 
         Args:
@@ -140,50 +127,44 @@ class History:
         taken = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
         self._add(step, tuple(found), np.array(values).reshape(len(found), -1), taken)
 
-    def add_table(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts) -> None:
+    def add_values(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts | None) -> None:
         """Add a record of arrays, which takes much less time.
 
         Args:
-            step: The step, as for :meth:`add`.
+            step: The step, as for :meth:`add_sites`.
             sites: The sites of the record in order.
             values: The values of :attr:`statistics`, ``[sites, statistics]``; NaN if a site lacks one.
-            counts: The histograms of the sites.
+            counts: The histograms of the sites, if there are any.
         """
-        self._add(step, sites, values, {site: _compact(*counts.entries(row)) for row, site in enumerate(sites)})
+        entries = [] if counts is None else [counts.entries(row) for row in range(len(sites))]
+        self._add(step, sites, values, {site: _compact(*each) for site, each in zip(sites, entries, strict=False)})
 
     def _add(self, step: int, sites: Sequence[AnySite], values: Floats, taken: Mapping[AnySite, _Counts]) -> None:
-        if self._steps and step <= self._steps[-1]:
+        if self.steps and step <= self.steps[-1]:
             return
-        column = self._next_column()
-        replaced = self._steps[column:]
-        if replaced:
-            self._merge(column - 1, column)
-        self._steps[column:] = [step]
-        rows = [self._rows.setdefault(site, len(self._rows)) for site in sites]
-        recorded = np.zeros(len(self._rows), dtype=bool)
-        recorded[rows] = True
-        found = np.full((len(self.statistics), len(self._rows)), np.nan)
-        found[:, rows] = values.T
-        self._values[column:], self._recorded[column:] = [compact(found)], [recorded]
-        self._take_counts(step, replaced, taken)
-        self._latest_stays = self._added % self._every == 0
-        self._added += 1
+        self._put(step, "", Cell(self._places_in(tuple(sites)), compact(values.T)))
+        self._take_counts(step, taken)
+        self._thin(self.max_steps, {len(self.steps) - 1})
+        if self._count_bytes > self._thin_beyond:
+            self._thin_counts()
 
-    def _next_column(self) -> int:
-        """Return the column for the next record; drop every second record if there is no space."""
-        if not self._latest_stays:
-            return len(self._steps) - 1
-        if len(self._steps) < self.max_steps:
-            return len(self._steps)
-        self._every *= 2
-        for column in range(1, len(self._steps), 2):
-            self._merge(column - 1, column)
-        self._steps, self._values, self._recorded = self._steps[::2], self._values[::2], self._recorded[::2]
-        self._drop_counts([*(self._counts.keys() - set(self._steps))])
-        return len(self._steps)
+    def _places_in(self, sites: tuple[Hashable, ...]) -> NDArray[np.intp]:
+        """Return the places of the sites, the same array for those of the previous record."""
+        if sites != self._last[0]:
+            places = [self.places.setdefault(site, len(self.places)) for site in sites]
+            self._last = sites, np.array(places, dtype=np.intp)
+        return self._last[1]
+
+    @override
+    def _keep(self, kept: Sequence[int]) -> None:
+        dropped = sorted(set(range(len(self.steps))).difference(kept))
+        for row in dropped:
+            self._merge(max(each for each in kept if each < row), row)
+        self._drop_counts([self.steps[row] for row in dropped])
+        super()._keep(kept)
 
     def _merge(self, kept: int, dropped: int) -> None:
-        """Keep the values of a column that are further from 0 than those of the column before it, which stays."""
+        """Keep the values of a record that are further from 0 than those of the record before it, which stays."""
         if not self._conspicuous:
             return
         both = [self._take_conspicuous(each) for each in (kept, dropped)]
@@ -191,23 +172,22 @@ class History:
         values = [np.pad(each, ((0, 0), (0, sites - each.shape[1])), constant_values=np.nan) for each, _ in both]
         recorded = np.stack([np.pad(each, (0, sites - len(each))) for _, each in both], axis=-1)
         cells = furthest(np.stack(values, axis=-1), np.broadcast_to(recorded, (len(values[0]), *recorded.shape)))
-        self._furthest[self._steps[kept]] = cells[0], np.asarray(recorded.any(axis=-1))
+        self._furthest[self.steps[kept]] = cells[0], np.asarray(recorded.any(axis=-1))
 
-    def _take_conspicuous(self, column: int) -> tuple[Floats, NDArray[np.bool_]]:
-        """Take the furthest values of a column and of what was merged into it, ``[conspicuous, sites]``, and a mask."""
-        if (known := self._furthest.pop(self._steps[column], None)) is not None:
+    def _take_conspicuous(self, row: int) -> tuple[Floats, NDArray[np.bool_]]:
+        """Take the furthest values of a record and of what was merged into it, ``[conspicuous, sites]``, and a mask."""
+        if (known := self._furthest.pop(self.steps[row], None)) is not None:
             return known
-        values = self._values[column]
-        return np.array([values[place] for place in self._conspicuous], dtype=np.float64), self._recorded[column]
+        (cell,) = self._rows[row].values()
+        values = np.full((len(self._conspicuous), len(self.places)), np.nan)
+        values[:, cell.places] = [cell.columns[place] for place in self._conspicuous]
+        return values, self._recorded([row])[0]
 
-    def _take_counts(self, step: int, replaced: Sequence[int], taken: Mapping[Any, _Counts]) -> None:
-        self._drop_counts(replaced)
+    def _take_counts(self, step: int, taken: Mapping[Any, _Counts]) -> None:
         self._latest.update(taken)
         if self.max_histograms:
             self._counts[step] = dict(taken)
             self._count_bytes += sum(each.nbytes for each in taken.values())
-        if self._count_bytes > self._thin_beyond:
-            self._thin_counts()
 
     def _thin_counts(self) -> None:
         """Drop the sites without a plot from every second record, until the counts fit or only the ends are left."""
@@ -235,8 +215,7 @@ class History:
         """
         if statistic not in self.statistics:
             raise ArgumentError(f"the history holds {', '.join(self.statistics)}; got {statistic!r}")
-        place = self.statistics.index(statistic)
-        return self._together([values[place] for values in self._values], np.nan)
+        return self._together(statistic, range(len(self.steps))).T
 
     def furthest(self, statistic: str) -> tuple[Floats, NDArray[np.bool_]]:
         """Return the most conspicuous value of each kept record and the records dropped after it, ``[sites, steps]``.
@@ -250,11 +229,11 @@ class History:
         Raises:
             ArgumentError: As for :meth:`table`.
         """
-        values, recorded = self.table(statistic), self.recorded.copy()
+        values, recorded = self.table(statistic), self.recorded
         place = self.statistics.index(statistic)
         if place in self._conspicuous:
             row = self._conspicuous.index(place)
-            for column, step in enumerate(self._steps):
+            for column, step in enumerate(self.steps):
                 if step in self._furthest:
                     cells, there = self._furthest[step]
                     values[: len(there), column], recorded[: len(there), column] = cells[row], there
@@ -263,32 +242,29 @@ class History:
     @property
     def recorded(self) -> NDArray[np.bool_]:
         """A mask that is True if a site was recorded at a step, ``[sites, steps]``."""
-        return self._together(self._recorded, False)
+        return self._recorded(range(len(self.steps))).T
+
+    def _recorded(self, rows: Sequence[int]) -> NDArray[np.bool_]:
+        """Return a mask that is True if a site was recorded in a row, ``[rows, sites]``."""
+        found = np.zeros((len(rows), len(self.places)), dtype=bool)
+        for at, row in enumerate(rows):
+            for cell in self._rows[row].values():
+                found[at, cell.places] = True
+        return found
 
     @property
     def has_values(self) -> NDArray[np.bool_]:
         """A mask that is True if a site has a finite value of any statistic, ``[sites]``."""
-        found = np.zeros(len(self._rows), dtype=bool)
-        for values, recorded in zip(self._values, self._recorded, strict=True):
-            found[: len(recorded)] |= np.isfinite(values).any(axis=0)
+        found = np.zeros(len(self.places), dtype=bool)
+        for cell in (cell for cells in self._rows for cell in cells.values()):
+            found[cell.places] |= np.isfinite(cell.columns).any(axis=0)
         return found
-
-    def _together(self, columns: Sequence[NDArray[Any]], missing: float) -> NDArray[Any]:
-        """Return arrays over the sites as one, ``[sites, columns]``."""
-        sites = len(self._rows)
-        if not columns:
-            return np.empty((sites, 0), dtype=type(missing))
-        whole = [np.pad(each, (0, sites - len(each)), constant_values=missing) for each in columns if len(each) < sites]
-        columns = [*whole, *columns[len(whole) :]]  # sites only become more
-        found = np.concatenate(columns, dtype=type(missing))
-        return found.reshape(len(columns), sites).T  # ``np.stack`` takes several times as long
 
     @property
     def degrees(self) -> Floats:
         """How unusual each site is, ``[sites]``, in the statistics that are kept; from 1 on it stands out."""
-        steps = [self._values[place] for place in compared_steps(len(self._steps))]
-        places = {name: self.statistics.index(name) for name in compared(self.statistics)}
-        tables = {name: self._together([step[place] for step in steps], np.nan) for name, place in places.items()}
+        rows = compared_steps(len(self.steps))
+        tables = {name: self._together(name, rows).T for name in compared(self.statistics)}
         return unusualness(self.sites, tables)
 
     @property
@@ -298,8 +274,8 @@ class History:
 
     def histogram_sites_of(self, degrees: Floats) -> list[Hashable]:
         """Return :attr:`histogram_sites` if the degrees, ``[sites]``, are known."""
-        sites = [site for site in self._rows if site in self._latest] if self.max_histograms else []
-        rows = [self._rows[site] for site in sites]
+        sites = [site for site in self.places if site in self._latest] if self.max_histograms else []
+        rows = [self.places[site] for site in sites]
         return [sites[place] for place in choose(degrees[rows], self.max_histograms)] if sites else []
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
@@ -323,17 +299,17 @@ class History:
         """
         if not any(site in found for found in self._counts.values()):
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        row = self._rows[site]
+        recorded = self.recorded[self.places[site]].tolist()
         steps = [
             step
-            for step, recorded in zip(self._steps, self._recorded, strict=True)
-            if site in self._counts.get(step, ()) or row >= len(recorded) or not recorded[row]
+            for step, is_recorded in zip(self.steps, recorded, strict=True)
+            if site in self._counts.get(step, ()) or not is_recorded
         ]
         return np.array(steps, dtype=np.int64)
 
     def latest_counts(self) -> Iterator[tuple[Hashable, NDArray[np.int64]]]:
         """Yield each site that has counts, with the latest ones, ``[2048]``."""
-        return ((site, self._latest[site].dense()) for site in self._rows if site in self._latest)
+        return ((site, self._latest[site].dense()) for site in self.places if site in self._latest)
 
 
 def _counts(bins: Tensor | NDArray[np.int64]) -> _Counts:
