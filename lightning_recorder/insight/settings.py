@@ -67,8 +67,10 @@ def _strong_dropout(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for node in () if graph is None else graph.nodes:
         if graph is not None and node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
             arguments = dict(node.arguments)
-            share = float(arguments.get("p", "0"))
-            if rule.thresholds["share"] <= share < 1 and arguments.get("training") == "True":
+            # Arguments that equal torch's defaults are not recorded.
+            share = float(arguments.get("p", "0.5"))
+            training = arguments.get("training", arguments.get("train", str("alpha" not in node.name)))
+            if rule.thresholds["share"] <= share < 1 and training == "True":
                 found[graph[node.parent or 0].name] = share
     if found:
         name, share = next(iter(found.items()))

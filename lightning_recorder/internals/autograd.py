@@ -380,13 +380,23 @@ def hooks_of_leaf(tensor: Tensor) -> list[object]:
     return list((hooks_of(tensor) or {}).values()) if tensor.is_leaf else []
 
 
-def schemas_of(name: str) -> list[Any]:
-    """Return torch's schemas of the overloads of an operator, such as ``sum``.
+def schemas_of(name: str) -> list[list[Any]]:
+    """Return the parameters of each overload of a function of torch that takes or returns tensors.
 
-    Fallback: empty; arguments that the public list of signatures does not contain are numbered.
+    Overloads that write into ``out`` are left out: they take what others take.
+
+    Fallback: empty; arguments get the names that ``torch.overrides`` lists, and others are numbered.
     """
-    find = getattr(torch._C, "_jit_get_schemas_for_operator", None)
-    return [] if find is None else list(find(f"aten::{name}"))
+    try:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        return [
+            list(each.arguments)
+            for each in schemas
+            if not any(part.is_out for part in each.arguments)
+            and any("Tensor" in str(part.type) for part in (*each.arguments, *each.returns))
+        ]
+    except (AttributeError, RuntimeError):
+        return []
 
 
 def running_calls(module: nn.Module) -> int:
