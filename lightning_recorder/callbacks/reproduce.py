@@ -26,7 +26,7 @@ from lightning_recorder.callbacks.run_settings import logged_hparams
 from lightning_recorder.callbacks.watched_run import Discovery
 from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
-from lightning_recorder.internals.module_tree import named_modules_of, parameters_of
+from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of
 from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
@@ -131,7 +131,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "precision": str(trainer.precision),
         "accelerator": str(pl_module.device.type),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "eval": [name for name, module in named_modules_of(pl_module) if not module.training],
+        "eval": [name for name, module in named_modules_of(pl_module) if not is_training(module)],
         "rank": trainer.global_rank,
         "losses": [repr(float(each)) for each in kept.losses],
         "counters": _counters(pl_module, kept),

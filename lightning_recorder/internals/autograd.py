@@ -48,6 +48,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "is_wrapped_for_backward",
+    "keywords_of",
     "register_hooks",
     "remove_hook",
     "running_calls",
@@ -409,6 +410,19 @@ def running_calls(module: nn.Module) -> int:
         number += frame.f_code is CALL_OF_MODULE and frame.f_locals.get("self") is module
         frame = frame.f_back
     return max(1, number)
+
+
+def keywords_of(module: nn.Module) -> dict[str, Any]:
+    """Return the keyword arguments of the call of a module whose hooks are running.
+
+    Global hooks before a call are not given them. Fallback: empty; keyword arguments that are containers are described
+    as the module leaves them.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CALL_OF_MODULE:
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals
+    return found.get("kwargs") or {} if found.get("self") is module else {}
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

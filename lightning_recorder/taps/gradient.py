@@ -23,6 +23,7 @@ from lightning_recorder.internals.autograd import (
     sequence_number,
     sequence_number_of,
 )
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
@@ -266,7 +267,7 @@ class ParameterGradientTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
             # Lazy parameters do not support hooks before the first call of the module.
-            self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+            self._keep(hookable(module).register_forward_hook(TapHook(self, name, self._record)))
         else:
             self._record(name, module)
 
