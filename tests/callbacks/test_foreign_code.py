@@ -28,7 +28,7 @@ def is_ours() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path != __file__ and "/torch/" not in path and "<string>" not in path:
+        if path != __file__ and "/torch/" not in path and not path.startswith("<"):
             return path.startswith(ROOT)
         if path == __file__ and frame.f_code.co_name in ("forward", "training_step", "configure_optimizers"):
             return False
