@@ -235,7 +235,7 @@ class _NoWrites(TorchDispatchMode):
     """Refuses writes into tensors that existed before."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self._created: list[Tensor] = []
 
     @override

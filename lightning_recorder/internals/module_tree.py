@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 __all__ = [
     "ModuleMap",
@@ -60,7 +61,7 @@ _put: Any = object.__setattr__
 _MISSING = object()
 
 
-def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+def is_a(value: object, kinds: type[Value] | tuple[type[Value], ...]) -> TypeIs[Value]:
     """Return True if the class of a value is one of these or a subclass.
 
     ``isinstance`` also reads ``__class__`` from the value, which calls ``__getattribute__`` of its class.
