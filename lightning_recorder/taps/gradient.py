@@ -42,6 +42,9 @@ _NODE = BackwardCFunction.apply.__code__
 Hook = TypeVar("Hook", bound="GradientHook")
 
 
+_LEAST_REFERENCES = 64  # that are kept before the dead ones are dropped
+
+
 class _GraphNodeLimit:
     """A counter of visited nodes that drops them when their graph is freed.
 
@@ -52,6 +55,7 @@ class _GraphNodeLimit:
         self._lock = threading.Lock()
         self._visited: list[tuple[Callable[[], object], int]] = []
         self._count = 0
+        self._most = _LEAST_REFERENCES
         self._refusals = 0
 
     def has_room(self, nodes: int) -> bool:
@@ -64,8 +68,7 @@ class _GraphNodeLimit:
             if self._refusals:
                 self._refusals -= 1
                 return False
-            self._visited = [each for each in self._visited if each[0]() is not None]
-            self._count = sum(number for _, number in self._visited)
+            self._forget()
             if self._count + nodes <= _MOST_NODES:
                 return True
             self._refusals = _REFUSALS
@@ -76,6 +79,14 @@ class _GraphNodeLimit:
         with self._lock:
             self._visited.append((reference, nodes))
             self._count += nodes
+            if len(self._visited) >= self._most:  # references that are dead must not become more with each fit
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drop the nodes of graphs that are freed."""
+        self._visited = [each for each in self._visited if each[0]() is not None]
+        self._count = sum(number for _, number in self._visited)
+        self._most = max(_LEAST_REFERENCES, 2 * len(self._visited))
 
     def expect_less(self) -> None:
         """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
