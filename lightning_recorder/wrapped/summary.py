@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_recorder.internals.module_tree import is_scripted, modules_of, own_parameters_of, parameters_of
+from lightning_recorder.internals.module_tree import (
+    is_scripted,
+    modules_of,
+    own_parameters_of,
+    parameters_of,
+    stored_attribute,
+)
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
@@ -401,7 +407,7 @@ class SummaryWatch(CallWatch):
     ) -> SummaryRow:
         module = self.modules[call.name]
         seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
-        kernel = getattr(module, "kernel_size", ())
+        kernel = stored_attribute(module, "kernel_size", ())
         parameters = [each for each in parameters_of(module) if not is_uninitialized(each)]
         inside = set(map(id, modules_of(module))) if owners else set()
         tied = [each for each in parameters if id(each) in owners and id(owners[id(each)]) not in inside]
