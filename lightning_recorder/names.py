@@ -139,7 +139,7 @@ def is_never_called(module: nn.Module) -> bool:
     A subclass with its own ``forward`` is an ordinary module.
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return issubclass(type(module), containers) and type(module).forward is nn.Module.forward
+    return is_a(module, containers) and type(module).forward is nn.Module.forward
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:

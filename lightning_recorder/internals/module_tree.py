@@ -8,7 +8,7 @@ random numbers, change buffers or raise, and a recorder must not cause that. The
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,11 @@ _put: Any = object.__setattr__
 _MISSING = object()
 
 
-def is_a(value: object, kinds: type[Value] | tuple[type[Value], ...]) -> TypeIs[Value]:
+@overload
+def is_a(value: object, kinds: type[Value]) -> TypeIs[Value]: ...
+@overload
+def is_a(value: object, kinds: tuple[type, ...]) -> bool: ...
+def is_a(value: object, kinds: Any) -> bool:
     """Return True if the class of a value is one of these or a subclass.
 
     ``isinstance`` also reads ``__class__`` from the value, which calls ``__getattribute__`` of its class.

@@ -136,7 +136,8 @@ class Coverage:
             return f"no gradient: its {self._what} was not used by the loss, or is not a tensor"
         if is_a(parent, nn.MultiheadAttention):
             return "bypassed: nn.MultiheadAttention uses its parameters without calling it"
-        if is_a(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and not is_training(parent):
+        fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+        if parent is not None and is_a(parent, fused) and not is_training(parent):
             return f"bypassed: nn.{type(parent).__name__} took its fused path"
         if self.compiled_calls:
             names = ", ".join(sorted(self.compiled_calls)[:_FEW])

@@ -52,7 +52,7 @@ class Parallel(nn.ModuleDict):
     """Adds up the outputs of its modules."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = sum(each(x) for each in self.values())  # type: ignore[assignment]  # there is at least one
+        found: Tensor = sum(each(x) for each in self.values())
         return found
 
 

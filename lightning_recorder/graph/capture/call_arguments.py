@@ -24,6 +24,7 @@ _LONGEST = 200  # characters of one value
 _MOST_ENTRIES = 16  # of a tuple
 _WITHOUT_EFFECT = ("inplace",)  # on the computed values
 _TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them
+_RENAMED = {"split_size_or_sections": "split_size"}  # as the method has it
 _BY_INDEX = ("__getitem__", "__setitem__")
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -96,7 +97,7 @@ def _by_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         named |= {str(place): each for place, each in enumerate(more, len(names))}
     named |= kwargs
     return {
-        name: as_declared(function, name, value)
+        _RENAMED.get(name, name): as_declared(function, name, value)
         for name, value in named.items()
         if not (name in defaults and is_equal(value, defaults[name]))
     }

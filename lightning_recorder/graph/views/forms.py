@@ -19,7 +19,7 @@ VARIED = ("p", "drop_prob", "drop_rate")
 
 # Arguments of functions in which equal nodes may differ. All others are settings, such as a slope.
 _PLACES = ("index", "start")  # may be the number of a step
-_SIZES = frozenset(("size", "sizes", "shape", "length", "split_size", "split_sizes", "split_size_or_sections"))
+_SIZES = frozenset(("size", "sizes", "shape", "length", "split_size", "split_size_or_sections"))
 _NUMBERS = frozenset(("input", "other", "value", "fill_value", "weight", "end", "low", "high", "mean", "std", "steps"))
 _EXECUTION = frozenset(
     ("dtype", "device", "layout", "memory_format", "pin_memory", "requires_grad", "non_blocking", "copy", "generator")

@@ -202,6 +202,10 @@ _Q = torch.rand(1, 1, 4, 4)
         (lambda x: F.normalize(x, 2, 1), {}),
         (lambda x: F.normalize(x, p=1, dim=0), {"p": "1", "dim": "0"}),
         (lambda x: F.dropout(x, training=True), {}),
+        (lambda x: torch.split(x, 2)[0], {"split_size": "2"}),
+        (lambda x: x.split(2)[0], {"split_size": "2"}),
+        (lambda x: torch.split(x, [1, 3], dim=1)[0], {"split_size": "(1, 3)", "dim": "1"}),
+        (lambda x: x.split([1, 3], 1)[0], {"split_size": "(1, 3)", "dim": "1"}),
     ],
 )  # fmt: skip
 def test_special_forms(call: Callable[[Tensor], Tensor], expected: dict[str, str]) -> None:
