@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -418,11 +419,11 @@ def keywords_of(module: nn.Module) -> dict[str, Any]:
     Global hooks before a call are not given them. Fallback: empty; keyword arguments that are containers are described
     as the module leaves them.
     """
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not CALL_OF_MODULE:
         frame = frame.f_back
     found = {} if frame is None else frame.f_locals
-    return found.get("kwargs") or {} if found.get("self") is module else {}
+    return found["kwargs"] if "kwargs" in found and "self" in found and found["self"] is module else {}
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

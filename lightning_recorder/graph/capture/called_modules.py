@@ -54,11 +54,11 @@ class CalledModules:
         if node not in self._modules:
             script = is_scripted(module)
             draft = self._nodes[node]
-            draft.type_name, draft.arguments = type(module).__name__, () if script else self._settings_of(module)
+            draft.type_name = type(module).__name__
+            draft.arguments = () if script else self._settings_of(module, id(module))
             draft.parameters, draft.total_parameters = count_own(module), count_below(module)
 
-    def _settings_of(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
-        key = id(module)
+    def _settings_of(self, module: nn.Module, key: int) -> tuple[tuple[str, str], ...]:
         # Another module may have had the same id before.
         if key not in self._settings or self._settings[key][0]() is not module:
             self._settings[key] = weakref.ref(module), describe_module(module)
@@ -76,7 +76,7 @@ class CalledModules:
                 if module is None:
                     continue
                 own, below = counts.get(key) or (count_own(module), count_below(module))
-                found = known[key] = type(module).__name__, own, below, self._settings_of(module)
+                found = known[key] = type(module).__name__, own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
             if node in hidden:

@@ -156,7 +156,7 @@ class ModelNames:
         reference.name, reference.size = name, len(table["_modules"]) + len(table["_parameters"])
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
-        if is_scripted(module):
+        if issubclass(type(module), torch.jit.ScriptModule):
             own = [
                 ("parameter", named_parameters_of(module, recurse=False)),
                 ("buffer", named_buffers_of(module, recurse=False)),
@@ -194,7 +194,7 @@ class ModelNames:
 def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
     for name, module in registered.items():
-        if is_scripted(module):
+        if issubclass(type(module), torch.jit.ScriptModule):
             continue
         attributes = attributes_of(module)
         if not any(isinstance(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
@@ -234,7 +234,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 def is_fused(module: nn.Module) -> bool:
     """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
-    if not is_a(module, _FUSED) or is_training(module):
+    if not issubclass(type(module), _FUSED) or is_training(module):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters_of(module)))
 
