@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeGuard
 
@@ -21,6 +23,7 @@ __all__ = [
     "fits",
     "has_room",
     "is_full",
+    "raise_errors",
     "readable_size",
     "warn_of_error",
 ]
@@ -77,6 +80,19 @@ def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
     return False
 
 
+_raises: ContextVar[bool] = ContextVar("raises", default=False)
+
+
+@contextmanager
+def raise_errors(strict: bool) -> Iterator[None]:
+    """Let :func:`attempt` raise errors in this block, in all sinks and files of a recorder with ``strict``."""
+    token = _raises.set(strict)
+    try:
+        yield
+    finally:
+        _raises.reset(token)
+
+
 def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, strict: bool = False) -> bool:
     """Write if the disk has room, and return True if the write succeeded.
 
@@ -88,7 +104,7 @@ def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, stric
         path: The file or folder to write; it need not exist.
         nbytes: The size of the write in bytes.
         write: The function that writes; it must not leave partial output when it raises.
-        strict: Raise errors, except that of a full disk.
+        strict: Raise errors, except that of a full disk. Implied by :func:`raise_errors`.
 
     Raises:
         OSError: If ``strict``, or if the error has no ``errno``, so that it does not come from the operating system.
@@ -98,7 +114,7 @@ def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, stric
     try:
         write()
     except OSError as error:
-        if error.errno is None or (strict and not is_full(error)):
+        if error.errno is None or ((strict or _raises.get()) and not is_full(error)):
             raise
         warn_of_error(path, error)
         return False

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, named_modules_of, named_parameters_of
+from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, named_modules_of, named_parameters_of
 
 __all__ = [
     "RUNNING_STATISTICS",
@@ -100,7 +100,7 @@ def default_modules(module: nn.Module) -> list[str]:
         if is_metric(each):
             closed.append(name + ".")
             continue
-        if isinstance(each, _OPAQUE):
+        if is_a(each, _OPAQUE):
             closed.append(name + ".")
         elif any(child != "parametrizations" for child, _ in children_of(each)) and not _owns_parameters(each):
             continue
@@ -124,7 +124,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     yield from named_parameters_of(module, recurse=False)
     for name, child in children_of(module):
-        if name == "parametrizations" or isinstance(module, _OPAQUE):
+        if name == "parametrizations" or is_a(module, _OPAQUE):
             yield from named_parameters_of(child, prefix=name)
         elif is_never_called(child):
             for path, parameter in own_parameters(child):
@@ -133,7 +133,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _owns_parameters(module: nn.Module) -> bool:
     # The original tensor of a parametrization belongs to the module that it is registered on.
-    return not isinstance(module, ParametrizationList) and any(True for _ in own_parameters(module))
+    return not is_a(module, ParametrizationList) and any(True for _ in own_parameters(module))
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -150,7 +150,7 @@ def is_never_called(module: nn.Module) -> bool:
     A subclass with its own ``forward`` is an ordinary module.
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) and type(module).forward is nn.Module.forward
+    return is_a(module, containers) and type(module).forward is nn.Module.forward
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:

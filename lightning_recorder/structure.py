@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
 
@@ -229,13 +231,37 @@ def _class_attribute(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
+class _NoWrites(TorchDispatchMode):
+    """Refuses writes into tensors that existed before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._created: list[Tensor] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and not {*map(_memory, args)} <= {*map(_memory, self._created), None}:
+            raise ArgumentError(f"{func.__name__} writes into a tensor of the model while its container is read")
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not any(_memory(result) == _memory(each) for each in args):
+            self._created.append(result)
+        return result
+
+
+def _memory(value: object) -> int | None:
+    try:
+        return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+    except (NotImplementedError, RuntimeError):  # a sparse or a fake tensor
+        return id(value)
+
+
 @contextmanager
 def _foreign_code() -> Iterator[None]:
-    """Restore the random numbers on exit, since code of the user that the training does not call may draw some."""
+    """Let code of the user that the training does not call draw no number of the training and change no tensor."""
     numpy: Any = sys.modules.get("numpy")
     python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _NoWrites():
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ _FOREIGN_AGE_S = 24 * 3600
 
 # Folders that each process has cleaned before its first write. To clean one again only takes the time to list it.
 _cleaned: set[tuple[int, Path]] = set()
-_MOST_CLEANED = 256
+_MOST_CLEANED = 32
 
 
 class TemporaryFolder:

@@ -13,7 +13,7 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import say_ran_eagerly
 from lightning_recorder.callbacks.trainer import logged_step
-from lightning_recorder.internals.module_tree import modules_of
+from lightning_recorder.internals.module_tree import is_a, modules_of
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import EvaluationRecorder, EvaluationSampler
 
@@ -69,7 +69,7 @@ def never_fused(modules: Mapping[str, nn.Module], root: nn.Module) -> dict[str, 
     An ``nn.TransformerEncoderLayer`` in eval mode takes no fused path if it, or a module inside of it, has a hook. Then
     its values differ in the last bits, and in rows that are masked completely.
     """
-    layers = (each for each in modules_of(root) if isinstance(each, nn.TransformerEncoderLayer))
+    layers = (each for each in modules_of(root) if is_a(each, nn.TransformerEncoderLayer))
     fused = {id(inner) for layer in layers for inner in modules_of(layer)}
     return {name: each for name, each in modules.items() if id(each) not in fused}
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_recorder.callbacks.trainer import running_function
+from lightning_recorder.disk import raise_errors
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
 
 __all__ = ["BATCH_HOOKS", "SET_BY_LIGHTNING", "GuardedCallback", "guarded"]
@@ -57,7 +58,11 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
         if outer is not None and outer() is not trainer and self._is_nested(trainer, hook.__name__):
             return
         try:
-            hook(self, *args, **kwargs)
+            if self.strict:
+                with raise_errors(True):
+                    hook(self, *args, **kwargs)
+            else:
+                hook(self, *args, **kwargs)
         except (ArgumentError, SelectionError) as error:
             self._release(None)
             if not str(error).startswith(str(self)):

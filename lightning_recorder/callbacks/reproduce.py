@@ -26,7 +26,7 @@ from lightning_recorder.callbacks.run_settings import logged_hparams
 from lightning_recorder.callbacks.watched_run import Discovery
 from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
-from lightning_recorder.internals.module_tree import named_modules_of, parameters_of
+from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of
 from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
@@ -131,7 +131,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "precision": str(trainer.precision),
         "accelerator": str(pl_module.device.type),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "eval": [name for name, module in named_modules_of(pl_module) if not module.training],
+        "eval": [name for name, module in named_modules_of(pl_module) if not is_training(module)],
         "rank": trainer.global_rank,
         "losses": [repr(float(each)) for each in kept.losses],
         "counters": _counters(pl_module, kept),
@@ -198,14 +198,30 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
             to the checkpoint there.
 
     Raises:
-        RecorderError: If there are no parameters, or the batch was not written.
+        RecorderError: If there are no parameters, the batch was not written, or the files do not fit the model.
     """
     folder = Path(folder)
     incident = read_incident(folder)
-    model.load_state_dict(_state(folder, incident, checkpoint))
-    about = incident.about
     again = _Again(incident)
-    trainer = Trainer(
+    try:
+        model.load_state_dict(_state(folder, incident, checkpoint))
+        trainer = _trainer(incident.about, again)
+    except RecorderError:
+        raise
+    except Exception as error:
+        raise RecorderError(f"the step of {folder} cannot be run with this model: {describe_error(error)}") from error
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        setattr(model, name, _same_batch)  # the batch of the incident was transferred before it was written
+    with suppress(_Done):
+        trainer.fit(model, DataLoader(_Single(), batch_size=None))
+    if again.found is None:
+        raise RecorderError("the step was not run")
+    print(_verdict(again.found, incident))  # noqa: T201 - the output of the script
+    return again.found
+
+
+def _trainer(about: Mapping[str, Any], again: _Again) -> Trainer:
+    return Trainer(
         accelerator="cpu" if about["accelerator"] == "cpu" else "auto",
         devices=1,
         precision=about["precision"],
@@ -219,14 +235,6 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
-    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        setattr(model, name, _same_batch)  # the batch of the incident was transferred before it was written
-    with suppress(_Done):
-        trainer.fit(model, DataLoader(_Single(), batch_size=None))
-    if again.found is None:
-        raise RecorderError("the step was not run")
-    print(_verdict(again.found, incident))  # noqa: T201 - the output of the script
-    return again.found
 
 
 def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> Mapping[str, Any]:
@@ -289,9 +297,13 @@ class _Again(Callback):
         batch = move_data_to_device(incident.batch, pl_module.device)
         kept = KeptBatch(batch, about["batch_idx"], about["step"], about["epoch"], incident.random, [], [])
         pl_module.train()
+        modules = dict(named_modules_of(pl_module))
+        if unknown := [name for name in (*about["eval"], *about.get("counters", {})) if name not in modules]:
+            raise RecorderError(f"the model has no module {unknown[0]!r}, which incident.json names")
         for name in about["eval"]:
-            pl_module.get_submodule(name).training = False
+            modules[name].training = False
         for name, values in about.get("counters", {}).items():
-            vars(pl_module.get_submodule(name)).update(values)
+            table = vars(modules[name])
+            table.update({key: value for key, value in values.items() if type(table.get(key)) in (int, float)})
         self.found = replay(trainer, pl_module, [kept])
         raise _Done

@@ -81,7 +81,8 @@ class StepWatch(RecorderCallback):
         step is kept, on a GPU for up to four steps. Under DDP, each rank watches its own batches, and the finding names
         the rank. A replay never communicates. With manual optimization, the loss is the sum of the losses passed to
         ``manual_backward``. Loss and norm of an optimizer that evaluates them several times, such as LBFGS, are those
-        of the last evaluation. With several optimizers, the norm is that of the gradients of all of them.
+        of the first evaluation, at the values before the step, like ``weight.grad`` of ``ParameterRecorder``. With
+        several optimizers, the norm is that of the gradients of all of them.
 
         The watch does not communicate in each step, so a run of several ranks has the loss of the batches of rank 0.
         Under DDP, the gradients and their norm are the same on all ranks. Under FSDP2, each rank measures the norm of

@@ -74,7 +74,7 @@ class _Step:
 
     batches: list[KeptBatch] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    # By optimizer: one that computes the gradients again, like LBFGS, has those of its last evaluation.
+    # By optimizer: one that computes the gradients again, like LBFGS, has those of its first evaluation.
     norms: dict[int, tuple[list[nn.Parameter], list[Tensor]]] = field(default_factory=dict)
     totals: dict[int, Tensor | float] = field(default_factory=dict)
     optimizer_steps: int = 0
@@ -198,7 +198,9 @@ class WatchedRun:
                 total, norms = self._norm(gradients)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
-                self._step.norms[id(optimizer)], self._step.totals[id(optimizer)] = (parameters, norms), total
+                key, is_again = id(optimizer), self._evaluates_again(optimizer)
+                if not is_again or (self._reads_now and not math.isfinite(total)):
+                    self._step.norms[key], self._step.totals[key] = (parameters, norms), total
             if self._reads_now:
                 self._step.reading = reading = self._reading(self._step.batches)
                 if reading.read():
@@ -208,6 +210,19 @@ class WatchedRun:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
                 self._copies = [each.detach().clone() for each in parameters_of(self._pl_module)]
         self._step.optimizer_steps += 1
+
+    def _evaluates_again(self, optimizer: Any) -> bool:
+        """Return True if an optimizer computes the gradients of this step again, as LBFGS does after each small change.
+
+        Its first evaluation belongs to the values before the step. With manual optimization, another step may begin.
+        """
+        return self._pl_module.automatic_optimization and id(optimizer) in self._step.totals
+
+    def _first(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
+        if self._reads_now and len(losses) > 1 and not math.isfinite(losses[-1]):
+            return losses[-1:]
+        return losses[:1]
 
     def _norm(self, gradients: list[Tensor]) -> tuple[Tensor | float, list[Tensor]]:
         """Return the norm of all gradients, and the norm of each one unless that of all is known to be finite."""
@@ -260,7 +275,7 @@ class WatchedRun:
     def _reading(self, batches: list[KeptBatch]) -> Reading:
         is_automatic = self._pl_module.automatic_optimization
         # A closure that an optimizer calls several times computes the loss again.
-        losses = [each for kept in batches for each in (kept.losses[-1:] if is_automatic else kept.losses)]
+        losses = [each for kept in batches for each in (self._first(kept.losses) if is_automatic else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         count = self._trainer.accumulate_grad_batches
         if loss is not None and is_automatic and len(losses) != count:  # Lightning has divided each loss by the count

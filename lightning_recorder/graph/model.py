@@ -144,8 +144,9 @@ class Node:
         members: Only in a folded view: the modules that a call stands for, if they are several; not compared.
         inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
             value has three.
-        arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a
-            module the settings that its ``extra_repr`` shows. A positional entry of ``extra_repr`` has no name.
+        arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``, in the
+            one form that torch's schema declares and without those that equal their default; for a module the settings
+            that its ``extra_repr`` shows. A positional entry of ``extra_repr`` has no name.
         flops: The estimated number of floating-point operations of the forward pass of a call, if they were measured;
             ignored in comparisons.
         saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that

@@ -12,7 +12,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.graph.views.forms import GEOMETRY, SETTINGS, VARIED, forms
+from lightning_recorder.graph.views.forms import GEOMETRY, VARIED, forms, is_setting
 from lightning_recorder.graph.views.wiring import MutableGraph
 
 __all__ = ["LIMITS", "OddBlock", "OddLimits", "odd_blocks"]
@@ -214,7 +214,7 @@ class _Blocks:
         if node.kind == "module":
             kept = tuple(pair for pair in arguments if pair[0] not in VARIED)
             return around, node.type_name, node.name[len(block.name) :], kept
-        return around, node.name, "", tuple(pair for pair in arguments if pair[0] in SETTINGS)
+        return around, node.name, "", tuple(pair for pair in arguments if is_setting(node, pair[0]))
 
     def items(self, block: Node) -> Counter[_Item]:
         """Return the number of calls of each kind in a block."""
@@ -389,8 +389,8 @@ def _title(item: _Item) -> str:
 
 
 def _setting(item: _Item, here: dict[str, str], there: dict[str, str]) -> str:
-    keys = [key for key in here | there if here.get(key) != there.get(key)]
-    pairs = (f"{key} = {here.get(key, 'nothing')} and not {there.get(key, 'nothing')}".lstrip(" =") for key in keys)
+    keys, default = [key for key in here | there if here.get(key) != there.get(key)], "the default"
+    pairs = (f"{key} = {here.get(key, default)} and not {there.get(key, default)}".lstrip(" =") for key in keys)
     return f"its {_title(item)} has {', '.join(pairs)}"
 
 
@@ -429,7 +429,11 @@ def _other_arguments(blocks: _Blocks) -> Iterator[OddBlock]:
 
 def _is_setting(node: Node, name: str, value: str) -> bool:
     """Return False for an index or a size, which may depend on the block or on the data."""
-    return node.kind == "module" or name in SETTINGS or bool(re.fullmatch(r"-?\d*\.\d+(e[-+]?\d+)?|\w*[a-z]\w*", value))
+    return (
+        node.kind == "module"
+        or is_setting(node, name)
+        or bool(re.fullmatch(r"-?\d*\.\d+(e[-+]?\d+)?|\w*[a-z]\w*", value))
+    )
 
 
 def _other_users(blocks: _Blocks) -> Iterator[OddBlock]:

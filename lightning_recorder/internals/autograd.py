@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "is_wrapped_for_backward",
+    "keywords_of",
     "register_hooks",
     "remove_hook",
     "running_calls",
@@ -380,13 +382,23 @@ def hooks_of_leaf(tensor: Tensor) -> list[object]:
     return list((hooks_of(tensor) or {}).values()) if tensor.is_leaf else []
 
 
-def schemas_of(name: str) -> list[Any]:
-    """Return torch's schemas of the overloads of an operator, such as ``sum``.
+def schemas_of(name: str) -> list[list[Any]]:
+    """Return the parameters of each overload of a function of torch that takes or returns tensors.
 
-    Fallback: empty; arguments that the public list of signatures does not contain are numbered.
+    Overloads that write into ``out`` are left out: they take what others take.
+
+    Fallback: empty; arguments get the names that ``torch.overrides`` lists, and others are numbered.
     """
-    find = getattr(torch._C, "_jit_get_schemas_for_operator", None)
-    return [] if find is None else list(find(f"aten::{name}"))
+    try:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        return [
+            list(each.arguments)
+            for each in schemas
+            if not any(part.is_out for part in each.arguments)
+            and any("Tensor" in str(part.type) for part in (*each.arguments, *each.returns))
+        ]
+    except (AttributeError, RuntimeError):
+        return []
 
 
 def running_calls(module: nn.Module) -> int:
@@ -399,6 +411,19 @@ def running_calls(module: nn.Module) -> int:
         number += frame.f_code is CALL_OF_MODULE and frame.f_locals.get("self") is module
         frame = frame.f_back
     return max(1, number)
+
+
+def keywords_of(module: nn.Module) -> dict[str, Any]:
+    """Return the keyword arguments of the call of a module whose hooks are running.
+
+    Global hooks before a call are not given them. Fallback: empty; keyword arguments that are containers are described
+    as the module leaves them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CALL_OF_MODULE:
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals
+    return found["kwargs"] if "kwargs" in found and "self" in found and found["self"] is module else {}
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -8,16 +8,22 @@ random numbers, change buffers or raise, and a recorder must not cause that. The
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 __all__ = [
     "ModuleMap",
     "ModuleSet",
+    "attributes_of",
     "buffers_of",
     "children_of",
+    "hookable",
+    "is_a",
+    "is_scripted",
+    "is_training",
     "modules_of",
     "named_buffers_of",
     "named_modules_of",
@@ -34,24 +40,59 @@ Value = TypeVar("Value")
 
 def _table(module: nn.Module, name: str) -> Iterable[tuple[str, Any]]:
     """Return the entries of a table of a module; none if its class has not called ``nn.Module.__init__``."""
-    if isinstance(module, torch.jit.ScriptModule):
+    if is_scripted(module):
         own: Any = {
             "_parameters": lambda: module.named_parameters(recurse=False),
             "_buffers": lambda: module.named_buffers(recurse=False),
             "_modules": module.named_children,
         }[name]()
         return list(own)
-    return list((_attributes(module).get(name) or {}).items())
+    return list((attributes_of(module).get(name) or {}).items())
 
 
-def _attributes(owner: object) -> dict[str, Any]:
+def attributes_of(owner: object) -> dict[str, Any]:
     """Return the attributes of an instance, even if its class has a ``__dict__`` or ``__getattribute__`` of its own."""
     found: dict[str, Any] = _get(owner, "__dict__")
     return found
 
 
 _get: Any = object.__getattribute__
+_put: Any = object.__setattr__
 _MISSING = object()
+
+
+@overload
+def is_a(value: object, kinds: type[Value]) -> TypeIs[Value]: ...
+@overload
+def is_a(value: object, kinds: tuple[type, ...]) -> bool: ...
+def is_a(value: object, kinds: Any) -> bool:
+    """Return True if the class of a value is one of these or a subclass.
+
+    ``isinstance`` also reads ``__class__`` from the value, which calls ``__getattribute__`` of its class.
+    """
+    return issubclass(type(value), kinds)
+
+
+def is_scripted(module: object) -> bool:
+    """Return True for a TorchScript module."""
+    return issubclass(type(module), torch.jit.ScriptModule)
+
+
+def is_training(module: nn.Module) -> bool:
+    """Return True if a module is in training mode."""
+    return bool(stored_attribute(module, "training", True))
+
+
+def hookable(module: nn.Module) -> nn.Module:
+    """Return an ``nn.Module`` with the same attributes, so that no method of the module's class is called.
+
+    Hooks that are registered on it belong to the module.
+    """
+    if is_scripted(module):
+        return module
+    bare: nn.Module = object.__new__(nn.Module)
+    _put(bare, "__dict__", attributes_of(module))
+    return bare
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -139,15 +180,15 @@ def own_buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     """Return an attribute that an object or its class stores; a property or ``__getattr__`` is not evaluated."""
-    if isinstance(owner, torch.jit.ScriptModule):
+    if is_scripted(owner):
         return getattr(owner, name, default)
     try:
-        attributes = _attributes(owner)
+        attributes = attributes_of(owner)
     except AttributeError:  # an object with slots
         attributes = {}
     if name in attributes:
         return attributes[name]
-    for table in ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ():
+    for table in ("_parameters", "_buffers", "_modules") if is_a(owner, nn.Module) else ():
         if name in (attributes.get(table) or {}):
             return attributes[table][name]
     for kind in type(owner).__mro__:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.module_tree import (
+    attributes_of,
     children_of,
+    hookable,
+    is_a,
+    is_scripted,
+    is_training,
     modules_of,
     own_buffers_of,
     own_parameters_of,
@@ -46,7 +51,7 @@ class ModuleState:
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
         for module in modules:
-            if isinstance(module, torch.jit.ScriptModule):
+            if is_scripted(module):
                 # A ScriptModule has its own tables and exposes no attributes.
                 self.parameters |= {id(each): each for each in own_parameters_of(module).values()}
                 if hasattr(module, "training"):  # missing on a frozen TorchScript module
@@ -55,8 +60,9 @@ class ModuleState:
             elif not _is_lazy(module):
                 self.take(module)
             else:
-                self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
-                self._flags.append((module, module.training))
+                parameters = attributes_of(module)["_parameters"].values()
+                self.parameters |= {id(each): each for each in parameters if each is not None}
+                self._flags.append((hookable(module), is_training(module)))
 
     def take(self, module: nn.Module) -> None:
         """Save the state of a module. Idempotent.
@@ -66,12 +72,12 @@ class ModuleState:
         if id(module) in self._taken:
             return
         self._taken.add(id(module))
-        table = vars(module)
+        table = attributes_of(module)
         self._tables.append((table, dict(table)))
-        for each in module._parameters.values():
+        for each in table["_parameters"].values():
             if each is not None:
                 self.parameters[id(each)] = each
-        for tensors in (module._parameters, module._modules):
+        for tensors in (table["_parameters"], table["_modules"]):
             if tensors:
                 # Their own entries are not searched.
                 self._contents[id(tensors)] = tensors, tensors.copy()
@@ -97,10 +103,10 @@ class ModuleState:
                     self.parameters[id(value)] = value
                 elif not is_uninitialized(value):
                     self._values.setdefault(id(value), (value, value.detach().clone()))
-            elif isinstance(value, nn.Module):
+            elif is_a(value, nn.Module):
                 # A module in a plain list is not a submodule, but may be called like one.
                 for each in modules_of(value):
-                    if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
+                    if not is_scripted(each) and not _is_lazy(each):
                         self.take(each)
             elif isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value.set_state, value.get_state()))
@@ -143,8 +149,9 @@ def read_extra_repr(module: nn.Module) -> str:
         return ""
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
-    if "parametrizations" in module.__dict__["_modules"] and kind.__name__ == f"Parametrized{kind.__mro__[1].__name__}":
-        kind = kind.__mro__[1]
+    before = kind.__mro__[1]
+    if "parametrizations" in attributes_of(module)["_modules"] and kind.__name__ == f"Parametrized{before.__name__}":
+        kind = before
     try:
         if kind.__module__.partition(".")[0] == "torch":
             text: object = kind.extra_repr(module if type(module) is kind else _stand_in(module, kind))
@@ -168,11 +175,11 @@ def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     if type(module) is kind:
         return module
     stand: nn.Module = object.__new__(kind)
-    vars(stand).update(vars(module))
+    vars(stand).update(attributes_of(module))
     originals: dict[str, Any] = {}
-    for name, each in children_of(vars(module)["_modules"]["parametrizations"]):
+    for name, each in children_of(attributes_of(module)["_modules"]["parametrizations"]):
         originals[name] = next(iter(own_parameters_of(each).values()), None)
-    vars(stand)["_parameters"] = {**vars(module)["_parameters"], **originals}
+    vars(stand)["_parameters"] = {**attributes_of(module)["_parameters"], **originals}
     return stand
 
 
@@ -204,7 +211,8 @@ def _identities(container: Any) -> list[int]:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    return any(map(is_uninitialized, (*module._parameters.values(), *module._buffers.values())))
+    table = attributes_of(module)
+    return any(map(is_uninitialized, (*table["_parameters"].values(), *table["_buffers"].values())))
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:

@@ -72,7 +72,11 @@ class RandomStates:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> RandomStates:
-        """Return the states that :meth:`tensors` and :meth:`numbers` have returned."""
+        """Return the states that :meth:`tensors` and :meth:`numbers` have returned.
+
+        Raises:
+            LookupError, TypeError, ValueError, RuntimeError: If a generator of the host does not accept its state.
+        """
         found = cls()
         found.torch = tensors["random.torch"]
         names = [name for name in tensors if name.startswith("random.") and name != "random.torch"]
@@ -83,6 +87,9 @@ class RandomStates:
             known = dict(numbers["numpy"])
             key = np.array(known.pop("key"), dtype=np.uint32)
             found.numpy = {**known, "state": {"key": key, "pos": known.pop("pos")}}
+        random.Random().setstate(found.python)
+        torch.Generator().set_state(found.torch)
+        np.random.RandomState().set_state(found.numpy)
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from lightning_recorder.internals.module_tree import modules_of
+from lightning_recorder.internals.module_tree import is_a, is_training, modules_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
@@ -116,7 +116,7 @@ class Coverage:
         module = self.modules.get(name)
         attribute = name.rpartition(".")[2].lower()
         named_loss = type(module).__name__.endswith("Loss") or attribute.startswith(("loss", "criterion"))
-        is_loss = isinstance(module, _Loss) or named_loss or attribute.endswith("_loss")
+        is_loss = is_a(module, _Loss) or named_loss or attribute.endswith("_loss")
         return self.is_default and name not in self.called and is_loss and not list(own_parameters(self.modules[name]))
 
     def _missing_reason(self, name: str, parent: nn.Module | None) -> str:
@@ -134,9 +134,10 @@ class Coverage:
             if name in self.changed_in_place:
                 return "changed in place: its output is a view that was changed after the module returned it"
             return f"no gradient: its {self._what} was not used by the loss, or is not a tensor"
-        if isinstance(parent, nn.MultiheadAttention):
+        if is_a(parent, nn.MultiheadAttention):
             return "bypassed: nn.MultiheadAttention uses its parameters without calling it"
-        if isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and not parent.training:
+        fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+        if parent is not None and is_a(parent, fused) and not is_training(parent):
             return f"bypassed: nn.{type(parent).__name__} took its fused path"
         if self.compiled_calls:
             names = ", ".join(sorted(self.compiled_calls)[:_FEW])

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_recorder.disk import fits
+from lightning_recorder.disk import fits, raise_errors
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
@@ -226,7 +226,7 @@ class RecordPipeline:
             batch.records.append((record, facts, found))
             batch.nbytes += nbytes
         if is_new:
-            self._queue.submit(partial(self._write_batch, batch))
+            self._queue.submit(partial(self._run, partial(self._write_batch, batch)))
         else:
             self._queue.raise_error()
 
@@ -240,12 +240,16 @@ class RecordPipeline:
     def _submit(self, job: Callable[[], object]) -> None:
         """Queue a job after the previous records and jobs, and raise the error of an earlier one."""
         self._seal()
-        self._queue.submit(job)
+        self._queue.submit(partial(self._run, job))
 
     def _put(self, job: Callable[[], object]) -> None:
         """Queue a job after the previous records and jobs."""
         self._seal()
-        self._queue.put(job)
+        self._queue.put(partial(self._run, job))
+
+    def _run(self, job: Callable[[], object]) -> None:
+        with raise_errors(self._strict):
+            job()
 
     def _facts(self, run: RunRecorder, traces: Mapping[str, Any]) -> ReceiptFacts:
         if self._known is None or self._known[0] is not self.coverage or self._known[1] != traces:

@@ -11,7 +11,7 @@ from zlib import crc32
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from lightning_recorder.internals.module_tree import parameters_of
+from lightning_recorder.internals.module_tree import is_training, parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import prepare_device
@@ -115,7 +115,7 @@ class BaseStatisticsRecorder(ABC):
 
         These are ``eval_mode``, 1.0 at the sites of modules that are in eval mode. It is absent in training mode.
         """
-        away = {name for name, module in self.modules.items() if not module.training}
+        away = {name for name, module in self.modules.items() if not is_training(module)}
         return {site: {"eval_mode": 1.0} for site in self.states.sites if site.name in away} if away else {}
 
     def about(self) -> dict[str, Any]:

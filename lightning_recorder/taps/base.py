@@ -25,6 +25,7 @@ from lightning_recorder.internals.compiled import (
     stop_observing,
 )
 from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.names import Site
@@ -171,11 +172,11 @@ class Tap(ABC):
                 self._hooks_on_modules, self._handles = self._handles, []
 
     def _register_begin(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_pre_hook(_CallHook(self, name, ends=False)))
+        self._keep(hookable(module).register_forward_pre_hook(_CallHook(self, name, ends=False)))
 
     def _register_end(self, name: str, module: nn.Module) -> None:
         # Also called if the module raises.
-        self._keep(module.register_forward_hook(_CallHook(self, name, ends=True), always_call=True))
+        self._keep(hookable(module).register_forward_hook(_CallHook(self, name, ends=True), always_call=True))
 
     def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
         """Remove the hooks during a call of compiled code, because with a hook it would be compiled again."""

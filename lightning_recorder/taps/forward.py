@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
@@ -50,7 +51,8 @@ class InputTap(Tap):
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
-        register = module.register_forward_hook if self.after else module.register_forward_pre_hook
+        bare = hookable(module)
+        register = bare.register_forward_hook if self.after else bare.register_forward_pre_hook
         self._keep(register(_InputHook(self, name, self._record, Site(name, "in[0]")), with_kwargs=True))
 
     def _record(
@@ -86,7 +88,7 @@ class OutputTap(Tap):
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._record, Site(name, "out"))))
+        self._keep(hookable(module).register_forward_hook(TapHook(self, name, self._record, Site(name, "out"))))
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._pass_on(name, self._tensors(name, output, "out"))
@@ -110,7 +112,7 @@ class ParameterTap(Tap):
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+        self._keep(hookable(module).register_forward_hook(TapHook(self, name, self._record)))
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._pass_on(name, own_parameters(module))

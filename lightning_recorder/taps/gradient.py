@@ -23,6 +23,7 @@ from lightning_recorder.internals.autograd import (
     sequence_number,
     sequence_number_of,
 )
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
@@ -41,6 +42,9 @@ _NODE = BackwardCFunction.apply.__code__
 Hook = TypeVar("Hook", bound="GradientHook")
 
 
+_LEAST_REFERENCES = 64  # that are kept before the dead ones are dropped
+
+
 class _GraphNodeLimit:
     """A counter of visited nodes that drops them when their graph is freed.
 
@@ -51,6 +55,7 @@ class _GraphNodeLimit:
         self._lock = threading.Lock()
         self._visited: list[tuple[Callable[[], object], int]] = []
         self._count = 0
+        self._most = _LEAST_REFERENCES
         self._refusals = 0
 
     def has_room(self, nodes: int) -> bool:
@@ -63,8 +68,7 @@ class _GraphNodeLimit:
             if self._refusals:
                 self._refusals -= 1
                 return False
-            self._visited = [each for each in self._visited if each[0]() is not None]
-            self._count = sum(number for _, number in self._visited)
+            self._forget()
             if self._count + nodes <= _MOST_NODES:
                 return True
             self._refusals = _REFUSALS
@@ -75,6 +79,14 @@ class _GraphNodeLimit:
         with self._lock:
             self._visited.append((reference, nodes))
             self._count += nodes
+            if len(self._visited) >= self._most:  # references that are dead must not become more with each fit
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drop the nodes of graphs that are freed."""
+        self._visited = [each for each in self._visited if each[0]() is not None]
+        self._count = sum(number for _, number in self._visited)
+        self._most = max(_LEAST_REFERENCES, 2 * len(self._visited))
 
     def expect_less(self) -> None:
         """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
@@ -266,7 +278,7 @@ class ParameterGradientTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
             # Lazy parameters do not support hooks before the first call of the module.
-            self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+            self._keep(hookable(module).register_forward_hook(TapHook(self, name, self._record)))
         else:
             self._record(name, module)
 

@@ -20,6 +20,7 @@ from lightning_recorder.internals.autograd import (
     sequence_number,
     sequence_number_of,
 )
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GRAPH_NODE_LIMIT, GradientHook, GradientTap, Total
 from lightning_recorder.taps.view import Region, View
@@ -60,10 +61,10 @@ class InputGradientTap(GradientTap):
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
+        self._keep(hookable(module).register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
         # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
         leave = TapHook(self, name, self._leave_call)
-        self._keep(module.register_forward_hook(leave, always_call=True))
+        self._keep(hookable(module).register_forward_hook(leave, always_call=True))
 
     @override
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from lightning_recorder.internals.autograd import (
     is_transformed,
     is_view,
 )
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.taps.base import Site, TapHook
 from lightning_recorder.taps.gradient import GRAPH_NODE_LIMIT, GradientHook, GradientTap, Total
 from lightning_recorder.taps.view import NEAR, BaseEdge, View, guard_of, is_unshared, unguarded, writer_of
@@ -52,7 +53,7 @@ class OutputGradientTap(GradientTap):
 
     @override
     def _register(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+        self._keep(hookable(module).register_forward_hook(TapHook(self, name, self._record)))
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))

@@ -15,6 +15,7 @@ from lightning_recorder.internals import compiled_operators
 from lightning_recorder.internals.autograd import in_backward, is_tracing
 from lightning_recorder.internals.compiled_operators import new_token, operators, skip_frames_of, switch
 from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.taps.base import Receiver, Site, Tap
 from lightning_recorder.taps.forward import InputTap
 from lightning_recorder.taps.gradient import GradientTap
@@ -96,11 +97,11 @@ class TracedTap(Tap):
         is_gradient = issubclass(self._like, GradientTap)
         if issubclass(self._like, InputTap):
             before = _InputHook(self, name, is_gradient=is_gradient)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(hookable(module).register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(before)
         else:
             after = _OutputHook(self, name, is_gradient=is_gradient)
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            self._handles.append(hookable(module).register_forward_hook(after, with_kwargs=True))
             self._hooks.append(after)
 
     @override

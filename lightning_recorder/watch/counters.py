@@ -8,8 +8,9 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+
+from lightning_recorder.internals.module_tree import attributes_of, is_a, is_scripted
 
 __all__ = ["Counters", "Slot"]
 
@@ -81,9 +82,9 @@ class Counters:
 def _slots(modules: Iterable[nn.Module]) -> Iterator[Slot]:
     seen: set[int] = set()
     for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
+        if is_scripted(module):
             continue
-        table = vars(module)
+        table = attributes_of(module)
         is_own = not _is_foreign(type(module))
         for key, value in table.items():
             if type(value) in _NUMBERS:
@@ -95,7 +96,7 @@ def _slots(modules: Iterable[nn.Module]) -> Iterator[Slot]:
 
 def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
     """Yield the places of the numbers in an object that is not a number itself."""
-    if depth > _DEEPEST or id(value) in seen or isinstance(value, _SKIPPED):
+    if depth > _DEEPEST or id(value) in seen or is_a(value, _SKIPPED):
         return
     seen.add(id(value))
     for owner, key, each in _parts(value):

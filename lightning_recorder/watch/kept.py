@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.autograd import version_of
-from lightning_recorder.internals.module_tree import modules_of, parameters_of
+from lightning_recorder.internals.module_tree import attributes_of, is_scripted, modules_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
@@ -111,10 +111,10 @@ class StateKeeper:
         self._devices = [device] if device.type != "cpu" else []
         self._copies: dict[tuple[int, str], tuple[Tensor, int | None, Tensor]] = {}
         self._tables = [
-            (each._buffers, name)
+            (attributes_of(each)["_buffers"], name)
             for each in modules_of(module)
-            if not isinstance(each, torch.jit.ScriptModule)
-            for name, buffer in each._buffers.items()
+            if not is_scripted(each)
+            for name, buffer in attributes_of(each)["_buffers"].items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = max_bytes

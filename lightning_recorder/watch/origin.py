@@ -29,6 +29,7 @@ from lightning_recorder.internals.autograd import (
 )
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.module_tree import hookable, is_scripted
 from lightning_recorder.internals.storage import address_of, storage_of
 from lightning_recorder.notebook import cell_or_path
 from lightning_recorder.structure import ignore_unknown, iter_tensors
@@ -162,9 +163,9 @@ class OriginTrace(TorchDispatchMode):
         stance.hold()
         self._resources.callback(stance.release)
         for name, module in self._modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                enter = module.register_forward_pre_hook(_Enter(self, name), prepend=True)
-                leave = module.register_forward_hook(_Leave(self, name), always_call=True)
+            if not is_scripted(module):
+                enter = hookable(module).register_forward_pre_hook(_Enter(self, name), prepend=True)
+                leave = hookable(module).register_forward_hook(_Leave(self, name), always_call=True)
                 self._resources.callback(enter.remove)
                 self._resources.callback(leave.remove)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there

@@ -21,7 +21,7 @@ from lightning_recorder.inputs import way_out
 from lightning_recorder.internals.autograd import in_backward, version_of
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.module_tree import buffers_of, parameters_of
+from lightning_recorder.internals.module_tree import buffers_of, hookable, is_scripted, parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.names import named_submodules
@@ -196,12 +196,12 @@ class CallWatch:
             self._stance.hold()
             scripts: dict[int, str] = {}
             for name, module in self.modules.items():
-                if isinstance(module, torch.jit.ScriptModule):
+                if is_scripted(module):
                     scripts[id(module)] = name
                     continue
                 before, after = _CallHook(self, name, self._before), _CallHook(self, name, self._after)
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+                self._handles.append(hookable(module).register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(hookable(module).register_forward_hook(after, with_kwargs=True, always_call=True))
             if scripts:
                 # These modules accept no hooks with keyword arguments. Global hooks see their calls.
                 begin, end = _ScriptHook(self, scripts, self._before), _ScriptHook(self, scripts, self._after)

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_recorder.internals.module_tree import modules_of, own_parameters_of, parameters_of
+from lightning_recorder.internals.module_tree import (
+    is_scripted,
+    modules_of,
+    own_parameters_of,
+    parameters_of,
+    stored_attribute,
+)
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
@@ -293,7 +298,7 @@ class SummaryWatch(CallWatch):
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments."""
         module = self.modules[call.name]
-        if not isinstance(module, torch.jit.ScriptModule):
+        if not is_scripted(module):
             self._snapshot.take(module)
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
         if not call.name and call.number == 1:
@@ -402,7 +407,7 @@ class SummaryWatch(CallWatch):
     ) -> SummaryRow:
         module = self.modules[call.name]
         seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
-        kernel = getattr(module, "kernel_size", ())
+        kernel = stored_attribute(module, "kernel_size", ())
         parameters = [each for each in parameters_of(module) if not is_uninitialized(each)]
         inside = set(map(id, modules_of(module))) if owners else set()
         tied = [each for each in parameters if id(each) in owners and id(owners[id(each)]) not in inside]

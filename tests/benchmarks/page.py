@@ -48,10 +48,22 @@ def model(layers: int, each: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(*[Layer(4 + number) for number in group]) for group in groups])
 
 
-def write_run(folder: Path, *, sites: int, records: int, layers: int, each: int) -> None:
+class Parallel(nn.ModuleDict):
+    """Adds up the outputs of its modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = sum(each(x) for each in self.values())
+        return found
+
+
+def parallel(blocks: int) -> Parallel:
+    """Return a model of equal blocks side by side."""
+    return Parallel({f"block{number}": nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for number in range(blocks)})
+
+
+def write_run(folder: Path, net: nn.Module, *, sites: int, records: int) -> None:
     """Write a run: records of the first ``sites`` modules, and the graph."""
     shutil.rmtree(folder, ignore_errors=True)  # records would be appended to those of an earlier call
-    net = model(layers, each)
     graph = record(net, "model", (2, 4))
     names = [name for name, module in net.named_modules() if name and not isinstance(module, nn.Sequential)][:sites]
     places = tuple(Site(name, "out") for name in names)
@@ -123,9 +135,9 @@ def opening_ms(page: Page, selector: str) -> float:
     return found
 
 
-def written_page(folder: Path, **sizes: int) -> tuple[Path, list[str]]:
+def written_page(folder: Path, net: nn.Module, **sizes: int) -> tuple[Path, list[str]]:
     """Write a run and its page; return the path and a line about the cost."""
-    write_run(folder, **sizes)
+    write_run(folder, net, **sizes)
     begin = time.process_time()
     data = page_data({"run": open_recording(folder).run})
     middle = time.process_time()
@@ -144,9 +156,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        usual, lines = written_page(folder / "usual", sites=200, records=1000, layers=110, each=11)
-        large, more = written_page(folder / "large", sites=200, records=20, layers=1660, each=40)
-        print("\n".join(lines + more))
+        usual, lines = written_page(folder / "usual", model(110, 11), sites=200, records=1000)
+        large, more = written_page(folder / "large", model(1660, 40), sites=200, records=20)
+        wide, last = written_page(folder / "wide", parallel(400), sites=200, records=20)
+        print("\n".join(lines + more + last))
         with open_page() as page:
             print(f"first screen: {first_screen_ms(page, usual, '', '.strip canvas'):.0f} ms (goal 1,500)")
         with open_page() as page:
@@ -161,6 +174,8 @@ def main() -> None:
         with open_page() as page:
             print(f"large graph: {first_screen_ms(page, large, '#tab=graph', 'g.node'):.0f} ms (goal 4,000)")
             print(f"opening a module: {opening_ms(page, 'g.node .sign'):.0f} ms")
+        with open_page() as page:
+            print(f"400 blocks side by side: {first_screen_ms(page, wide, '#tab=graph', 'g.node'):.0f} ms (goal 2,000)")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.reductions import Change
-from lightning_recorder.sinks import MetricsSink, loggers
+from lightning_recorder.sinks import CsvSink, MetricsSink, loggers
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, SiteStates
 from lightning_recorder.taps import Site, Tap
 from tests.callbacks.models import hooks_left
@@ -177,6 +179,18 @@ def test_strict_raises_what_a_hook_raised(kind: Any, hook: str, tmp_path: Path) 
     with pytest.raises(ZeroDivisionError, match="of ours"):
         go(tmp_path, [callback, ModelCheckpoint(tmp_path)], model=model, validation=True, enable_checkpointing=True)
     assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize("name", ["recorder/receipt.json", "recorder/findings.json", "table.csv"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_file_that_cannot_be_written(name: str, strict: bool, tmp_path: Path) -> None:
+    """With ``strict``, the error of a receipt, a findings file or a sink ends the run; otherwise it is a warning."""
+    (tmp_path / name).mkdir(parents=True)
+    sinks = [CsvSink(tmp_path / name)] if name == "table.csv" else []
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=sinks, strict=strict)
+    with warnings.catch_warnings(record=True), pytest.raises(OSError, match="directory") if strict else nullcontext():
+        warnings.simplefilter("always")
+        go(tmp_path, [recorder], logger=CSVLogger(tmp_path, name="", version=""), max_epochs=1)
 
 
 INSIDE: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {

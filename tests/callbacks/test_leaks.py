@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +16,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder, Schedule
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    Outputs,
+    ParameterRecorder,
+    Schedule,
+    default_recorders,
+)
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
 from tests.callbacks.models import digits, fit
@@ -133,6 +144,30 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+def objects() -> Counter[str]:
+    """Return the numbers of threads, open files, and objects of each class."""
+    gc.collect()
+    found = Counter(str(type(each)) for each in gc.get_objects() if type(each) is not logging.LogRecord)  # of pytest
+    return found + Counter({"threads": threading.active_count(), "files": len(list(Path("/proc/self/fd").iterdir()))})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+def test_many_fits_leave_nothing(tmp_path: Path) -> None:
+    """Fits in one process leave no thread, no open file, and no object that becomes more with each of them."""
+    fits, counts = 60, []
+    for number in range(10 + fits):
+        if number in (10, 10 + fits // 2):
+            counts.append(objects())
+        logger = CSVLogger(tmp_path / str(number), name="", version="")
+        recorders = default_recorders(every_n_train_steps=1, outputs=Outputs(plots=False, report=False))
+        fit(Plain(), tmp_path, recorders, logger=logger, max_steps=3)
+    one, other, last = *counts, objects()
+    # A cache that is cleared from time to time has more objects at one of two times only.
+    growing = [kind for kind in last if min(other[kind] - one[kind], last[kind] - other[kind]) >= fits // 2]
+    assert growing == []
 
 
 @pytest.mark.slow

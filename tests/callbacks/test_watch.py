@@ -228,20 +228,26 @@ class Evaluated(Planted):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         gradients = [each.grad for each in self.parameters() if each.grad is not None]
-        self.norms[self.trainer.global_step] = float(torch.nn.utils.get_total_norm(gradients))
+        self.norms.setdefault(self.trainer.global_step, float(torch.nn.utils.get_total_norm(gradients)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def test_the_norm_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
-    """If an optimizer evaluates its closure several times, loss and norm are those of the last evaluation."""
+def test_loss_and_norm_are_those_of_the_first_evaluation(tmp_path: Path) -> None:
+    """If an optimizer evaluates its closure several times, loss, norm and ``weight.grad`` belong to the first time."""
     model = Evaluated(at=-1)
     model.norms = {}
-    fit(model, tmp_path, StepWatch(strict=True))
+    fit(model, tmp_path, StepWatch(strict=True), ParameterRecorder(every_n_train_steps=1, strict=True))
     assert len(model.losses) > 2 * BATCHES
-    series = open_recording(tmp_path).run["watch"]["grad_norm"]
-    assert series.statistic("value").tolist() == pytest.approx(list(model.norms.values()), rel=1e-6)
+    run = open_recording(tmp_path).run
+    norms = run["watch"]["grad_norm"].statistic("value")
+    assert norms.tolist() == pytest.approx(list(model.norms.values()), rel=1e-6)
+    recorded = run["parameters"]
+    gradients = [recorded[site] for site in recorded.sites if site.path.endswith(".grad")]
+    squares = torch.stack([each.statistic("rms").square() * each.statistic("count") for each in gradients])
+    assert squares.sum(0).sqrt().tolist() == pytest.approx(norms.tolist(), rel=1e-5)
+    assert run["watch"]["loss"].statistic("value")[0] == pytest.approx(float(model.losses[0]), rel=1e-6)
 
 
 class Words(LightningModule):

@@ -170,13 +170,21 @@ def test_not_registered(names: list[str], named: str) -> None:
 
 @pytest.mark.parametrize(
     ("share", "training", "alarm"),
-    [("0.999", "True", 1), ("0.8", "True", 1), ("0.5", "True", 0), ("0.9", "False", 0), ("1.0", "True", 0)],
+    [
+        ("0.999", "True", 1),
+        ("0.8", "True", 1),
+        ("0.5", "True", 0),
+        ("0.9", "False", 0),
+        ("1.0", "True", 0),
+        ("0.9", "", 1),
+    ],  # torch's default is not recorded
 )
 @pytest.mark.parametrize("op", ["dropout", "alpha_dropout", "dropout2d"])
 def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
     """A call of dropout in train mode that keeps a fifth of its inputs or less is a finding about its module."""
     graph = chain("fc1", "drop", "fc2", drop="Dropout")
-    arguments = (("p", share), ("training", training))
+    alarm = alarm if training or op != "alpha_dropout" else 0  # which is off by default
+    arguments = (("p", share), *([("training", training)] if training else []))
     nodes = [replace(each, name=op, arguments=arguments) if each.id == 5 else each for each in graph.nodes]
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("fc1", "drop", "fc2")}
     found = run(layers, graph=replace(graph, nodes=tuple(nodes)))

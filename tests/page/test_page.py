@@ -21,7 +21,7 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
-from tests.benchmarks.page import model
+from tests.benchmarks.page import model, parallel
 from tests.browser.chromium import CHROMIUM, open_page
 from tests.commands.console import run as command
 from tests.page.test_data import written
@@ -434,6 +434,17 @@ def test_a_graph_opens_with_few_boxes(page: Page, tmp_path: Path, layers: int, m
     opened(page, path, "#tab=graph")
     page.locator("g.node").first.wait_for()
     assert 1 < page.locator("g.node").count() <= most
+
+
+def test_blocks_that_are_added_up_are_one_box(page: Page, tmp_path: Path) -> None:
+    """Many equal blocks side by side are one box, though functions are called between them; a cell opens one block."""
+    opened(page, graph_of(tmp_path, parallel(80), torch.ones(2, 4)), "#tab=graph")
+    expect(page.locator("g.node text.title").filter(has_text="×")).to_have_text("block0 … block79  ×80")
+    assert page.locator("g.node").count() < 8
+    page.locator("g.node .cell").nth(40).dispatch_event("click")
+    expect(page.locator("g.frame text.title").filter(has_text="block40")).to_be_visible()
+    titles = page.locator("g.node text.title").filter(has_text="×").all_text_contents()
+    assert titles == ["block0 … block39  ×40", "block41 … block79  ×39"]
 
 
 def test_the_steps_of_a_chart_are_whole(page: Page, tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_recorder import DumpError, RecorderError, capture_graph
+from lightning_recorder.callbacks.reproduce import reproduce
 from lightning_recorder.commands import main
 from lightning_recorder.dumps import write_dump
 from lightning_recorder.insight import Finding, Trace
@@ -209,6 +211,34 @@ def test_damaged_files(name: str, run: Path, tmp_path: Path) -> None:
             assert _status(list(commands[number % len(commands)])) in (0, 1, 2), number
     finally:
         path.write_bytes(whole)
+
+
+class Constant(LightningModule):
+    """A model whose loss does not depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = torch.nn.Parameter(torch.ones(2)), 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [INCIDENT, "recorder/incidents/step-1/random.safetensors", "last.ckpt"])
+def test_damaged_files_of_an_incident(name: str, copied: Path) -> None:
+    """A step that is run again from damaged files either runs or raises an error of this package."""
+    checkpoint, path = copied / "last.ckpt", copied / name
+    torch.save({"state_dict": Constant().state_dict()}, checkpoint)
+    whole = path.read_bytes()
+    for number in range(60):
+        rng = random.Random(f"{name} {number}")
+        path.write_bytes(damaged(whole, name if name != "last.ckpt" else "x.safetensors", rng) if number else whole)
+        runs: Callable[[], object] = lambda: reproduce((copied / INCIDENT).parent, Constant(), checkpoint=checkpoint)  # noqa: E731
+        guarded(runs) if number else runs()
 
 
 FINDINGS: dict[str, Callable[[dict[str, Any]], Any]] = {

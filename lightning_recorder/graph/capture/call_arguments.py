@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
 from lightning_recorder.graph.capture.function_calls import PLAIN
-from lightning_recorder.graph.capture.signatures import bind
+from lightning_recorder.graph.capture.overloads import TENSOR, Omitted, as_declared, is_equal, named_arguments
 from lightning_recorder.internals.preserve_state import read_extra_repr
 from lightning_recorder.privacy import hide_secrets
 
@@ -21,19 +23,10 @@ __all__ = ["Given", "describe_arguments", "describe_module", "in_order", "plain_
 _LONGEST = 200  # characters of one value
 _MOST_ENTRIES = 16  # of a tuple
 _WITHOUT_EFFECT = ("inplace",)  # on the computed values
-
-
-class _Omitted:
-    """Stands for a tensor, or for an object whose text may change from run to run."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-_TENSOR = _Omitted("tensor")
+_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # as torch reads them
+_RENAMED = {"split_size_or_sections": "split_size"}  # as the method has it
+_BY_INDEX = ("__getitem__", "__setitem__")
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Given(NamedTuple):
@@ -48,7 +41,7 @@ def plain_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """Return the arguments of a call without its tensors; ``None`` if there are no others."""
     plain = tuple([each if type(each) in PLAIN else _without_tensors(each) for each in args])
     named = {name: _without_tensors(each) for name, each in kwargs.items()} if kwargs else {}
-    if all(each is _TENSOR or each is None for each in (*plain, *named.values())):
+    if all(each is TENSOR or each is None for each in (*plain, *named.values())):
         return None
     return Given(function, plain, named)
 
@@ -58,50 +51,56 @@ def _without_tensors(value: Any) -> Any:
     if kind in PLAIN:
         return value
     if issubclass(kind, Tensor):
-        return _TENSOR
+        return TENSOR
     if issubclass(kind, (list, tuple)):
         # A list of sizes may have thousands of entries.
-        parts = [_without_tensors(each) for each in value[:_MOST_ENTRIES]]
-        if parts and all(each is _TENSOR for each in parts):
-            return _TENSOR
-        more = [_Omitted("…")] if len(value) > _MOST_ENTRIES else []
-        return tuple(parts + more)
-    return _Omitted(kind.__name__)
+        parts = tuple([_without_tensors(each) for each in value[:_MOST_ENTRIES]])
+        return (*parts, Omitted("…")) if len(value) > _MOST_ENTRIES else _all_or_tensor(parts)
+    if kind is type:
+        return _TYPES.get(value, Omitted(value.__name__))
+    if issubclass(kind, np.generic):
+        return value.item()
+    return Omitted(kind.__name__)
+
+
+def _all_or_tensor(values: tuple[Any, ...]) -> Any:
+    """Return some values, or one placeholder if all are tensors."""
+    return TENSOR if values and all(each is TENSOR for each in values) else values
 
 
 def describe_arguments(given: Given) -> tuple[tuple[str, str], ...]:
-    """Return the names and values of arguments as text, without tensors and without arguments that are ``None``."""
+    """Return the names and values of arguments as text, without tensors and without arguments that are ``None``.
+
+    Arguments that equal their default are left out.
+    """
     function, args, kwargs = given
-    named = dict(_named(function, args, kwargs))
-    if function in (Tensor.__getitem__, Tensor.__setitem__):
-        named["index"] = _Omitted(_index(named["index"]))
+    named = named_arguments(function, args, kwargs)
+    if named is None:
+        named = _by_signature(function, args, kwargs)
+    if "index" in named and getattr(function, "__name__", "") in _BY_INDEX:
+        named["index"] = Omitted(_index(named["index"]))
     return tuple(
         (name, _shown(value, name))
         for name, value in named.items()
-        if value is not None and value is not _TENSOR and name not in _WITHOUT_EFFECT
+        if value is not None and value is not TENSOR and name not in _WITHOUT_EFFECT
     )
 
 
-def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    if function is Tensor.__getitem__ or function is Tensor.__setitem__:
-        return dict(zip(("self", "index", "value"), args, strict=False))
-    if getattr(function, "__name__", "").startswith("__") and len(args) == 2:  # an operator, such as ``2 ** x``
-        return {"self": args[0], "other": args[1], **kwargs}
-    if not hasattr(function, "__code__"):
-        known = [_kind(each) for each in args], {name: _kind(each) for name, each in kwargs.items()}
-        if (found := bind(function, args, kwargs, *known)) is not None:
-            return found
-    names = _parameter_names(function)
-    # An argument without a known name keeps its position, so that another value is another setting.
-    rest = {str(position): args[position] for position in range(min(len(names), len(args)), len(args))}
-    return {**dict(zip(names, args, strict=False)), **rest, **kwargs}
-
-
-def _kind(value: Any) -> type:
-    """Return the type of a recorded argument, in which a placeholder stands for a tensor."""
-    if value is _TENSOR:
-        return Tensor
-    return object if isinstance(value, _Omitted) else type(value)
+def _by_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a Python function by name, or by their place if the name is not known."""
+    names, rest, defaults = _signature(function)
+    named = dict(zip(names, args, strict=False))
+    more = args[len(names) :]
+    if more and rest:
+        named[rest] = _all_or_tensor(more)
+    else:  # an argument without a known name keeps its place, so that another value is another setting
+        named |= {str(place): each for place, each in enumerate(more, len(names))}
+    named |= kwargs
+    return {
+        _RENAMED.get(name, name): as_declared(function, name, value)
+        for name, value in named.items()
+        if not (name in defaults and is_equal(value, defaults[name]))
+    }
 
 
 def _shown(value: Any, name: str = "") -> str:
@@ -138,21 +137,27 @@ def prepare() -> None:
 def in_order(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield keyword arguments in the order of the parameters of a function, however the call orders them."""
     tensors = sum(isinstance(each, Tensor) for each in kwargs.values())
-    names = _parameter_names(function) if tensors > 1 else ()
+    names = _signature(function)[0] if tensors > 1 else ()
     yield from (kwargs[name] for name in names if name in kwargs)
     yield from (each for name, each in kwargs.items() if name not in names)
 
 
 @lru_cache(4096)
-def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a function's positional parameters; empty if they are unknown."""
-    # torch lists the parameters of its functions that are implemented in C.
-    described = get_testing_overrides().get(function, function)
-    try:
-        parameters = inspect.signature(described).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], str, dict[str, Any]]:
+    """Return the positional parameters of a function, the one that takes any further arguments, and the defaults."""
+    if getattr(function, "__name__", "") in _BY_INDEX:
+        return ("self", "index", "value"), "", {}
+    # torch lists the parameters of functions that have no signature, or one that accepts anything.
+    for described in (function, get_testing_overrides().get(function)):
+        try:
+            parameters = inspect.signature(described).parameters.values()  # type: ignore[arg-type]  # None raises
+        except (TypeError, ValueError):
+            continue
+        names = tuple(each.name for each in parameters if each.kind in _BY_PLACE)
+        if names:
+            rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+            return names, rest, {each.name: each.default for each in parameters if type(each.default) in PLAIN}
+    return (), "", {}
 
 
 def describe_module(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft
@@ -12,6 +12,7 @@ from lightning_recorder.graph.capture.call_arguments import describe_module
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.origins import Call
 from lightning_recorder.graph.capture.parameters import count_below, count_own
+from lightning_recorder.internals.module_tree import is_scripted
 
 __all__ = ["CalledModules"]
 
@@ -34,6 +35,8 @@ class CalledModules:
         self._calls = calls
         self._modules: dict[int, int] = {}
         """The id of the module of each call that is described later."""
+        self._settings: dict[int, tuple[weakref.ref[nn.Module], tuple[tuple[str, str], ...]]] = {}
+        """The settings of each module by its id, since ``extra_repr`` is code of the user, which runs once."""
         self._hidden: dict[int, int] = {}
         """The number of all parameters below the module of each call whose inside is not observed."""
 
@@ -49,10 +52,17 @@ class CalledModules:
     def leave(self, node: int, module: nn.Module) -> None:
         """Describe a module that is not registered at the end of its call, since it may be freed in the step."""
         if node not in self._modules:
-            script = isinstance(module, torch.jit.ScriptModule)
+            script = is_scripted(module)
             draft = self._nodes[node]
-            draft.type_name, draft.arguments = type(module).__name__, () if script else describe_module(module)
+            draft.type_name = type(module).__name__
+            draft.arguments = () if script else self._settings_of(module, id(module))
             draft.parameters, draft.total_parameters = count_own(module), count_below(module)
+
+    def _settings_of(self, module: nn.Module, key: int) -> tuple[tuple[str, str], ...]:
+        # Another module may have had the same id before.
+        if key not in self._settings or self._settings[key][0]() is not module:
+            self._settings[key] = weakref.ref(module), describe_module(module)
+        return self._settings[key][1]
 
     def describe(self, names: ModelNames) -> None:
         """Describe the modules of the calls that have ended and of those in progress."""
@@ -66,7 +76,7 @@ class CalledModules:
                 if module is None:
                     continue
                 own, below = counts.get(key) or (count_own(module), count_below(module))
-                found = known[key] = type(module).__name__, own, below, describe_module(module)
+                found = known[key] = type(module).__name__, own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
             if node in hidden:

@@ -36,7 +36,13 @@ from lightning_recorder.internals.compiled import (
 )
 from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.module_tree import ModuleSet, named_modules_of, stored_attribute
+from lightning_recorder.internals.module_tree import (
+    ModuleSet,
+    hookable,
+    is_scripted,
+    named_modules_of,
+    stored_attribute,
+)
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.names import named_submodules, without_wrappers
 
@@ -177,10 +183,10 @@ class GraphCapture:
             yield register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True)
             return
         for name, each in named_submodules(self.module).items():
-            if name and each not in self._left_out and not isinstance(each, torch.jit.ScriptModule):
-                yield each.register_forward_pre_hook(_CaptureHook(self._before_call))
+            if name and each not in self._left_out and not is_scripted(each):
+                yield hookable(each).register_forward_pre_hook(_CaptureHook(self._before_call))
                 after = _CaptureHook(self._after_call)
-                yield each.register_forward_hook(after, with_kwargs=True, always_call=True)
+                yield hookable(each).register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -277,7 +283,7 @@ class GraphCapture:
                 self._recording.enter_call(module, args)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             self._break(error)
-        if not module.training and is_fused(module) and self._active:
+        if self._active and is_fused(module):
             self._pause(module)
 
     def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:

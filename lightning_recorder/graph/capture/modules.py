@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.parameters import is_initialized
 from lightning_recorder.graph.model import Kind
-from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, named_parameters_of, parameters_of
+from lightning_recorder.internals.module_tree import (
+    attributes_of,
+    is_a,
+    is_scripted,
+    is_training,
+    modules_of,
+    named_buffers_of,
+    named_parameters_of,
+    parameters_of,
+)
 from lightning_recorder.names import named_submodules
 
 __all__ = ["ModelNames", "is_fused", "is_opaque"]
@@ -74,7 +83,7 @@ class ModelNames:
         """Give a name to a called module that has none, and return it; ``None`` if it must stay unnamed."""
         # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
         wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
-        if isinstance(module, torch.jit.ScriptModule) or wraps:
+        if is_scripted(module) or wraps:
             return None
         self._welcome(type(module).__name__, module)
         return self.of(module)
@@ -115,8 +124,9 @@ class ModelNames:
             module = reference()
             if module is None:
                 return {}
-            submodules = len(module._modules)
-            if submodules + len(module._parameters) != reference.size:
+            attributes = attributes_of(module)
+            submodules = len(attributes["_modules"])
+            if submodules + len(attributes["_parameters"]) != reference.size:
                 return {}
             inner += submodules
         if self._aliases or inner != len(self._registered) - 1:
@@ -142,18 +152,19 @@ class ModelNames:
         """Register a module and its own tensors under their names."""
         key = id(module)
         reference = self._names[key] = _NamedModule(module)
-        reference.name, reference.size = name, len(module._modules) + len(module._parameters)
+        table = attributes_of(module)
+        reference.name, reference.size = name, len(table["_modules"]) + len(table["_parameters"])
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
-        if isinstance(module, torch.jit.ScriptModule):
+        if issubclass(type(module), torch.jit.ScriptModule):
             own = [
                 ("parameter", named_parameters_of(module, recurse=False)),
                 ("buffer", named_buffers_of(module, recurse=False)),
             ]
-        elif module._buffers:
-            own = [("parameter", module._parameters.items()), ("buffer", module._buffers.items())]
+        elif table["_buffers"]:
+            own = [("parameter", table["_parameters"].items()), ("buffer", table["_buffers"].items())]
         else:
-            own = [("parameter", module._parameters.items())] if module._parameters else []
+            own = [("parameter", table["_parameters"].items())] if table["_parameters"] else []
         around = f"{name}." if name else ""
         for kind, tensors in own:
             for path, tensor in tensors:
@@ -183,9 +194,9 @@ class ModelNames:
 def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
     for name, module in registered.items():
-        if isinstance(module, torch.jit.ScriptModule):
+        if issubclass(type(module), torch.jit.ScriptModule):
             continue
-        attributes = vars(module)
+        attributes = attributes_of(module)
         if not any(isinstance(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
             continue  # the usual case
         for attribute, value in attributes.items():
@@ -215,7 +226,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
         return
     nested = nested and len(value) <= _MOST_NESTED
     for key, each in pairs:
-        if isinstance(each, nn.Module):
+        if is_a(each, nn.Module):
             yield f"[{key!r}]", each
         elif nested and isinstance(each, _CONTAINERS) and len(each) <= _MOST_NESTED:
             yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
@@ -223,11 +234,11 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 def is_fused(module: nn.Module) -> bool:
     """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
-    if module.training or not isinstance(module, _FUSED):
+    if not issubclass(type(module), _FUSED) or is_training(module):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters_of(module)))
 
 
 def is_opaque(module: nn.Module) -> bool:
     """Return True if the computation inside a module is not observed at all."""
-    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)
+    return is_fused(module) or is_scripted(module)

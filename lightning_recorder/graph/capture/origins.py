@@ -33,7 +33,7 @@ class Call:
     module: nn.Module
     start_s: float = 0.0
     inputs: tuple[TensorMeta, ...] | None = None
-    """The tensors in its positional arguments as they were before, if these include containers that it may change."""
+    """The tensors in its arguments as they were before, if these include containers that it may change."""
 
 
 @dataclass

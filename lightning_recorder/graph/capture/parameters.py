@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Set
 
-import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
-from lightning_recorder.internals.module_tree import modules_of, own_parameters_of
+from lightning_recorder.internals.module_tree import attributes_of, is_scripted, modules_of, own_parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["around", "count", "count_below", "count_own", "is_initialized", "note_used"]
@@ -27,9 +26,9 @@ def is_initialized(parameter: Tensor) -> bool:
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
-    if isinstance(module, torch.jit.ScriptModule):
+    if is_scripted(module):
         return list(own_parameters_of(module).values())
-    return [each for each in module._parameters.values() if each is not None]
+    return [each for each in attributes_of(module)["_parameters"].values() if each is not None]
 
 
 def count_own(module: nn.Module) -> int:

@@ -24,7 +24,7 @@ from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigin
 from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import versions_of
+from lightning_recorder.internals.autograd import keywords_of, versions_of
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tensors
@@ -176,7 +176,7 @@ class StepRecording:
             return  # a callback calls the model
         names = self._origins.names
         name = None if names is None else names.of(module)
-        registered = name is not None and not isinstance(module, torch.jit.ScriptModule)
+        registered = name is not None and not issubclass(type(module), torch.jit.ScriptModule)
         if name is None and names is not None and not caller.trainer:
             name = names.of_stranger(module)
         if name is None:
@@ -187,6 +187,8 @@ class StepRecording:
             self._builder.nodes[node].call = number
         if registered:
             self._called.note(node, module)
+        if keywords := keywords_of(module):
+            args = (*args, *keywords.values())
         is_plain = (not args[1:] and type(args[0]) in _TENSORS) if args else True  # the usual case, without a call
         given = None if is_plain or _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
         self._calls.append(Call(node, module, self._clock() if self._times else 0.0, given))
@@ -224,8 +226,7 @@ class StepRecording:
         self._called.leave(node, module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if call.inputs is not None:
-            by_keyword = inputs[1] if len(inputs) > 1 else {}
-            draft.inputs = (*call.inputs, *metas_of(tensors_in(by_keyword.values())))
+            draft.inputs = call.inputs
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3
         empty = node == len(self._builder.nodes) - 1

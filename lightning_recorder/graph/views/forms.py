@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
-__all__ = ["GEOMETRY", "SETTINGS", "TENSORS", "VARIED", "forms", "operands", "without_numbers"]
+__all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
 
 TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
@@ -17,36 +17,16 @@ _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "
 VARIED = ("p", "drop_prob", "drop_rate")
 """Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth."""
 
-# Settings of functions that decide what they compute. An index or an operand may be the number of a step, and a size
-# may depend on the data.
-SETTINGS = frozenset(
-    (
-        *("dim", "dims", "dim0", "dim1", "axis", "axis0", "axis1", "source", "destination", "start_dim", "end_dim"),
-        *("stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding", "ceil_mode"),
-        *("pad", "shifts", "dimension", "diagonal", "chunks", "k", "n", "ord", "offset", "repeats", "num_heads"),
-        *("exponent", "alpha", "beta", "min", "max", "eps", "scale", "threshold", "negative_slope", "lambd"),
-        *("approximate", "keepdim", "is_causal", "mode", "equation", "reduction", "descending", "largest", "upper"),
-        *("scale_factor", "align_corners", "num_classes", "normalized_shape", "correction", "unbiased"),
-        *("rounding_mode", "right", "divisor_override", "count_include_pad", "norm_type", "num_groups", "norm"),
-        *("hard", "tau", "min_val", "max_val", "lower", "q", "interpolation", "margin", "delta", "label_smoothing"),
-        *(
-            "padding_mode",
-            "antialias",
-            "upscale_factor",
-            "downscale_factor",
-            "enable_gqa",
-            "step",
-            "max_norm",
-            "maxnorm",
-        ),
-        *("decimals", "log_target", "ignore_index", "left", "periodic"),
-        *("n_fft", "hop_length", "win_length", "onesided", "normalized", "center", "nan", "posinf", "neginf"),
-    )
+# Arguments of functions in which equal nodes may differ. All others are settings, such as a slope.
+_PLACES = ("index", "start")  # may be the number of a step
+_SIZES = frozenset(("size", "sizes", "shape", "length", "split_size", "split_size_or_sections"))
+_NUMBERS = frozenset(("input", "other", "value", "fill_value", "weight", "end", "low", "high", "mean", "std", "steps"))
+_EXECUTION = frozenset(
+    ("dtype", "device", "layout", "memory_format", "pin_memory", "requires_grad", "non_blocking", "copy", "generator")
 )
-
-_SETTINGS_AND_P = SETTINGS | {"p"}
-_PLACES = ("index", "start")
-_SETTINGS_AND_SIZES = _SETTINGS_AND_P | {"size", "sizes", "shape", "length", "split_size_or_sections", "dtype"}
+_OF_TRAINING = frozenset(("training", "train", "dropout", "dropout_p"))
+_VARIED_OF_FUNCTIONS = _SIZES | _NUMBERS | _EXECUTION | _OF_TRAINING | frozenset(_PLACES)
+_RESHAPES = ("reshape", "view", "unflatten")
 
 GEOMETRY = frozenset(
     (
@@ -72,6 +52,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     place = {node: number for number, node in enumerate(tree)}
     inner = _inner_edges(graph, place)
     untrained = _untrained(graph) if with_training else {}
+    reshaped = _reshaped([parts.nodes[each] for each in tree], graph)
     numbers: dict[object, int] = {}
     known: dict[int, int] = {}
     # Children come after their parent, so in reverse order they are known first.
@@ -82,6 +63,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
         form = (
             _label(node) if with_sizes else _label_without_sizes(node),
             status,
+            reshaped.get(node_id, ()),
             inside,
             tuple(inner.get(node_id, ())),
         )
@@ -98,6 +80,21 @@ def _untrained(graph: Graph) -> dict[str, Key]:
             found.setdefault(name, []).append(("", status))  # of a module as a whole
             found.setdefault(around, []).append((last, status))  # of a parameter
     return {name: tuple(each) for name, each in found.items()}
+
+
+def _reshaped(nodes: Iterable[Node], graph: Graph) -> dict[int, Key]:
+    """Return the output shapes of functions that reshape inputs of one shape to several shapes.
+
+    Other sizes may depend on the data. The same data with other sizes is another function.
+    """
+    found: dict[Key, dict[int, Key]] = {}
+    for node in nodes:
+        if node.kind == "op" and node.name in _RESHAPES:
+            around = "" if node.parent is None else graph[node.parent].type_name
+            key = around, node.name, tuple(meta.shape for meta in node.inputs)
+            found.setdefault(key, {})[node.id] = tuple(meta.shape for meta in node.outputs)
+    several = (shapes for shapes in found.values() if len(set(shapes.values())) > 1)
+    return {node: shape for shapes in several for node, shape in shapes.items()}
 
 
 def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:
@@ -152,9 +149,15 @@ def _settings(node: Node) -> Key:
     """Return the arguments in which equal nodes agree, such as a dilation."""
     if node.kind == "module":
         return tuple(pair for pair in node.arguments if pair[0] not in VARIED)
+    return tuple(pair for pair in node.arguments if is_setting(node, pair[0]))
+
+
+def is_setting(node: Node, name: str) -> bool:
+    """Return True if an argument of a function decides what it computes, and is neither an operand nor a size."""
     # The p of a dropout is a drop rate, and that of others the kind of a norm.
-    settings = SETTINGS if "dropout" in node.name or node.name == "bernoulli" else _SETTINGS_AND_P
-    return tuple(pair for pair in node.arguments if pair[0] in settings)
+    if name == "p":
+        return "dropout" not in node.name and node.name != "bernoulli"
+    return name not in _VARIED_OF_FUNCTIONS
 
 
 def operands(node: Node, *, only_places: bool = False) -> Key:
@@ -167,7 +170,8 @@ def operands(node: Node, *, only_places: bool = False) -> Key:
     pairs = node.arguments if node.kind == "op" else ()
     if only_places:
         return tuple(pair for pair in pairs if pair[0] in _PLACES)
-    return tuple(pair for pair in pairs if pair[0] not in _SETTINGS_AND_SIZES and not pair[0].isdigit())
+    left_out = _SIZES | {"p", "dtype"}
+    return tuple(pair for pair in pairs if pair[0] not in left_out and not is_setting(node, pair[0]))
 
 
 def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:

@@ -521,7 +521,7 @@ def target_scale(
     """
     step = _of_step(evidence)
     for node in step.operations:
-        layer = step.behind(node) if node.name == "mse_loss" and _setting(node, "reduction") == "'mean'" else None
+        layer = step.behind(node) if node.name == "mse_loss" and _setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]
         shape = _shape(node)
         # A factor, another term of the loss, or another use of the layer would change the gradient.

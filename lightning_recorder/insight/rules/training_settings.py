@@ -304,8 +304,10 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
     for node in evidence.graph.nodes:
         if node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
             arguments = dict(node.arguments)
-            dropped = float(arguments.get("p", "0"))
-            if share <= dropped < 1 and arguments.get("training") == "True":
+            # Arguments that equal torch's defaults are not recorded.
+            dropped = float(arguments.get("p", "0.5"))
+            training = arguments.get("training", arguments.get("train", str("alpha" not in node.name)))
+            if share <= dropped < 1 and training == "True":
                 found[evidence.graph[node.parent or 0].name] = dropped
     if found:
         name, dropped = next(iter(found.items()))

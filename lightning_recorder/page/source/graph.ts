@@ -8,6 +8,8 @@ export interface Box {
   id: string; nodes: NodeData[]; open: boolean; children: Box[]; title: string; detail: string;
   width: number; height: number;
 }
+/** Nodes that are drawn as one box, and the functions between equal modules that the box contains. */
+export interface Part { nodes: NodeData[]; between: NodeData[] }
 export interface Line { source: string; target: string; count: number; tensor: string; back: boolean; side: Side }
 /** The run that alone has an edge: this one, the other one, or neither. */
 export type Side = "" | "added" | "removed";
@@ -18,6 +20,8 @@ export interface Placed { x: number; y: number; width: number; height: number }
 export interface Layout { width: number; height: number; places: Map<string, Placed>; paths: { line: Line; path: string; label: { text: string; x: number; y: number } | null }[] }
 
 const LEAST_GROUP = 3;
+const MANY_PARTS = 60;  // of one module; then functions between equal modules do not keep them apart
+const MANY_LINES = 1000;  // of which Graphviz would move the boxes for minutes
 export const CELL = 11;
 export const CELLS = 16;  // in a row
 const SIGN = 16;  // pixels for the sign that opens or closes a box
@@ -79,8 +83,8 @@ export class Tree {
       const next: NodeData[] = [];
       for (const node of level) for (const part of this.parts(node, open)) {
         // A run of equal modules stays closed: its cells show each of them.
-        if (part.length > 1) continue;
-        const child = part[0]!, inner = this.inside(child);
+        if (part.nodes.length > 1) continue;
+        const child = part.nodes[0]!, inner = this.inside(child);
         if (!inner.length) continue;
         const more = this.parts(child, open).length - 1;
         if (count + more > limit) continue;
@@ -92,16 +96,33 @@ export class Tree {
   }
 
   /** The children of a node; consecutive equal modules that are closed are one part. */
-  parts(node: NodeData, open: Set<number>): NodeData[][] {
-    const parts: NodeData[][] = [];
-    for (const child of this.inside(node)) {
-      const last = parts[parts.length - 1];
-      const first = last?.[0];
-      const joins = first && child.kind === "module" && first.kind === "module" && child.form === first.form
-        && !open.has(child.id) && !open.has(first.id) && !open.has(-first.id);
-      if (joins) last.push(child); else parts.push([child]);
+  parts(node: NodeData, open: Set<number>): Part[] {
+    const parts = this.runs(this.inside(node), open, false);
+    return parts.length > MANY_PARTS ? this.runs(this.inside(node), open, true) : parts;
+  }
+
+  /** Join equal modules that are closed, also across the same functions if `across`, such as those of a sum. */
+  private runs(inside: NodeData[], open: Set<number>, across: boolean): Part[] {
+    const parts: Part[] = [], joins = (one: NodeData, other: NodeData): boolean =>
+      one.kind === "module" && other.kind === "module" && one.form === other.form && !open.has(one.id) && !open.has(other.id);
+    let run: Part | null = null, gap: NodeData[] = [], usual: string | null = null;
+    const single = (nodes: NodeData[]): void => nodes.forEach((each) => parts.push({ nodes: [each], between: [] }));
+    const flush = (): void => {
+      if (run && run.nodes.length >= LEAST_GROUP) parts.push(run);
+      else if (run) single([...run.nodes, ...run.between].sort((one, other) => inside.indexOf(one) - inside.indexOf(other)));
+      single(gap);
+      run = null; gap = []; usual = null;
+    };
+    for (const child of inside) {
+      if (across && run && child.kind === "op") { gap.push(child); continue; }
+      const names = gap.map((each) => each.name).join();
+      if (run && joins((run as Part).nodes[0]!, child) && (usual === null || usual === names)) {
+        (run as Part).nodes.push(child); (run as Part).between.push(...gap);
+        usual = names; gap = [];
+      } else { flush(); run = { nodes: [child], between: [] }; }
     }
-    return parts.flatMap((part) => part.length >= LEAST_GROUP ? [part] : part.map((each) => [each]));
+    flush();
+    return parts;
   }
 }
 
@@ -135,16 +156,16 @@ export function view(tree: Tree, open: Set<number>): View {
     owner.set(node.id, id);
     for (const each of tree.below(node)) owner.set(each.id, id);
   };
-  const build = (nodes: NodeData[]): Box => {
+  const build = ({ nodes, between }: Part): Box => {
     const first = nodes[0]!, isRoot = first === tree.root;
     const isOpen = nodes.length === 1 && open.has(first.id) && tree.inside(first).length > 0;
     const made = box(`n${first.id}`, nodes, isOpen, isRoot, !isRoot && tree.inside(first).length > 0, tree.data);
     boxes.set(made.id, made);
     if (isOpen) { owner.set(first.id, made.id); made.children = tree.parts(first, open).map(build); }
-    else for (const node of nodes) claim(node, made.id);
+    else for (const node of [...nodes, ...between]) claim(node, made.id);
     return made;
   };
-  const root = build([tree.root]);
+  const root = build({ nodes: [tree.root], between: [] });
   const lines = new Map<string, Line>();
   const order = new Map([...boxes.keys()].map((id, place) => [id, place]));
   for (const [from, to, count, tensor, side = ""] of tree.data.edges) {
@@ -208,8 +229,9 @@ function zeros(width: number): string { return "0".repeat(Math.ceil(width / ZERO
 
 /** Place the boxes with Graphviz. No name from the model gets into the document, only numbers and sizes. */
 export async function layout(shown: View, sideways = false, shapes = false): Promise<Layout> {
+  const quick = shown.lines.length > MANY_LINES ? "nslimit=1 nslimit1=1 mclimit=0.1 splines=line " : "";
   const text: string[] = [
-    `digraph g { graph [compound=true ${sideways ? "rankdir=LR " : ""}nodesep=0.22 ranksep=0.3 margin=0.1]`,
+    `digraph g { graph [compound=true ${sideways ? "rankdir=LR " : ""}${quick}nodesep=0.22 ranksep=0.3 margin=0.1]`,
     'node [shape=box fixedsize=true label=""] edge [arrowsize=0.6 label=""]',
   ];
   const write = (each: Box): void => {

@@ -272,10 +272,13 @@ def test_inputs_in_a_list_are_those_before_the_call() -> None:
             features[place] = net.layer(each) * scale
         return features
 
-    net = Net(lambda net, x: net.head([x, x[:1]], scale=x[0, 0]), head=Net(head, layer=linear(4, 3)))
-    node = only(capture_graph(net, X), "head")
-    assert [str(meta) for meta in node.inputs] == ["2×4", "1×4", "scalar"]
-    assert [str(meta) for meta in node.outputs] == ["2×3", "1×3"]
+    for call in (
+        lambda net, x: net.head([x, x[:1]], scale=x[0, 0]),
+        lambda net, x: net.head(features=[x, x[:1]], scale=x[0, 0]),
+    ):
+        node = only(capture_graph(Net(call, head=Net(head, layer=linear(4, 3))), X), "head")
+        assert [str(meta) for meta in node.inputs] == ["2×4", "1×4", "scalar"]
+        assert [str(meta) for meta in node.outputs] == ["2×3", "1×3"]
 
 
 def test_keyword_inputs_alone() -> None:
