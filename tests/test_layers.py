@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("names",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),
     ("dumps", "graph", "taps"),
+    ("functions",),
     ("insight",),
     ("plots", "recordings", "sinks"),  # each sink converts data to the format of its back end
     ("page",),

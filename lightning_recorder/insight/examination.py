@@ -187,7 +187,7 @@ class Examination:
         evidence = self.evidence()
         bad = finiteness.first_bad_step(evidence)
         found: list[Finding] = []
-        whole = evidence
+        whole, evidence = evidence, evidence.of_model()
         if bad is not None:
             # After a NaN every other statistic is a consequence of it.
             evidence = evidence.before(bad)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_recorder.functions import function_of
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.odd_blocks import OddBlock
 from lightning_recorder.insight.table import Floats, Table
@@ -157,13 +158,24 @@ class Evidence:
         }
         return replace(self, **tables)
 
+    def of_model(self) -> Evidence:
+        """Return the evidence without the functions that compute the loss, which are no layers of the model."""
+        tables = {
+            name: getattr(self, name).without(self.wiring.of_loss) for name in ("activations", "gradients", "validation")
+        }
+        return replace(self, **tables)
+
     def inputs_of(self, name: str) -> list[Site]:
         """Return the recorded inputs of a module."""
         return [site for site in self.inputs.places if site.name == name]
 
     def type_of(self, name: str) -> str:
-        """Return the class name of a module; an empty string if it is unknown."""
-        return self.wiring.types.get(name, "")
+        """Return the class name of a module, or that of the module that computes the same as a function.
+
+        It is an empty string if it is unknown.
+        """
+        function = None if name in self.wiring.types else function_of(name)
+        return self.wiring.types.get(name, "") if function is None else function.type_name
 
     @cached_property
     def tensors(self) -> list[Parameter]:

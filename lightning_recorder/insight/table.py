@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -226,14 +227,19 @@ class Table:
         self._records: list[SiteRecords] = []
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
+        self._kept: NDArray[np.intp] | None = None
+        """The places in the cells of the sites of a part; None for all."""
+        self._width = 0
+        """The number of places in the cells."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def order(self, row: int) -> list[Site]:
         """Return the sites of a row in the order of execution in its records."""
-        sites = self.sites
-        return [sites[place] for cell in self._rows[row].values() for place in cell.places.tolist()]
+        kept = range(len(self.places)) if self._kept is None else self._kept.tolist()
+        sites = dict(zip(kept, self.places, strict=True))
+        return [sites[each] for cell in self._rows[row].values() for each in cell.places.tolist() if each in sites]
 
     @property
     def sites(self) -> list[Site]:
@@ -248,6 +254,7 @@ class Table:
             self.steps.insert(where, record.step)
             self._numbers.insert(where, self._numbers[-1] + 1 if self._numbers else 0)
             self._rows.insert(where, {})
+        self._width = len(self.places)
         self._rows[where][record.recorder] = _Cell(places, compact(record.values.T))
         self.about = record.about or self.about
         self.ranks = max(self.ranks, int(record.about.get("ranks", 1)))
@@ -308,10 +315,12 @@ class Table:
         found = self._columns.pop(statistic, None)
         if found is None:
             place = STATISTICS.index(statistic)
-            found = np.full((len(self.steps), len(self.places)), np.nan)
+            found = np.full((len(self.steps), self._width), np.nan)
             for row, cells in enumerate(self._rows):
                 for cell in cells.values():
                     found[row, cell.places] = cell.columns[place]
+            if self._kept is not None:
+                found = found[:, self._kept]
             most = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _MOST_CELLS // max(1, found.size)))
             while len(self._columns) >= most:
                 del self._columns[next(iter(self._columns))]  # the one that was read least recently
@@ -355,11 +364,27 @@ class Table:
         """Return the part of the table before a step."""
         part = Table()
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
+        part._kept, part._width = self._kept, self._width
         rows = bisect_left(self.steps, step)
         part.steps, part._numbers, part._rows = self.steps[:rows], self._numbers[:rows], self._rows[:rows]
         part.about, part.ranks = self.about, self.ranks
         part.diverged = {site: since for site, since in self.diverged.items() if since < step}
         part._records = [each for each in self._records if each.step < step]
+        return part
+
+    def without(self, names: Container[str]) -> Table:
+        """Return the part of the table without the sites of these modules or functions."""
+        kept = [(site, place) for site, place in self.places.items() if site.name not in names]
+        if len(kept) == len(self.places):
+            return self
+        part = copy(self)
+        part.places = {site: number for number, (site, _) in enumerate(kept)}
+        for field_name in ("dtypes", "shapes", "recorders"):
+            every = getattr(self, field_name)
+            setattr(part, field_name, [every[place] for _, place in kept])
+        places = np.array([place for _, place in kept], dtype=np.intp)
+        part._kept = places if self._kept is None else self._kept[places]
+        part._columns = {}
         return part
 
 
