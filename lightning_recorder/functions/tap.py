@@ -362,7 +362,11 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
-    """Records the gradients of the results of functions, but for losses; arguments as for ``_FunctionTap``."""
+    """Records the gradients of the results of functions, but for losses; arguments as for ``_FunctionTap``.
+
+    A reentrant checkpoint builds its graph inside the backward pass, where no function mode is active. So the gradients
+    of functions in such a checkpoint are not recorded.
+    """
 
     @override
     def observe(self, function: str, name: str, result: Any) -> None:
