@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
+from lightning_recorder.functions.losses import sides_of_loss, some_of
 from lightning_recorder.functions.table import FUNCTIONS, KNOWN, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import is_fused
@@ -70,32 +71,39 @@ class ChosenFunctions:
             if not is_metric(each) and not name.startswith(closed):
                 self._modules[each] = name
         self._fused = [each for each in modules.values() if is_fused(each)]
-        self._sites: dict[tuple[int, str, int], str] = {}
+        self._sites: dict[tuple[int, str, int, bool], str] = {}
 
     @property
     def is_fused_path_open(self) -> bool:
         """True if a module would take another path of computation under a function mode than without."""
         return any(not each.training for each in self._fused)
 
-    def name(self, module: nn.Module | None, function: str, number: int) -> str:
+    def name(self, module: nn.Module | None, function: str, number: int, *, is_loss: bool = False) -> str:
         """Return the name of a site, or an empty string if it is not to be recorded.
 
         Args:
             module: The innermost module; None for the model itself.
             function: The name of the function.
             number: The number of its call in the call of the module, starting at 1.
+            is_loss: Return the site of the sides of a loss, which is that of the module if it is all of a module.
         """
-        key = 0 if module is None else id(module), function, number
+        key = 0 if module is None else id(module), function, number, is_loss
         found = self._sites.get(key)
         if found is None:
-            found = self._sites[key] = self._new_name(self.root if module is None else module, function, number)
+            within = self.root if module is None else module
+            found = self._sites[key] = self._new_name(within, function, number, is_loss)
         return found
 
-    def _new_name(self, module: nn.Module, function: str, number: int) -> str:
+    def _new_name(self, module: nn.Module, function: str, number: int, is_loss: bool) -> str:
         around = self._modules.get(module)
-        if around is None or function not in self.functions or _is_whole(module, function):
+        if around is None or function not in self.functions:
             return ""
+        if _is_whole(module, function):
+            return self._if_chosen(function, around, around) if is_loss else ""
         bare, name = (site_name(around, function, each, self._taken) for each in (1, number))
+        return self._if_chosen(function, bare, name)
+
+    def _if_chosen(self, function: str, bare: str, name: str) -> str:
         is_named = self._names is None or any(fits(each) for fits in self._names for each in (bare, name))
         is_typed = self._types is None or FUNCTIONS[function].type_name in self._types
         is_excluded = any(fits(each) for fits in self._excluded for each in (bare, name))
@@ -206,14 +214,14 @@ class _FunctionMode(TorchFunctionMode):
             return result
         if name is not None and self._taps and not PAUSES.value and not is_tracing():
             try:
-                self._note(name, args, result)
+                self._note(name, args, kwargs or {}, result)
             except RecordingError:  # a tap is strict
                 raise
             except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
                 self._fail(error)
         return result
 
-    def _note(self, name: str, args: Any, result: Any) -> None:
+    def _note(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if FUNCTIONS[name].kind == "dropout" and args and result is args[0]:
             return  # it did nothing, and the graph does not have it
         call = _innermost_call(self._taps[0].chosen.root)
@@ -227,6 +235,9 @@ class _FunctionMode(TorchFunctionMode):
             return
         for tap in tuple(self._taps):
             tap.observe(name, tap.chosen.name(call.module, name, number), result)
+        if FUNCTIONS[name].kind == "losses":
+            for tap in tuple(self._taps):
+                tap.observe_loss(name, tap.chosen.name(call.module, name, number, is_loss=True), args, kwargs)
 
     def _fail(self, error: Exception) -> None:
         is_strict = any(tap.strict for tap in self._taps)
@@ -338,9 +349,15 @@ class _FunctionTap(Tap):
     def observe(self, function: str, name: str, result: Any) -> None:
         """Receive the result of a function; ``name`` is the name of its site, which is empty if it was not chosen."""
 
+    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:  # noqa: B027 - for outputs only
+        """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
+
 
 class FunctionOutputTap(_FunctionTap, OutputTap):
     """Records the results of functions when they return; arguments as for ``_FunctionTap``.
+
+    The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``; see
+    :func:`~lightning_recorder.functions.losses.sides_of_loss`.
 
     Example:
         >>> class Net(nn.Module):
@@ -359,6 +376,15 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         if name and not in_backward():
             self.called.add(name)
             self._guarded(name, Site(name, "out"), self._record, None, (), result)
+
+    @override
+    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
+        if name and not in_backward():
+            self._guarded(name, None, self._record_loss, function, args, kwargs)
+
+    def _record_loss(self, name: str, function: str, args: Any, kwargs: Any) -> None:
+        sides = sides_of_loss(function, args, kwargs)
+        self._pass_on(name, [(path, some_of(tensor)) for path, tensor in sides.items()])
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
