@@ -93,13 +93,13 @@ class CoverageReport:
         """The receipt as one line."""
         modules = len(self.sites) - len(self.functions)
         total = modules + len(self.missing)
-        functions = f" and {len(self.functions)} function{'s' * (len(self.functions) != 1)}" if self.functions else ""
+        functions = f", and {len(self.functions)} function{'s' * (len(self.functions) != 1)}" if self.functions else ""
         size = self.event_bytes_per_1000_steps
         files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
         spent_ms = self.recording_ms + self.flush_ms
         costs = f"{readable_size(self.state_bytes)} reserved for statistics, {spent_ms:.1f} ms in step {self.step}"
-        return f"{modules} of {total} modules{functions} recorded{ranks}{self._missing()}; {costs}{files}"
+        return f"{modules} of {total} modules recorded{ranks}{self._missing()}{functions}; {costs}{files}"
 
     def _missing(self) -> str:
         gradients = f", without a gradient: {first_few(self.without_gradient)}" if self.without_gradient else ""

@@ -11,7 +11,7 @@ from zlib import crc32
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from lightning_recorder.functions import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
+from lightning_recorder.functions import ChosenFunctions, FunctionGradientTap, FunctionOutputTap, function_of
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import prepare_device
@@ -241,7 +241,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         of_functions = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
         for kind in kinds:
             if functions is not None and kind in of_functions:
-                self.taps.append(of_functions[kind](functions, self._receive, **options))
+                self.taps.append(of_functions[kind](functions, self._receive_from_function, **options))
             if inside:
                 self.taps.append(TracedTap(inside, self._receive, like=kind, **inner, **options))
             if outside or not inside:
@@ -258,6 +258,13 @@ class StatisticsRecorder(BaseStatisticsRecorder):
     def _receive(self, site: Site, tensor: Tensor) -> None:
         if not self.ignores():
             self.states.add(site, tensor, self.factor)
+
+    def _receive_from_function(self, site: Site, tensor: Tensor) -> None:
+        """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
+        function = function_of(site.name)
+        is_of_loss = site.path != "out" or function is None or function.kind == "losses"
+        if not self.ignores():
+            self.states.add(site, tensor, self.factor, extra=not is_of_loss)
 
     @property
     @override

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
 from lightning_recorder.functions.losses import some_of
 from lightning_recorder.graph import GraphCapture
+from lightning_recorder.reductions import ChannelMoments
+from lightning_recorder.statistics import StatisticsRecorder
 from lightning_recorder.taps import Site
 
 SCORES = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [2.0, 2.0, 1.0]])
@@ -91,3 +93,16 @@ def test_large_sides_are_cut() -> None:
     assert some_of(torch.zeros(4, 1 << 19)).shape == (2, 1 << 19)
     assert some_of(torch.zeros(2, 1 << 21)).shape == (1, 1 << 21)
     assert some_of(torch.zeros(3, 5)).shape == (3, 5)
+
+
+def test_extra_reductions_leave_out_losses() -> None:
+    """A reduction that needs channels is not applied to a loss, so that it gives no warning."""
+    net = Criterion()
+    chosen = ChosenFunctions(net, FUNCTIONS)
+    with StatisticsRecorder({"head": net.head}, extra=ChannelMoments(), functions=chosen, strict=True) as recorder:
+        net.head(SCORES).relu()
+        net(SCORES)
+    found = recorder.collect()
+    assert "channel_mean" in found[Site("relu", "out")].tensors
+    assert "channel_mean" not in found[Site("cross_entropy", "in.prediction")].tensors
+    assert found[Site("cross_entropy", "in.target.ignored")].scalars["mean"] == pytest.approx(1 / 3)
