@@ -87,7 +87,9 @@ class TensorsCallback(StatisticsCallback):
     def _choose(self, pl_module: LightningModule) -> SelectedModules:
         names: Sequence[str] = vars(self.selection)["names"] or ()
         known = named_submodules(pl_module, remove_duplicate=False)
-        of_functions = [each for each in names if function_of(each) and not any(map(compile_glob(each).fullmatch, known))]
+        of_functions = [
+            each for each in names if function_of(each) and not any(map(compile_glob(each).fullmatch, known))
+        ]
         if not of_functions or not self.functions:
             return super()._choose(pl_module)
         others = [each for each in names if each not in of_functions]

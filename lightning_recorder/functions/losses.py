@@ -24,7 +24,7 @@ _IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the place of the argument ``i
 def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the prediction and the target of a loss function by their paths; empty for one that has no target.
 
-    The third, ``in.target.ignored``, is True where a class number is the one to ignore, so that its mean is the share of
+    The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
     ignored targets.
 
     Args:
@@ -55,7 +55,7 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def some_of(tensor: Tensor) -> Tensor:
-    """Return the first samples of a large tensor, with about a million values: the statistics of a side need no more."""
+    """Return a tensor, or the first samples of a large one, with about a million values, to bound the cost."""
     if type(tensor) is not Tensor or tensor.dim() < 2 or tensor.numel() <= _MOST_VALUES:
         return tensor
     return tensor[: max(1, _MOST_VALUES * len(tensor) // tensor.numel())]

@@ -19,7 +19,7 @@ from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.losses import sides_of_loss, some_of
 from lightning_recorder.functions.table import FUNCTIONS, KNOWN, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
-from lightning_recorder.graph.capture.modules import is_fused
+from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
     CALL_OF_FUNCTION,
     CALL_OF_MODULE,
@@ -70,7 +70,7 @@ class ChosenFunctions:
         for name, each in modules.items():
             if not is_metric(each) and not name.startswith(closed):
                 self._modules[each] = name
-        self._fused = [each for each in modules.values() if is_fused(each)]
+        self._fused = [each for each in modules.values() if isinstance(each, FUSED)]
         self._sites: dict[tuple[int, str, int, bool], str] = {}
 
     @property
@@ -250,7 +250,7 @@ class _FunctionMode(TorchFunctionMode):
 
 
 def _is_of_data(name: str, result: Any) -> bool:
-    """Return True for a result of ``clamp`` without a gradient: it prepares masks and indices more often than layers."""
+    """Return True for a result of ``clamp`` without a gradient, which often prepares masks and indices."""
     return (
         FUNCTIONS[name].type_name == "Clamp"
         and isinstance(result, Tensor)
@@ -349,7 +349,7 @@ class _FunctionTap(Tap):
     def observe(self, function: str, name: str, result: Any) -> None:
         """Receive the result of a function; ``name`` is the name of its site, which is empty if it was not chosen."""
 
-    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:  # noqa: B027 - for outputs only
+    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
         """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
 
 

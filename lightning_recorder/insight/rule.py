@@ -161,7 +161,8 @@ class Evidence:
     def of_model(self) -> Evidence:
         """Return the evidence without the functions that compute the loss, which are no layers of the model."""
         tables = {
-            name: getattr(self, name).without(self.wiring.of_loss) for name in ("activations", "gradients", "validation")
+            name: getattr(self, name).without(self.wiring.of_loss)
+            for name in ("activations", "gradients", "validation")
         }
         return replace(self, **tables)
 

@@ -19,7 +19,7 @@ INPUT = "(input)"
 class Wiring:
     """The recorded modules and the edges between their calls.
 
-    A functional operation between two modules that is not recorded is looked through, so that after ``h = x + self.branch(x)`` the next
+    A functional operation that is not recorded is looked through, so that after ``h = x + self.branch(x)`` the next
     module is fed by ``branch`` and by the producer of ``x``. Without a graph, each module is fed by the one before it.
 
     Args:

@@ -115,7 +115,14 @@ class SiteStates:
         return sum(each.nbytes for each in self._stores) + self._recycled.nbytes
 
     def add(self, site: Site, tensor: Tensor, factor: float = 1.0, *, extra: bool = True) -> None:
-        """Update the statistics of a site with a tensor multiplied by a factor; ``extra=False`` for the default ones."""
+        """Update the statistics of a site with a tensor multiplied by a factor.
+
+        Args:
+            site: The site.
+            tensor: The tensor.
+            factor: The factor.
+            extra: Update the additional reductions, too.
+        """
         if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):  # no values
             return
         bank = self._banks[0]

@@ -278,7 +278,7 @@ _UNKNOWN = (None, None)
 
 @lru_cache(maxsize=64)
 def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[tuple[Site, ...], NDArray[np.int64]]:
-    """Return the sites in the order of the modules, and their places. Functions follow all of the module around them."""
+    """Return the sites in the order of the modules, and their places. Functions come last in the module around them."""
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         parts = name.split(".")

@@ -196,14 +196,20 @@ def test_modes_end_in_any_order(net: Net) -> None:
 def test_a_fused_transformer_is_left_alone() -> None:
     """A transformer in eval mode computes the same bits, which a function mode would change."""
     torch.manual_seed(0)
-    net = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True).eval()
+    net = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True)
     x = torch.randn(2, 3, 8)
+    found: list[Site] = []
+    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, _: found.append(site))
+    with tap:
+        net(x)
+    assert [site.name for site in found] == ["relu"]
+    assert tap.unseen == ""
+    net.eval()
     with torch.no_grad():
         expected = net(x)
-        found: list[Site] = []
-        with FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, _: found.append(site)) as tap:
+        with tap:
             assert torch.equal(net(x), expected)
-    assert found == []
+    assert len(found) == 1
     assert "fused path" in tap.unseen
 
 
