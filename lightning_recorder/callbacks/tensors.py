@@ -64,9 +64,16 @@ class TensorsCallback(StatisticsCallback):
             eager=self._runs_eagerly,
             traced=self._traced,
             key=f"{self.group} {self.name} {stage}",
-            functions=self._chosen_functions,
+            functions=self._functions_in(stage),
             **self.options,
         )
+
+    def _functions_in(self, stage: str) -> ChosenFunctions | None:
+        """Return the functions to record in a stage. In evaluations dropout is one by default: it should do nothing."""
+        chosen = self._chosen_functions
+        if chosen is None or stage == "train" or self.functions != _DEFAULT_FUNCTIONS:
+            return chosen
+        return chosen.having(name for name, each in FUNCTIONS.items() if each.kind == "dropout")
 
     @property
     def _runs_eagerly(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
@@ -72,6 +73,12 @@ class ChosenFunctions:
                 self._modules[each] = name
         self._fused = [each for each in modules.values() if isinstance(each, FUSED)]
         self._sites: dict[tuple[int, str, int, bool], str] = {}
+
+    def having(self, functions: Iterable[str]) -> ChosenFunctions:
+        """Return the same with further functions."""
+        more = copy.copy(self)
+        more.functions, more._sites = self.functions.union(functions), {}
+        return more
 
     @property
     def is_fused_path_open(self) -> bool:

@@ -14,6 +14,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import (
     backward,
     comparisons,
+    evaluation,
     finiteness,
     forward,
     gradient_depth,
@@ -56,6 +57,7 @@ _PARTS = (
     operations,
     settings,
     steps,
+    evaluation,
     scales,
     optimization,
     small_updates,

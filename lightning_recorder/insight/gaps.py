@@ -83,6 +83,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], int]] = {
     "target-scale": ((_A, _P, _GRAPH), 8),
     "unused-codes": ((_P, _GRAPH), 8),
     "ranks-differ": ((_P,), 1),
+    "dropout-in-evaluation": ((_A, _VALIDATION), 1),
 }
 """What each rule reads, and the least number of records of it. ``"any"`` stands for one of the groups.
 

@@ -91,10 +91,9 @@ class Coverage:
         skipped = {name: self.root.get_submodule(name) for name in self.skipped}
         return {name: type(module).__name__ for name, module in {**self.modules, **skipped}.items()}
 
-    def functions_in(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the torch functions among recorded names, with the classes of the modules that compute the same."""
-        others = {name: function_of(name) for name in names if name not in self.modules}
-        return {name: function.type_name for name, function in others.items() if function is not None}
+    def functions_in(self, names: Iterable[str]) -> list[str]:
+        """Return the torch functions among recorded names."""
+        return [name for name in names if name not in self.modules and function_of(name) is not None]
 
     def having(self, **known: Any) -> Coverage:
         """Return a copy with additional facts."""

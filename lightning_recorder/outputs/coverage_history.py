@@ -241,7 +241,6 @@ class CoverageHistory:
         """Return the receipt with the current facts."""
         by_module = paths_by_module(self._sites)
         order = [name for name in self._coverage.modules if name in by_module]
-        functions = self._coverage.functions_in(by_module)
         coverage = self._coverage.having(fired=tuple(by_module), called=frozenset(self._called))
         return replace(
             receipt,
@@ -251,8 +250,7 @@ class CoverageHistory:
             steps={name: self._modules.steps(name) for name in by_module},
             without_gradient=tuple(coverage.without_gradients(self._sites)),
             changes=tuple(self._changes),
-            types={**receipt.types, **functions},
-            functions=tuple(functions),
+            functions=self._coverage.functions_in(by_module),
             unseen_functions=coverage.unseen_functions or receipt.unseen_functions,
         )
 

@@ -338,7 +338,6 @@ def _make_receipt(
 ) -> CoverageReport:
     found = dict.fromkeys(sites)
     paths = paths_by_module(found)
-    functions = coverage.functions_in(paths)
     return CoverageReport(
         step=step,
         sites=paths,
@@ -349,8 +348,8 @@ def _make_receipt(
         last_step=step,
         without_gradient=tuple(coverage.without_gradients(found)),
         ran_eagerly=tuple(coverage.ran_eagerly),
-        types={**functions, **coverage.types},
+        types=coverage.types,
         compiled=coverage.compiled,
-        functions=tuple(functions),
+        functions=coverage.functions_in(paths),
         unseen_functions=coverage.unseen_functions,
     )
