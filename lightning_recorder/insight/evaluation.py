@@ -33,7 +33,7 @@ RULES = (
         why="The function is called without training=self.training, and its default is to drop values.",
         next="Write F.dropout(x, p, training=self.training), or use nn.Dropout.",
         false_alarms=(
-            "Models that drop values in evaluations on purpose, to estimate how sure they are. An nn.Dropout that is in "
+            "Models that drop values in evaluations on purpose, to estimate how sure they are. An nn.Dropout in "
             "training mode is left out."
         ),
         examine=_drops,
