@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),
     ("dumps", "graph", "taps"),
+    ("functions",),
     ("insight",),
     ("plots", "recordings", "sinks"),  # each sink converts data to the format of its back end
     ("page",),

@@ -84,6 +84,13 @@ class GradientRecorder(TensorsCallback):
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
             are ``gradients/<module>#2/…``. By default, all calls are merged. The number is that of the call in the
             forward pass, also with checkpointing.
+        functions: The torch functions for whose outputs the gradients are recorded as well: any of ``"activations"``,
+            ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"`` and names such as ``"relu"``. True for
+            all of them, False for none; the default is activations. Losses have no gradient. Tags are those of a
+            module, such as ``gradients/encoder.relu/…``, and ``encoder.relu#2`` for the second call in a call of
+            ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A function that is all of a
+            module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
+            runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
@@ -138,6 +145,7 @@ class GradientRecorder(TensorsCallback):
         reduce: int | Literal["step", "epoch"] = "step",
         tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
         per_call: bool = False,
+        functions: bool | str | Sequence[str] | None = None,
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extras = (),
         outputs: Outputs = Outputs(),
@@ -146,7 +154,7 @@ class GradientRecorder(TensorsCallback):
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        self._choose_tensors(tensors, per_call)
+        self._choose_tensors(tensors, per_call, functions)
         super().__init__(
             names,
             types=types,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from typing_extensions import override
 from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_bool, check_some, warn
+from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, ChosenFunctions, function_of
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.internals.module_tree import ModuleSet
+from lightning_recorder.names import compile_glob, named_submodules
 from lightning_recorder.selection import SelectedModules
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, StatisticsRecorder
 from lightning_recorder.taps import Tap
@@ -25,25 +28,30 @@ from lightning_recorder.taps import Tap
 __all__ = ["TensorsCallback"]
 
 _TENSORS = ("inputs", "outputs")
+_DEFAULT_FUNCTIONS = tuple(name for name, each in FUNCTIONS.items() if each.kind in DEFAULT_KINDS)
 
 
 class TensorsCallback(StatisticsCallback):
     """Base class of the recorders of the inputs and outputs of modules, or of their gradients."""
 
     per_call: bool
+    functions: tuple[str, ...]
+    """The names of the recorded torch functions."""
+    _chosen_functions: ChosenFunctions | None = None
     _traced: ModuleSet = ModuleSet()
 
     @override
     def _idle(self) -> dict[str, Any]:
         # The modules that are recorded inside compiled code, and the time of all compilations before the current step.
-        return {**super()._idle(), "_traced": ModuleSet(), "_compiled_s": 0.0}
+        return {**super()._idle(), "_traced": ModuleSet(), "_compiled_s": 0.0, "_chosen_functions": None}
 
-    def _choose_tensors(self, tensors: object, per_call: object) -> None:
+    def _choose_tensors(self, tensors: object, per_call: object, functions: object) -> None:
         """Check and keep the arguments of these names."""
         chosen = check_some("tensors", tensors, _TENSORS, {"input": "inputs", "output": "outputs"})
         self.tensors = tuple(each for each in _TENSORS if each in chosen)
         check_bool("per_call", per_call)
         self.per_call = bool(per_call)
+        self.functions = _checked_functions(functions)
 
     def _tapping(
         self, modules: Mapping[str, nn.Module], stage: str, taps: Mapping[str, type[Tap]]
@@ -56,8 +64,16 @@ class TensorsCallback(StatisticsCallback):
             eager=self._runs_eagerly,
             traced=self._traced,
             key=f"{self.group} {self.name} {stage}",
+            functions=self._functions_in(stage),
             **self.options,
         )
+
+    def _functions_in(self, stage: str) -> ChosenFunctions | None:
+        """Return the functions to record in a stage. In evaluations dropout is one by default: it should do nothing."""
+        chosen = self._chosen_functions
+        if chosen is None or stage == "train" or self.functions != _DEFAULT_FUNCTIONS:
+            return chosen
+        return chosen.having(name for name, each in FUNCTIONS.items() if each.kind == "dropout")
 
     @property
     def _runs_eagerly(self) -> bool:
@@ -75,8 +91,25 @@ class TensorsCallback(StatisticsCallback):
         return "the gradients of inputs need it; tensors='outputs' does not" if "inputs" in self.tensors else ""
 
     @override
+    def _choose(self, pl_module: LightningModule) -> SelectedModules:
+        names: Sequence[str] = vars(self.selection)["names"] or ()
+        known = named_submodules(pl_module, remove_duplicate=False)
+        of_functions = [
+            each for each in names if function_of(each) and not any(map(compile_glob(each).fullmatch, known))
+        ]
+        if not of_functions or not self.functions:
+            return super()._choose(pl_module)
+        others = [each for each in names if each not in of_functions]
+        return replace(self.selection, names=others).resolve(pl_module) if others else SelectedModules({}, {})
+
+    @override
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         modules = super()._chosen(pl_module)
+        if modules is None and self.selection.names is not None and self.functions:
+            modules = SelectedModules({}, {})  # functions alone were named
+        if self.functions and self._pipeline.coverage is not None:
+            chosen = {name: vars(self.selection)[name] for name in ("names", "types", "exclude")}
+            self._chosen_functions = ChosenFunctions(pl_module, self.functions, **chosen)
         compiled = compiled_modules(pl_module) if modules and self.compiled != "skip" else ModuleSet()
         if modules is not None and compiled and self._pipeline.coverage is not None:
             way = self._way_to_record(pl_module, modules, compiled)
@@ -105,7 +138,8 @@ class TensorsCallback(StatisticsCallback):
     @override
     def _further_settings(self) -> list[object]:
         chosen = [] if self.tensors == ("outputs",) else [list(self.tensors)]
-        return [*chosen, *(["per_call"] if self.per_call else [])]
+        functions = [] if self.functions == _DEFAULT_FUNCTIONS else [list(self.functions)]
+        return [*chosen, *(["per_call"] if self.per_call else []), *functions]
 
     @property
     @override
@@ -129,3 +163,17 @@ class TensorsCallback(StatisticsCallback):
         super()._end_step(trainer, pl_module, run)
         if self._traced and run.is_active:
             say_compiled(trainer, self._compiled_s, compile_time_s())
+
+
+def _checked_functions(given: object) -> tuple[str, ...]:
+    """Return the names of the functions for the argument ``functions``.
+
+    Raises:
+        ArgumentError: If it names neither functions nor kinds.
+    """
+    if given is None:
+        return _DEFAULT_FUNCTIONS
+    if isinstance(given, bool):
+        return tuple(FUNCTIONS) if given else ()
+    chosen = check_some("functions", given, (*KINDS, *FUNCTIONS))
+    return tuple(name for name, each in FUNCTIONS.items() if name in chosen or each.kind in chosen)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.functions import function_of
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.module_edges import Wiring
@@ -201,6 +202,14 @@ class Evidence:
         }
         return replace(self, **tables)
 
+    def of_model(self) -> Evidence:
+        """Return the evidence without the functions that compute the loss, which are no layers of the model."""
+        tables = {
+            name: getattr(self, name).without(self.wiring.of_loss)
+            for name in ("activations", "gradients", "validation")
+        }
+        return replace(self, **tables)
+
     def view(self, table: Table, name: str, path: str = "") -> View:
         """Return the view of a site. One without a path stands for the module, or for the model if it has no name."""
         return View(self, table, Site(name, path))
@@ -223,8 +232,12 @@ class Evidence:
         return [View(self, self.inputs, site) for site in self.inputs.places if site.name == name]
 
     def type_of(self, name: str) -> str:
-        """Return the class name of a module; an empty string if it is unknown."""
-        return self.wiring.types.get(name, "")
+        """Return the class name of a module, or that of the module that computes the same as a function.
+
+        It is an empty string if it is unknown.
+        """
+        function = None if name in self.wiring.types else function_of(name)
+        return self.wiring.types.get(name, "") if function is None else function.type_name
 
     @property
     def graph(self) -> Graph:

@@ -164,7 +164,7 @@ def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
     """Return the findings from records: causes first, consequences merged into them."""
     bad = first_bad_step(evidence)
     # After a NaN every other statistic is a consequence of it.
-    healthy = evidence if bad is None else evidence.before(bad)
+    healthy = evidence.of_model() if bad is None else evidence.of_model().before(bad)
     found: list[Finding] = []
     # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
     with np.errstate(all="ignore"):

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
+from lightning_recorder.functions import function_of, function_sites, is_of_loss
 from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["INPUT", "Wiring", "families", "is_position"]
@@ -18,7 +19,7 @@ INPUT = "(input)"
 class Wiring:
     """The recorded modules and the edges between their calls.
 
-    A functional operation between two modules is looked through, so that after ``h = x + self.branch(x)`` the next
+    A functional operation that is not recorded is looked through, so that after ``h = x + self.branch(x)`` the next
     module is fed by ``branch`` and by the producer of ``x``. Without a graph, each module is fed by the one before it.
 
     Args:
@@ -37,9 +38,13 @@ class Wiring:
         """The module of each call, in the order of time."""
         self.producers: list[frozenset[int]] = []
         """The calls that feed each call; -1 stands for an input of the model."""
+        self.of_loss: frozenset[str] = frozenset()
+        """The recorded functions that compute the loss. They are in no call, since rules ask what follows a layer."""
         self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
+            self.of_loss = frozenset(name for name in self.names if _computes_loss(name))
+            self.names = [name for name in self.names if name not in self.of_loss]
             self.calls = self.names
             self.producers = [frozenset([place - 1]) for place in range(len(self.names))]
         else:
@@ -47,7 +52,13 @@ class Wiring:
 
     def _read(self, graph: Graph, names: Collection[str]) -> None:
         self.types |= {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
+        functions = {number: name for number, name in function_sites(graph).items() if name in names}
+        losses = {number for number in functions if is_of_loss(graph[number])}
+        layers = {functions[number] for number in functions.keys() - losses}
+        self.of_loss = frozenset(functions[number] for number in losses) - layers
         owner = _innermost_calls(graph, names)
+        for number in functions.keys() - losses:
+            owner.setdefault(number, number)
         place: dict[int, int] = {}
         sources: dict[int, frozenset[int]] = {}  # the producers of each node outside of a recorded call
         fed: list[set[int]] = []
@@ -57,7 +68,7 @@ class Wiring:
             call = owner.get(node.id)
             if call is not None and call not in place:
                 place[call] = len(self.calls)
-                self.calls.append(graph[call].name)
+                self.calls.append(functions.get(call) or graph[call].name)
                 fed.append(set())
             into: set[int] = {-1} if node.kind == "input" else set()
             for edge in graph.into(node):
@@ -179,6 +190,12 @@ class Wiring:
         for place, name in enumerate([*self.calls, *self.names]):
             first.setdefault(name, place)
         return first
+
+
+def _computes_loss(name: str) -> bool:
+    """Return True if a name is that of a function that may compute the loss, as far as the name tells."""
+    function = None if "." in name else function_of(name)
+    return function is not None and function.kind == "losses"
 
 
 def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:

@@ -51,6 +51,7 @@ __all__ = [
     "is_wrapped_for_backward",
     "keywords_of",
     "register_hooks",
+    "remove_function_mode",
     "remove_hook",
     "running_calls",
     "saved_tensors",
@@ -156,6 +157,11 @@ except ImportError:
     def peek_interpreter_stack() -> Any:  # type: ignore[misc]  # torch returns a private class
         return None
 
+
+try:
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+except ImportError:
+    _get_current_function_mode_stack = None
 
 try:
     from torch.overrides import _get_current_function_mode
@@ -529,3 +535,22 @@ def is_compiled(module: nn.Module) -> bool:
 def is_wrapped_for_backward(module: nn.Module) -> bool:
     """Return True if torch wraps the inputs and outputs of a module, because it has backward hooks."""
     return any(stored_attribute(module, name) for name in ("_backward_hooks", "_backward_pre_hooks"))
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Remove a ``TorchFunctionMode`` of this thread, wherever it is in the stack.
+
+    ``mode.__exit__`` removes the innermost mode, which belongs to someone else if the modes do not end in the reverse
+    order. If someone else has removed this mode in that way, their own is still there and is removed. Fallback: the
+    innermost mode is removed.
+    """
+    stack = [] if _get_current_function_mode_stack is None else _get_current_function_mode_stack()
+    if not any(each is mode for each in stack):
+        if stack or _get_current_function_mode_stack is None:
+            mode.__exit__(None, None, None)
+        return
+    others = []
+    while (top := _pop_mode()) is not mode:
+        others.append(top)
+    for each in reversed(others):
+        _push_mode(each)

@@ -54,11 +54,15 @@ class _Observed:
     original: Callable[[Any], Any] | None = None
 
 
-def observe_compiled_calls(observer: CompiledCallObserver) -> bool:
+def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = False) -> bool:
     """Call a function at each call of compiled code in the process, until :func:`stop_observing`.
 
     Code that is compiled later, or for the first time during the call, is included. Without an observer such calls run
     no code of this package.
+
+    Args:
+        observer: The function.
+        first: Call it before the other observers, and not after them.
 
     Returns:
         False if this version of torch has no suitable entry point; then nothing is observed.
@@ -75,7 +79,8 @@ def observe_compiled_calls(observer: CompiledCallObserver) -> bool:
         # A weak reference: an abandoned recording must not be kept alive.
         kind: Any = weakref.WeakMethod if inspect.ismethod(observer) else weakref.ref
         reference = kind(observer, _remove_dead)
-        _Observed.observers = (*_Observed.observers, reference)
+        others = _Observed.observers
+        _Observed.observers = (reference, *others) if first else (*others, reference)
     return True
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+from lightning_recorder.functions import function_of
 from lightning_recorder.internals.module_tree import is_a, is_training, modules_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import named_submodules, own_parameters
@@ -61,6 +62,8 @@ class Coverage:
         compiled_calls: The names of the compiled functions that ran while the hooks were registered.
         compiled: How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may
             follow. Empty if there are none, or if that is not chosen.
+        unseen_functions: The part of the model in which no torch functions were recorded, with the reason; empty if
+            there is none.
     """
 
     root: nn.Module
@@ -80,12 +83,17 @@ class Coverage:
     ran_eagerly: Collection[str] = ()
     compiled_calls: Collection[str] = ()
     compiled: str = ""
+    unseen_functions: str = ""
 
     @property
     def types(self) -> dict[str, str]:
         """The class names of the selected modules, including the skipped ones."""
         skipped = {name: self.root.get_submodule(name) for name in self.skipped}
         return {name: type(module).__name__ for name, module in {**self.modules, **skipped}.items()}
+
+    def functions_in(self, names: Iterable[str]) -> list[str]:
+        """Return the torch functions among recorded names."""
+        return [name for name in names if name not in self.modules and function_of(name) is not None]
 
     def having(self, **known: Any) -> Coverage:
         """Return a copy with additional facts."""

@@ -250,6 +250,8 @@ class CoverageHistory:
             steps={name: self._modules.steps(name) for name in by_module},
             without_gradient=tuple(coverage.without_gradients(self._sites)),
             changes=tuple(self._changes),
+            functions=self._coverage.functions_in(by_module),
+            unseen_functions=coverage.unseen_functions or receipt.unseen_functions,
         )
 
     @property

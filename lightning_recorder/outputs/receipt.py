@@ -62,6 +62,9 @@ class CoverageReport:
         types: The class names of the modules.
         compiled: How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder
             chose the second, the reason follows after a colon. Empty without compiled modules.
+        functions: The names in ``sites`` that are torch functions and not modules.
+        unseen_functions: The part of the model in which no torch functions were recorded, with the reason; empty if
+            there is none.
     """
 
     step: int
@@ -81,17 +84,21 @@ class CoverageReport:
     ran_eagerly: Collection[str] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     compiled: str = ""
+    functions: Sequence[str] = ()
+    unseen_functions: str = ""
 
     @property
     def summary(self) -> str:
         """The receipt as one line."""
-        total = len(self.sites) + len(self.missing)
+        modules = len(self.sites) - len(self.functions)
+        total = modules + len(self.missing)
+        functions = f", and {len(self.functions)} function{'s' * (len(self.functions) != 1)}" if self.functions else ""
         size = self.event_bytes_per_1000_steps
         files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
         spent_ms = self.recording_ms + self.flush_ms
         costs = f"{readable_size(self.state_bytes)} reserved for statistics, {spent_ms:.1f} ms in step {self.step}"
-        return f"{len(self.sites)} of {total} modules recorded{ranks}{self._missing()}; {costs}{files}"
+        return f"{modules} of {total} modules recorded{ranks}{self._missing()}{functions}; {costs}{files}"
 
     def _missing(self) -> str:
         gradients = f", without a gradient: {first_few(self.without_gradient)}" if self.without_gradient else ""
@@ -117,6 +124,8 @@ class CoverageReport:
             changes += ["", "Compiled modules were recorded inside their compiled code."]
         elif why:
             changes += ["", f"Compiled modules were not recorded inside their compiled code: {why}."]
+        if self.unseen_functions:
+            changes += ["", f"No torch functions were recorded in {self.unseen_functions}."]
         if self.ran_eagerly:
             changes += ["", f"Ran eagerly instead of compiled: {', '.join(map(_cell, self.ran_eagerly))}."]
         text = "\n".join([f"{self.summary}.", *changes, "", "| module | recorded | steps |", "|---|---|---|", *rows])
@@ -337,4 +346,6 @@ def _make_receipt(
         ran_eagerly=tuple(coverage.ran_eagerly),
         types=coverage.types,
         compiled=coverage.compiled,
+        functions=coverage.functions_in(paths),
+        unseen_functions=coverage.unseen_functions,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from lightning_recorder.functions import function_of, function_sites
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.taps import Site
 
@@ -33,7 +34,14 @@ class CallOrder:
         time = 0
         opened: list[tuple[int, str]] = []
         inside: dict[int | None, int] = {}  # the number of enclosing calls of each module call
+        functions = function_sites(graph)
         for node in graph.nodes:
+            if node.id in functions:
+                while len(opened) > inside.get(node.parent, -1) + 1:
+                    time += 1
+                    self._ends.setdefault(opened.pop()[1], []).append(time)
+                time += 1
+                self._note_function(functions[node.id], time)
             if node.kind != "module":
                 continue
             if any(name in node.type_name for name in RANDOM_CLASSES):
@@ -48,6 +56,13 @@ class CallOrder:
         while opened:
             time += 1
             self._ends.setdefault(opened.pop()[1], []).append(time)
+
+    def _note_function(self, name: str, time: int) -> None:
+        self._begins.setdefault(name, []).append(time)
+        self._ends.setdefault(name, []).append(time)
+        function = function_of(name)
+        if function is not None and any(each in function.type_name for each in RANDOM_CLASSES):
+            self._suspects.add(name)
 
     def __contains__(self, site: Site) -> bool:
         return site.name in self._begins

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
+from copy import copy
 from typing import Any, Generic, NamedTuple, cast
 
 import numpy as np
@@ -95,14 +96,19 @@ class History(Generic[Key]):
         self._recent: list[Table] = []
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
+        self._kept: NDArray[np.intp] | None = None
+        """The places in the cells of the sites of a part; None for all."""
+        self._width = 0
+        """The number of places in the cells of which a part keeps some."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def order(self, row: int) -> list[Key]:
         """Return the sites of a row in the order of execution in its records."""
-        sites = self.sites
-        return [sites[place] for cell in self._rows[row].values() for place in cell.places.tolist()]
+        kept = range(len(self.places)) if self._kept is None else self._kept.tolist()
+        sites = dict(zip(kept, self.places, strict=True))
+        return [sites[each] for cell in self._rows[row].values() for each in cell.places.tolist() if each in sites]
 
     @property
     def sites(self) -> list[Key]:
@@ -199,11 +205,11 @@ class History(Generic[Key]):
     def _together(self, statistic: str, rows: Sequence[int]) -> Floats:
         """Return one statistic in some rows, ``[rows, sites]``."""
         place = self.statistics.index(statistic)
-        found = np.full((len(rows), len(self.places)), np.nan)
+        found = np.full((len(rows), len(self.places) if self._kept is None else self._width), np.nan)
         for at, row in enumerate(rows):
             for cell in self._rows[row].values():
                 found[at, cell.places] = cell.columns[place]
-        return found
+        return found if self._kept is None else found[:, self._kept]
 
     def free(self) -> None:
         """Free the arrays of :meth:`get`, which the next rule that needs them makes again."""
@@ -242,9 +248,27 @@ class History(Generic[Key]):
         """Return the part of the history before a step."""
         part = type(self)(self.statistics)
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
+        part._kept, part._width = self._kept, self._width
         rows = bisect_left(self.steps, step)
         part.steps, part._numbers, part._rows = self.steps[:rows], self._numbers[:rows], self._rows[:rows]
         part.about, part.ranks = self.about, self.ranks
         part.diverged = {site: since for site, since in self.diverged.items() if since < step}
         part._recent = [each for each in self._recent if each.step < step]
+        return part
+
+    def without(self, names: Container[str]) -> Self:
+        """Return the part of the history without the sites of these modules or functions."""
+        kept = [(site, place) for site, place in self.places.items() if cast("Site", site).name not in names]
+        if len(kept) == len(self.places):
+            return self
+        part = copy(self)
+        part.places = {site: number for number, (site, _) in enumerate(kept)}
+        for name in ("dtypes", "shapes", "recorders"):
+            every = getattr(self, name)
+            setattr(part, name, [every[place] for _, place in kept])
+        places = np.array([place for _, place in kept], dtype=np.intp)
+        part._kept, part._width = (
+            (places, len(self.places)) if self._kept is None else (self._kept[places], self._width)
+        )
+        part._columns = {}
         return part

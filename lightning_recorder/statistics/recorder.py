@@ -11,16 +11,19 @@ from zlib import crc32
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
+from lightning_recorder.functions import ChosenFunctions, FunctionGradientTap, FunctionOutputTap, function_of
 from lightning_recorder.internals.module_tree import is_training, parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.statistics.snapshot import Snapshot
-from lightning_recorder.taps import OutputTap, Site, Tap, TracedTap
+from lightning_recorder.taps import OutputGradientTap, OutputTap, Site, Tap, TracedTap
 from lightning_recorder.taps.gradient import GradientTap
 
 __all__ = ["BaseStatisticsRecorder", "StatisticsRecorder"]
+
+_OF_FUNCTIONS = (FunctionOutputTap, FunctionGradientTap)
 
 
 class BaseStatisticsRecorder(ABC):
@@ -181,6 +184,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         traced: The modules whose calls are compiled and that are recorded inside the compiled code. Their hooks exist
             from :meth:`install` to :meth:`uninstall`; see :class:`~lightning_recorder.taps.TracedTap`.
         key: The key of the recording inside compiled code.
+        functions: The torch functions to record as well, if ``tap`` contains the tap of outputs or of their gradients.
+            Functions in compiled code that stays compiled are not recorded.
         strict: See :class:`~lightning_recorder.taps.Tap`.
 
     Raises:
@@ -215,6 +220,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         eager: bool = True,
         traced: Collection[nn.Module] = (),
         key: str = "",
+        functions: ChosenFunctions | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
@@ -232,7 +238,10 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
         recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
         inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
+        of_functions = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
         for kind in kinds:
+            if functions is not None and kind in of_functions:
+                self.taps.append(of_functions[kind](functions, self._receive_from_function, **options))
             if inside:
                 self.taps.append(TracedTap(inside, self._receive, like=kind, **inner, **options))
             if outside or not inside:
@@ -240,6 +249,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         for each in self.taps:
             each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
             each.traced = traced
+            if isinstance(each, _OF_FUNCTIONS):
+                each.per_call = False  # their calls are always kept apart, by their names
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.ignores() or self.states.try_fast_path(site, tensor, self.factor)
@@ -247,6 +258,13 @@ class StatisticsRecorder(BaseStatisticsRecorder):
     def _receive(self, site: Site, tensor: Tensor) -> None:
         if not self.ignores():
             self.states.add(site, tensor, self.factor)
+
+    def _receive_from_function(self, site: Site, tensor: Tensor) -> None:
+        """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
+        function = function_of(site.name)
+        is_of_loss = site.path != "out" or function is None or function.kind == "losses"
+        if not self.ignores():
+            self.states.add(site, tensor, self.factor, extra=not is_of_loss)
 
     @property
     @override
@@ -288,7 +306,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         seen = {name: frozenset(getattr(last, name, ())) for name in ("without_gradient", "changed_in_place")}
         for name in ("called", "compiled_calls"):
             seen[name] = frozenset().union(*(getattr(tap, name) for tap in self.taps))
-        return {**super().traces(), **seen}
+        unseen = next((tap.unseen for tap in self.taps if isinstance(tap, _OF_FUNCTIONS)), "")
+        return {**super().traces(), **seen, "unseen_functions": unseen}
 
     @override
     def take_traces(self) -> dict[str, Any]:

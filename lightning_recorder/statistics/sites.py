@@ -114,8 +114,15 @@ class SiteStates:
         """The size of the states on all devices, in bytes."""
         return sum(each.nbytes for each in self._stores) + self._recycled.nbytes
 
-    def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
-        """Update the statistics of a site with a tensor multiplied by a factor."""
+    def add(self, site: Site, tensor: Tensor, factor: float = 1.0, *, extra: bool = True) -> None:
+        """Update the statistics of a site with a tensor multiplied by a factor.
+
+        Args:
+            site: The site.
+            tensor: The tensor.
+            factor: The factor.
+            extra: Update the additional reductions, too.
+        """
         if tensor.device.type == "meta" or hasattr(tensor, "fake_mode"):  # no values
             return
         bank = self._banks[0]
@@ -136,6 +143,8 @@ class SiteStates:
             self._can_recycle = self._recycled.allocate() or may_become_available()
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1
+        if not extra:
+            return
         for place in range(1, len(self._banks)):
             if site not in self._left_out[place]:
                 self._add_extra(place, site, values)

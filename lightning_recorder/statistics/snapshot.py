@@ -335,9 +335,18 @@ def _dtypes_and_shapes(
 
 @lru_cache(maxsize=64)
 def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[tuple[Site, ...], NDArray[np.int64]]:
-    """Return the sites in the order of the modules, and their places."""
-    places = {name: place for place, name in enumerate(names)}
-    order = sorted(range(len(sites)), key=lambda each: places.get(sites[each].name, len(places)))
+    """Return the sites in the order of the modules, and their places. Functions come last in the module around them."""
+    places: dict[str, int] = {}
+    for place, name in enumerate(names):
+        parts = name.split(".")
+        places.update({".".join(parts[:depth]): place for depth in range(1, len(parts))})
+    places |= {name: place for place, name in enumerate(names)}
+
+    def place_of(number: int) -> int:
+        name = sites[number].name
+        return places.get(name, places.get(name.rpartition(".")[0], len(names)))
+
+    order = sorted(range(len(sites)), key=place_of)
     return tuple(sites[each] for each in order), np.array(order, dtype=np.int64)
 
 

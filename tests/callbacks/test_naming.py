@@ -153,7 +153,7 @@ def test_a_name_that_looks_like_a_number(tmp_path: Path) -> None:
     recorders = [
         ActivationRecorder("head"),
         ActivationRecorder("dropout"),
-        ActivationRecorder("encoder.*", name="2"),
+        ActivationRecorder("encoder.*", name="2", functions=False),
     ]
     fit(Classifier(), tmp_path, recorders, logger=False)
     assert sites_by_label(tmp_path) == {

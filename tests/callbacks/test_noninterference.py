@@ -83,6 +83,28 @@ class Gpt2(Classifier):
         self.log("val_loss", self.encoder(input_ids=words, labels=words).loss)
 
 
+class Functional(Classifier):
+    """Functions, methods and in-place functions in place of modules, and a checkpoint around some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.encoder, self.dropout
+        self.first, self.second, self.third = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x.flatten(1)), inplace=True)
+        x = F.dropout(checkpoint(self._middle, x, use_reentrant=False), 0.2, self.training)
+        weights = self.third(x).softmax(-1)
+        logits: Tensor = self.head(F.layer_norm(x * weights, (32,)))
+        return logits.tanh_() * 3
+
+    def _middle(self, x: Tensor) -> Tensor:
+        x = self.second(x)
+        x[:, :8].sigmoid_()
+        return F.gelu(x).clamp(-2, 2)
+
+
 class TwoOptimizers(Mlp):
     """Manual optimization of two parts with one loss each."""
 
@@ -293,8 +315,10 @@ def recorders(reduce: Reduce = "step", *, pictures: bool = True) -> list[Callbac
     both: list[Literal["inputs", "outputs"]] = ["inputs", "outputs"]
     return [
         GraphRecorder(strict=True) if pictures else GraphRecorder(formats=(), strict=True),
-        ActivationRecorder(schedule=Schedule(stages=["train", "validate"]), tensors=both, per_call=True, **options),
-        GradientRecorder(tensors=both, extra={"seen": _sum}, **options),
+        ActivationRecorder(
+            schedule=Schedule(stages=["train", "validate"]), tensors=both, per_call=True, functions=True, **options
+        ),
+        GradientRecorder(tensors=both, extra={"seen": _sum}, functions=True, **options),
         ParameterRecorder(**options),
     ]
 
@@ -335,6 +359,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         (Mlp, {"gradient_clip_val": 0.1}),
         (Mlp, {"precision": "bf16-mixed"}),
         (Mlp, {"precision": "scaled"}),
+        (Functional, {"accumulate_grad_batches": 3}),
+        (Functional, {"precision": "scaled"}),
         (Checkpointed, {}),
         (Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
         (Reentrant, {}),

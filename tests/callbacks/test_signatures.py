@@ -44,9 +44,9 @@ def test_a_hook_does_not_show_the_docstring_of_lightning(kind: type[Any]) -> Non
 
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_a_callback_has_few_explicit_arguments(kind: type[Any]) -> None:
-    """A callback has at most 15 arguments, none variadic, and all but the first are keyword-only."""
+    """A callback has at most 16 arguments, none variadic, and all but the first are keyword-only."""
     first, *others = inspect.signature(kind).parameters.values()
-    assert len(others) < 15
+    assert len(others) < 16
     assert first.kind is first.POSITIONAL_OR_KEYWORD
     assert {each.kind for each in others} == {inspect.Parameter.KEYWORD_ONLY}
     assert all(each.default is not each.empty for each in (first, *others))
@@ -75,9 +75,9 @@ def test_shared_arguments_are_described_alike(kind: type[Any]) -> None:
     own = dict(inspect.signature(kind).parameters)
     others = dict(inspect.signature(ActivationRecorder).parameters)
     shared = own.keys() & others.keys()
-    assert len(shared) == (15 if kind is GradientRecorder else 13)
+    assert len(shared) == (16 if kind is GradientRecorder else 13)
     assert {name: own[name] for name in shared} == {name: others[name] for name in shared}
-    assert set(own) ^ set(others) <= {"tensors", "per_call", "parts"}
+    assert set(own) ^ set(others) <= {"tensors", "per_call", "functions", "parts"}
 
 
 def test_type_checkers_refuse_a_mistyped_argument() -> None:

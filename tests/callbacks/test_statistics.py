@@ -44,7 +44,7 @@ def steps_of(sink: MemorySink, tag: str) -> list[int]:
 def test_leaf_modules_are_recorded_by_default(tmp_path: Path) -> None:
     """Without arguments, every leaf module that ran has a record, under its name and in module order."""
     sink = MemorySink()
-    fit(Classifier(), tmp_path, [ActivationRecorder(sinks=[sink])], logger=False)
+    fit(Classifier(), tmp_path, [ActivationRecorder(sinks=[sink], functions=False)], logger=False)
     names = list(dict.fromkeys(tag.split("/")[1] for tag in sink.scalars))
     assert names == LEAVES
     assert set(sink.histograms) == {f"activations/{name}/histogram" for name in LEAVES}
@@ -99,7 +99,8 @@ def test_between_recorded_steps_nothing_is_recorded(tmp_path: Path) -> None:
     for busy in (False, True):
         sink = MemorySink()
         kinds = (ActivationRecorder, GradientRecorder)
-        recorders = [kind(every_n_train_steps=1, statistics="count", sinks=[sink]) for kind in kinds]
+        options: dict[str, Any] = {"every_n_train_steps": 1, "statistics": "count", "functions": False}
+        recorders = [kind(sinks=[sink], **options) for kind in kinds]
         model = Classifier()
         fit(model, tmp_path / str(busy), [*recorders, *([Busy()] if busy else [])], logger=False)
         counts[busy] = sink.scalars
@@ -285,7 +286,7 @@ def test_a_program_may_change_its_current_folder(tmp_path: Path, monkeypatch: py
 
 def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
     """After a fit, the callback still has the last record and its step."""
-    recorder = ActivationRecorder("encoder.*")
+    recorder = ActivationRecorder("encoder.*", functions=False)
     fit(Classifier(), tmp_path, [recorder])
     assert recorder.latest_step == 5
     assert [site.name for site in recorder.latest] == LEAVES[:4]

@@ -23,6 +23,7 @@ from lightning_recorder.internals.autograd import (
     current_function_mode,
     graph_task,
     is_tracing,
+    remove_function_mode,
     remove_hook,
     without_functions,
 )
@@ -202,7 +203,7 @@ class GraphCapture:
             remove_hook(self._handles.pop())
         mode, self._mode = self._mode, None
         if mode is not None and not self._in_compiled:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            remove_function_mode(mode)
         self._ended = True
         self._collector.release()
 
@@ -319,7 +320,7 @@ class GraphCapture:
         name = describe_compiled(function)
         if module is not None:
             self._guarded(self._recording.enter_call, module)
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        remove_function_mode(self._mode)
         self._in_compiled = True
         self._guarded(self._take_off_hooks)  # code compiled in this call would be recompiled if a hook were on it
         return lambda args, kwargs, result: self._leave_compiled(name, module, [args, kwargs], result)
@@ -340,7 +341,7 @@ class GraphCapture:
     def _pause(self, module: nn.Module) -> None:
         """Remove the function mode during a module's call, unless another mode is above it."""
         if self._mode is not None and current_function_mode() is self._mode:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            remove_function_mode(self._mode)
             self._paused_in = module
             # An enclosing capture could not pause before, because this mode was above its own.
             below = current_function_mode()

@@ -23,11 +23,11 @@ from lightning_recorder.internals.module_tree import (
 )
 from lightning_recorder.names import named_submodules
 
-__all__ = ["ModelNames", "is_fused", "is_opaque"]
+__all__ = ["FUSED", "ModelNames", "is_fused", "is_opaque"]
 
 # In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
 # another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _NamedModule(weakref.ref[nn.Module]):
@@ -234,7 +234,7 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
 
 def is_fused(module: nn.Module) -> bool:
     """Return True if a module may compute everything in one fused function, as torch does without gradients only."""
-    if not issubclass(type(module), _FUSED) or is_training(module):
+    if not issubclass(type(module), FUSED) or is_training(module):
         return False
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in parameters_of(module)))
 

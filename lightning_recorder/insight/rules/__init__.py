@@ -3,6 +3,7 @@
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
     comparisons,
+    evaluation,
     gradient_depth,
     gradient_steps,
     gradients,
@@ -30,6 +31,7 @@ _FILES = (
     operations,
     training_settings,
     training_step,
+    evaluation,
     scales,
     optimization,
     small_updates,

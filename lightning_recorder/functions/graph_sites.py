@@ -1,0 +1,28 @@
+"""The sites of the functions in a recorded graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_recorder.functions.table import FUNCTIONS, site_name
+from lightning_recorder.graph.model import Graph, Node
+
+__all__ = ["function_sites", "is_of_loss"]
+
+
+def function_sites(graph: Graph) -> dict[int, str]:
+    """Return the name of the site of each function that can be recorded, by the id of its node."""
+    taken = {node.name for node in graph.nodes if node.kind == "module"}
+    counts: Counter[tuple[int, str]] = Counter()
+    found = {}
+    for node in graph.nodes:
+        if node.kind == "op" and node.name in FUNCTIONS and node.parent is not None:
+            counts[node.parent, node.name] += 1
+            number = counts[node.parent, node.name]
+            found[node.id] = site_name(graph[node.parent].name, node.name, number, taken)
+    return found
+
+
+def is_of_loss(node: Node) -> bool:
+    """Return True for a function that belongs to the computation of the loss, and not to a layer of the model."""
+    return FUNCTIONS[node.name].kind == "losses" or node.scope.startswith("loss")

@@ -1,0 +1,186 @@
+"""The torch functions that can be recorded, each with the class of the module that computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.graph.capture.function_calls import function_name
+
+__all__ = ["DEFAULT_KINDS", "FUNCTIONS", "KINDS", "KNOWN", "FunctionKind", "base_name", "function_of", "site_name"]
+
+
+class FunctionKind(NamedTuple):
+    """The kind of a function.
+
+    Args:
+        kind: One of :data:`KINDS`.
+        type_name: The class of the module that computes the same; rules examine a function like such a module.
+    """
+
+    kind: str
+    type_name: str
+
+
+_ACTIVATIONS = {
+    "celu": "CELU",
+    "clamp": "Clamp",
+    "clamp_max": "Clamp",
+    "clamp_min": "Clamp",
+    "clip": "Clamp",
+    "elu": "ELU",
+    "gelu": "GELU",
+    "glu": "GLU",
+    "hardshrink": "Hardshrink",
+    "hardsigmoid": "Hardsigmoid",
+    "hardswish": "Hardswish",
+    "hardtanh": "Hardtanh",
+    "leaky_relu": "LeakyReLU",
+    "log_sigmoid": "LogSigmoid",
+    "log_softmax": "LogSoftmax",
+    "mish": "Mish",
+    "prelu": "PReLU",
+    "relu": "ReLU",
+    "relu6": "ReLU6",
+    "rrelu": "RReLU",
+    "selu": "SELU",
+    "sigmoid": "Sigmoid",
+    "silu": "SiLU",
+    "softmax": "Softmax",
+    "softmin": "Softmin",
+    "softplus": "Softplus",
+    "softshrink": "Softshrink",
+    "softsign": "Softsign",
+    "special_expit": "Sigmoid",
+    "special_log_softmax": "LogSoftmax",
+    "special_softmax": "Softmax",
+    "tanh": "Tanh",
+    "tanhshrink": "Tanhshrink",
+    "threshold": "Threshold",
+}
+_LOSSES = {
+    "binary_cross_entropy": "BCELoss",
+    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+    "cosine_embedding_loss": "CosineEmbeddingLoss",
+    "cross_entropy": "CrossEntropyLoss",
+    "ctc_loss": "CTCLoss",
+    "gaussian_nll_loss": "GaussianNLLLoss",
+    "hinge_embedding_loss": "HingeEmbeddingLoss",
+    "huber_loss": "HuberLoss",
+    "kl_div": "KLDivLoss",
+    "l1_loss": "L1Loss",
+    "margin_ranking_loss": "MarginRankingLoss",
+    "mse_loss": "MSELoss",
+    "multi_margin_loss": "MultiMarginLoss",
+    "multilabel_margin_loss": "MultiLabelMarginLoss",
+    "multilabel_soft_margin_loss": "MultiLabelSoftMarginLoss",
+    "nll_loss": "NLLLoss",
+    "poisson_nll_loss": "PoissonNLLLoss",
+    "smooth_l1_loss": "SmoothL1Loss",
+    "soft_margin_loss": "SoftMarginLoss",
+    "triplet_margin_loss": "TripletMarginLoss",
+    "triplet_margin_with_distance_loss": "TripletMarginWithDistanceLoss",
+}
+_DROPOUTS = {
+    "alpha_dropout": "AlphaDropout",
+    "dropout": "Dropout",
+    "dropout1d": "Dropout1d",
+    "dropout2d": "Dropout2d",
+    "dropout3d": "Dropout3d",
+    "feature_alpha_dropout": "FeatureAlphaDropout",
+}
+_NORMALIZATIONS = {
+    "batch_norm": "BatchNorm",
+    "group_norm": "GroupNorm",
+    "instance_norm": "InstanceNorm",
+    "layer_norm": "LayerNorm",
+    "local_response_norm": "LocalResponseNorm",
+    "normalize": "Normalize",
+    "rms_norm": "RMSNorm",
+}
+
+KINDS = ("activations", "losses", "dropout", "normalizations", "attention", "embedding")
+"""The kinds of functions."""
+
+DEFAULT_KINDS = ("activations", "losses")
+"""The kinds that are recorded by default."""
+
+FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
+    {
+        name: FunctionKind(kind, type_name)
+        for kind, types in zip(
+            KINDS,
+            (
+                _ACTIVATIONS,
+                _LOSSES,
+                _DROPOUTS,
+                _NORMALIZATIONS,
+                {"scaled_dot_product_attention": "ScaledDotProductAttention"},
+                {"embedding": "Embedding", "embedding_bag": "EmbeddingBag"},
+            ),
+            strict=True,
+        )
+        for name, type_name in types.items()
+    }
+)
+"""The kind of each function, by the name that a recorded graph gives it."""
+
+
+def _known() -> dict[Callable[..., Any], str]:
+    """Return the name of each function of torch, each method of a tensor, and those that work in place."""
+    found = {}
+    for name in (*FUNCTIONS, "expit", "logsigmoid", "_threshold"):
+        for spelled in (name, f"{name}_"):
+            for place in (torch.nn.functional, torch, Tensor, torch.special):
+                function = getattr(place, spelled, None)
+                if callable(function) and function_name(function) in FUNCTIONS:
+                    found[function] = function_name(function)
+    return found
+
+
+KNOWN: Mapping[Callable[..., Any], str] = MappingProxyType(_known())
+"""The name of each function and method in :data:`FUNCTIONS`."""
+
+
+def base_name(site: str) -> str:
+    """Return the name of the function in the name of a site.
+
+    Example:
+        >>> base_name("encoder.relu#2"), base_name("softmax()"), base_name("head")
+        ('relu', 'softmax', 'head')
+    """
+    return site.rpartition(".")[2].partition("#")[0].removesuffix("()")
+
+
+def function_of(site: str) -> FunctionKind | None:
+    """Return the kind of the function that the name of a site ends with, or None if it names no function."""
+    return FUNCTIONS.get(base_name(site))
+
+
+_MOST_CALLS = 64
+
+
+def site_name(around: str, function: str, number: int, taken: Container[str]) -> str:
+    """Return the name of the site of a function.
+
+    A module may call a function any number of times, as in a loop over the time. From the 64th call on, all have one
+    site.
+
+    Args:
+        around: The name of the module that calls the function; empty for the model.
+        function: The name of the function.
+        number: The number of the call in the call of the module, starting at 1.
+        taken: The names of modules.
+
+    Example:
+        >>> site_name("encoder", "relu", 1, ()), site_name("", "relu", 2, ["relu"])
+        ('encoder.relu', 'relu()#2')
+    """
+    bare = f"{around}.{function}" if around else function
+    if bare in taken:
+        bare += "()"
+    return bare if number == 1 else f"{bare}#{min(number, _MOST_CALLS)}"

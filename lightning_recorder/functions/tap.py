@@ -1,0 +1,408 @@
+"""Taps for the outputs of torch functions, and for the gradients of these outputs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_recorder.errors import RecordingError, describe_error, warn
+from lightning_recorder.functions.losses import sides_of_loss, some_of
+from lightning_recorder.functions.table import FUNCTIONS, KNOWN, site_name
+from lightning_recorder.graph.capture.function_calls import find_caller
+from lightning_recorder.graph.capture.modules import FUSED
+from lightning_recorder.internals.autograd import (
+    CALL_OF_FUNCTION,
+    CALL_OF_MODULE,
+    graph_task,
+    in_backward,
+    is_tracing,
+    remove_function_mode,
+)
+from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
+from lightning_recorder.internals.module_tree import ModuleMap, children_of, parameters_of
+from lightning_recorder.internals.pause_recording import PAUSES
+from lightning_recorder.names import compile_glob, is_metric, named_submodules
+from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
+
+__all__ = ["ChosenFunctions", "FunctionGradientTap", "FunctionOutputTap"]
+
+
+class ChosenFunctions:
+    """The functions to record, and the modules that their names begin with.
+
+    Args:
+        root: The model.
+        functions: The names of functions.
+        names: Names or globs of sites, such as ``encoder.relu``; None for all.
+        types: The classes of modules that compute the same, such as ``ReLU``; None for all.
+        exclude: Names or globs of sites to leave out; None for none.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        functions: Collection[str],
+        *,
+        names: Sequence[str] | None = None,
+        types: Sequence[str | type[nn.Module]] | None = None,
+        exclude: Sequence[str] | None = None,
+    ) -> None:
+        self.functions = frozenset(functions)
+        self.root = root
+        self._names = None if names is None else [compile_glob(name).fullmatch for name in names]
+        wanted = [kind if isinstance(kind, str) else kind.__name__ for kind in types or ()]
+        self._types = None if types is None else {kind.rpartition(".")[2] for kind in wanted}
+        self._excluded = [compile_glob(name).fullmatch for name in exclude or ()]
+        modules = named_submodules(root)
+        self._taken = modules.keys()
+        self._modules: ModuleMap[str] = ModuleMap()
+        closed = tuple(f"{name}." for name, each in modules.items() if is_metric(each))
+        for name, each in modules.items():
+            if not is_metric(each) and not name.startswith(closed):
+                self._modules[each] = name
+        self._fused = [each for each in modules.values() if isinstance(each, FUSED)]
+        self._sites: dict[tuple[int, str, int, bool], str] = {}
+
+    def having(self, functions: Iterable[str]) -> ChosenFunctions:
+        """Return the same with further functions."""
+        more = copy.copy(self)
+        more.functions, more._sites = self.functions.union(functions), {}
+        return more
+
+    @property
+    def is_fused_path_open(self) -> bool:
+        """True if a module would take another path of computation under a function mode than without."""
+        return any(not each.training for each in self._fused)
+
+    def name(self, module: nn.Module | None, function: str, number: int, *, is_loss: bool = False) -> str:
+        """Return the name of a site, or an empty string if it is not to be recorded.
+
+        Args:
+            module: The innermost module; None for the model itself.
+            function: The name of the function.
+            number: The number of its call in the call of the module, starting at 1.
+            is_loss: Return the site of the sides of a loss, which is that of the module if it is all of a module.
+        """
+        key = 0 if module is None else id(module), function, number, is_loss
+        found = self._sites.get(key)
+        if found is None:
+            within = self.root if module is None else module
+            found = self._sites[key] = self._new_name(within, function, number, is_loss)
+        return found
+
+    def _new_name(self, module: nn.Module, function: str, number: int, is_loss: bool) -> str:
+        around = self._modules.get(module)
+        if around is None or function not in self.functions:
+            return ""
+        if _is_whole(module, function):
+            return self._if_chosen(function, around, around) if is_loss else ""
+        bare, name = (site_name(around, function, each, self._taken) for each in (1, number))
+        return self._if_chosen(function, bare, name)
+
+    def _if_chosen(self, function: str, bare: str, name: str) -> str:
+        is_named = self._names is None or any(fits(each) for fits in self._names for each in (bare, name))
+        is_typed = self._types is None or FUNCTIONS[function].type_name in self._types
+        is_excluded = any(fits(each) for fits in self._excluded for each in (bare, name))
+        return name if is_named and is_typed and not is_excluded else ""
+
+
+def _is_whole(module: nn.Module, function: str) -> bool:
+    """Return True if the output of the module is that of the function, or made of it, as in ``nn.ReLU``."""
+    if any(True for _ in children_of(module)):
+        return False
+    if type(module).__module__.startswith("torch.nn."):
+        return True
+    kind = FUNCTIONS[function].kind
+    return kind == "activations" and "softmax" not in function and not any(True for _ in parameters_of(module))
+
+
+class _Call(NamedTuple):
+    """The innermost call of a module that is in progress.
+
+    Args:
+        module: The module; None for the model itself, whose calls count as one.
+        frame: An identifier that distinguishes calls that are in progress at the same time.
+        is_new: True if no function has been noted in this call before.
+    """
+
+    module: nn.Module | None
+    frame: int
+    is_new: bool
+
+
+def _innermost_call(root: nn.Module) -> _Call | None:
+    """Return the call that a function belongs to, or None if the function is not part of the model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is CALL_OF_MODULE:
+            module = frame.f_locals["self"]
+            if module is root:
+                break
+            # The next call may reuse the address of this frame, and a reference to it would keep its tensors alive. So
+            # the frame is marked by an attribute that only debuggers read; it is a frame of torch's own code.
+            is_new, frame.f_trace_lines = frame.f_trace_lines, False
+            return _Call(module, id(frame), is_new)
+        if code is CALL_OF_FUNCTION and frame.f_locals["cls"].__module__ != "torch.utils.checkpoint":
+            return None  # the graph shows a custom function as one node
+        frame = frame.f_back
+    if graph_task() != -1:
+        return None  # a checkpoint repeats a function of the model, not of a module, so its caller is unknown
+    caller = find_caller(outermost=True)
+    return None if caller.trainer or caller.custom is not None else _Call(None, 0, False)
+
+
+class _FunctionMode(TorchFunctionMode):
+    """Passes the results of known functions to the taps of a thread, each with its module and its number.
+
+    Results are read after the function has returned. The mode is not active inside of a function. There is one mode for
+    all taps of a thread, since each mode takes its time in every function of torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = get_ident()
+        self._taps: list[_FunctionTap] = []
+        self._is_entered = False
+        self._holds = 0  # calls of compiled code that run without the mode
+        self._counts: dict[int, dict[str, int]] = {}  # the number of calls of each function, by the call of a module
+
+    def add(self, tap: _FunctionTap) -> None:
+        """Pass results to a tap."""
+        if not self._taps:
+            self._counts.clear()
+        if tap not in self._taps:
+            self._taps.append(tap)
+        self._update()
+
+    def discard(self, tap: _FunctionTap) -> None:
+        """Stop to pass results to a tap."""
+        if tap in self._taps:
+            self._taps.remove(tap)
+            self._update()
+
+    def hold(self) -> None:
+        """Remove the mode until :meth:`release`."""
+        self._holds += 1
+        self._update()
+
+    def release(self) -> None:
+        """End a :meth:`hold`."""
+        self._holds -= 1
+        self._update()
+
+    def _update(self) -> None:
+        """Enter or leave the mode. In another thread, where that is impossible, the mode stays without effect."""
+        is_wanted = bool(self._taps) and not self._holds
+        if is_wanted is not self._is_entered and self._thread == get_ident():
+            self._is_entered = is_wanted
+            if is_wanted:
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+            else:
+                remove_function_mode(self)
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            name = KNOWN.get(func)
+        except TypeError:  # it has no hash
+            return result
+        if name is not None and self._taps and not PAUSES.value and not is_tracing():
+            try:
+                self._note(name, args, kwargs or {}, result)
+            except RecordingError:  # a tap is strict
+                raise
+            except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+                self._fail(error)
+        return result
+
+    def _note(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        if FUNCTIONS[name].kind == "dropout" and args and result is args[0]:
+            return  # it did nothing, and the graph does not have it
+        call = _innermost_call(self._taps[0].chosen.root)
+        if call is None:
+            return
+        counts = self._counts.get(call.frame)
+        if counts is None or call.is_new:
+            counts = self._counts[call.frame] = {}
+        number = counts[name] = counts.get(name, 0) + 1
+        if _is_of_data(name, result):
+            return
+        for tap in tuple(self._taps):
+            tap.observe(name, tap.chosen.name(call.module, name, number), result)
+        if FUNCTIONS[name].kind == "losses":
+            for tap in tuple(self._taps):
+                tap.observe_loss(name, tap.chosen.name(call.module, name, number, is_loss=True), args, kwargs)
+
+    def _fail(self, error: Exception) -> None:
+        is_strict = any(tap.strict for tap in self._taps)
+        message = f"torch functions could not be recorded: {describe_error(error)}"
+        for tap in tuple(self._taps):
+            self.discard(tap)
+        if is_strict:
+            raise RecordingError(message) from error
+        warn(f"{message}. They are no longer recorded in this step; strict=True raises instead.")
+
+
+def _is_of_data(name: str, result: Any) -> bool:
+    """Return True for a result of ``clamp`` without a gradient, which often prepares masks and indices."""
+    return (
+        FUNCTIONS[name].type_name == "Clamp"
+        and isinstance(result, Tensor)
+        and (not result.is_floating_point() or (torch.is_grad_enabled() and not result.requires_grad))
+    )
+
+
+class _Modes(threading.local):
+    mode: _FunctionMode | None = None
+
+
+_MODES = _Modes()
+
+
+class _FunctionTap(Tap):
+    """A tap without modules that receives the results of functions while it is attached.
+
+    Args:
+        chosen: The functions to record.
+        receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`. The name of a site is that of the module
+            that called the function and the name of the function, such as ``encoder.relu``. The second call of the
+            function in a call of the module is ``encoder.relu#2``. If a module has this name, it is ``encoder.relu()``.
+        condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
+        strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
+    """
+
+    def __init__(
+        self,
+        chosen: ChosenFunctions,
+        receive: Receiver,
+        *,
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__({}, receive, condition=condition, strict=strict)
+        self.chosen = chosen
+        """The functions to record."""
+        self.unseen = ""
+        """The part of the model in which no functions were recorded, with the reason; empty if there is none."""
+        self._mode: _FunctionMode | None = None
+
+    @override
+    def attach(self) -> None:
+        """Attach the tap. A no-op if it is attached.
+
+        A function mode closes the fused path of a transformer in eval mode, whose results then differ in the last bits.
+        So no functions are recorded while there is one.
+        """
+        if self._attached:
+            return
+        self._attached = True
+        if not self._hooked:
+            self._hooked = True
+            if self.eager:
+                self._stance.hold()
+            else:
+                self._thread = get_ident()
+                observe_compiled_calls(self._enter_compiled, first=True)
+        if self.chosen.is_fused_path_open:
+            self.unseen = "any module, because a transformer in eval mode takes its fused path"
+        else:
+            _MODES.mode = self._mode = _MODES.mode or _FunctionMode()
+            self._mode.add(self)
+
+    @override
+    def pause(self) -> None:
+        super().pause()
+        self._leave()
+
+    @override
+    def remove(self) -> None:
+        super().remove()
+        self._leave()
+
+    def _leave(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.discard(self)
+
+    @override
+    def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
+        """Remove the mode during a call of compiled code, because with a mode it would be compiled again."""
+        mode = self._mode
+        if mode is None or self._thread != get_ident():
+            return None
+        if compiled_owner(function) not in self.traced:
+            self.compiled_calls.add(describe_compiled(function))
+        self.unseen = self.unseen or "compiled code, which stays compiled"
+        mode.hold()
+        return lambda args, kwargs, result: mode.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_mode": None}
+
+    @abstractmethod
+    def observe(self, function: str, name: str, result: Any) -> None:
+        """Receive the result of a function; ``name`` is the name of its site, which is empty if it was not chosen."""
+
+    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
+        """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
+
+
+class FunctionOutputTap(_FunctionTap, OutputTap):
+    """Records the results of functions when they return; arguments as for ``_FunctionTap``.
+
+    The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``; see
+    :func:`~lightning_recorder.functions.losses.sides_of_loss`.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.relu(torch.relu(x) - 1)
+        >>> net = nn.Sequential(Net())
+        >>> chosen = ChosenFunctions(net, ["relu"])
+        >>> with FunctionOutputTap(chosen, lambda site, tensor: print(*site, tensor.tolist())):
+        ...     _ = net(torch.tensor([-1.0, 3.0]))
+        0.relu out [0.0, 3.0]
+        0.relu#2 out [0.0, 2.0]
+    """
+
+    @override
+    def observe(self, function: str, name: str, result: Any) -> None:
+        if name and not in_backward():
+            self.called.add(name)
+            self._guarded(name, Site(name, "out"), self._record, None, (), result)
+
+    @override
+    def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
+        if name and not in_backward():
+            self._guarded(name, None, self._record_loss, function, args, kwargs)
+
+    def _record_loss(self, name: str, function: str, args: Any, kwargs: Any) -> None:
+        sides = sides_of_loss(function, args, kwargs)
+        self._pass_on(name, [(path, some_of(tensor)) for path, tensor in sides.items()])
+
+
+class FunctionGradientTap(_FunctionTap, OutputGradientTap):
+    """Records the gradients of the results of functions, but for losses; arguments as for ``_FunctionTap``.
+
+    A reentrant checkpoint builds its graph inside the backward pass, where no function mode is active. So the gradients
+    of functions in such a checkpoint are not recorded.
+    """
+
+    @override
+    def observe(self, function: str, name: str, result: Any) -> None:
+        if name and FUNCTIONS[function].kind != "losses":
+            self.called.add(name)
+            self._guarded(name, None, self._record, None, (), result)

@@ -1,0 +1,155 @@
+"""A fault in a function is found like the same fault in a module; the recorders and the receipt know functions."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder import (
+    ActivationRecorder,
+    ArgumentError,
+    GradientRecorder,
+    GraphRecorder,
+    Outputs,
+    ParameterRecorder,
+)
+from lightning_recorder.taps import Site
+from tests.callbacks.models import digits
+
+Function = Callable[[Tensor], Tensor]
+
+# The activation as a module and as a function, with a factor and an offset of its input that make it sick.
+FAULTS: dict[str, tuple[Callable[[], nn.Module], Function, float, float]] = {
+    "tanh": (nn.Tanh, torch.tanh, 60.0, 0.0),
+    "sigmoid": (nn.Sigmoid, Tensor.sigmoid_, 60.0, 0.0),
+    "relu": (nn.ReLU, F.relu, 1.0, -30.0),
+    "softmax": (functools.partial(nn.Softmax, -1), functools.partial(Tensor.softmax, dim=-1), 80.0, 0.0),
+}
+
+
+class Net(LightningModule):
+    """Layers with an activation between them, which is a module or a function."""
+
+    def __init__(self, act: Function, factor: float = 1.0, offset: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        if isinstance(act, nn.Module):
+            self.act = act
+        else:
+            object.__setattr__(self, "act", act)
+        self.factor, self.offset = factor, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x.flatten(1)) * self.factor + self.offset)
+        logits: Tensor = self.head(F.gelu(self.second(x)))
+        return logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def fit(folder: Path, model: LightningModule, *callbacks: Any, steps: int = 12) -> Any:
+    """Train a model and return the parsed receipt and the findings."""
+    trainer = Trainer(
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(model, digits(8))
+    read = {path.stem: json.loads(path.read_text()) for path in (folder / "recorder").glob("*.json")}
+    return read["receipt"], read.get("findings", {}).get("findings", [])
+
+
+def recorders() -> list[Any]:
+    """Return the recorders that the rules need, recording every second step."""
+    options: dict[str, Any] = {"every_n_train_steps": 2, "outputs": Outputs(plots=False, report=False), "strict": True}
+    every = [kind(**options) for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)]
+    return [GraphRecorder(formats=(), strict=True), *every]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_in_both_forms(tmp_path: Path, fault: str) -> None:
+    """Saturated, dead and collapsed activations give the same findings as a module and as a function."""
+    module, function, factor, offset = FAULTS[fault]
+    found = []
+    for form in (module(), function):
+        seed_everything(3, verbose=False)
+        _, findings = fit(tmp_path / str(len(found)), Net(form, factor, offset), *recorders())
+        found.append([{**each, "trace": None} for each in findings])
+    named = json.loads(json.dumps(found[0]).replace('"act"', f'"{fault}"').replace("act ", f"{fault} "))
+    assert [each["module"] for each in found[1]] == [fault]
+    assert [(each["rule"], each["severity"], each["module"], each["verdict"]) for each in found[1]] == [
+        (each["rule"], each["severity"], each["module"], each["verdict"]) for each in named
+    ]
+
+
+@pytest.mark.parametrize("act", [nn.Tanh(), torch.tanh])
+def test_healthy_functions_have_no_finding(tmp_path: Path, act: Function) -> None:
+    """A hinge in the loss, which is zero for most samples of a trained model, is no dead layer."""
+
+    class Hinge(Net):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            logits = self(batch[0])
+            margin = F.relu(logits.detach().abs().amax() - 100 + 0 * logits).mean()  # zero
+            chance = torch.softmax(logits.detach() * 1e6, -1)  # sure, and for a metric only
+            return F.cross_entropy(logits, batch[1]) + margin + 0 * chance.sum()
+
+    seed_everything(3, verbose=False)
+    assert fit(tmp_path, Hinge(act), *recorders())[1] == []
+
+
+def test_the_receipt_counts_functions(tmp_path: Path) -> None:
+    """The receipt lists the functions apart from the modules, and says which sites they have."""
+    activations, gradients = ActivationRecorder(), GradientRecorder(functions=True)
+    receipt, _ = fit(tmp_path, Net(torch.tanh), activations, gradients, steps=2)
+    assert receipt["activations"]["functions"] == ["tanh", "gelu", "cross_entropy"]
+    assert receipt["gradients"]["functions"] == ["gelu", "tanh"]
+    assert activations._pipeline.coverage is None  # the run has ended
+    assert [site.name for site in activations.latest if site.path == "out"] == [
+        *("first", "second", "head", "tanh", "gelu", "cross_entropy")
+    ]
+    sides = {path: seen.scalars for (name, path), seen in activations.latest.items() if name == "cross_entropy"}
+    assert list(sides) == ["out", "in.prediction", "in.target", "in.target.ignored"]
+    assert (sides["in.target.ignored"]["mean"], sides["in.prediction"]["count"]) == (0.0, 80.0)
+    assert activations.latest[Site("tanh", "out")].scalars["max"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"functions": False}, ["first", "second", "head"]),
+        ({"functions": "losses"}, ["first", "second", "head", "cross_entropy"]),
+        ({"functions": ["gelu"], "exclude": "first"}, ["second", "head", "gelu"]),
+        ({"names": "gelu"}, ["gelu"]),
+        ({"names": ["head", "**.tanh"]}, ["head", "tanh"]),
+    ],
+)
+def test_functions_are_chosen(tmp_path: Path, options: Any, expected: list[str]) -> None:
+    """``functions`` chooses functions by kind or name; ``names`` and ``exclude`` apply to their sites."""
+    recorder = ActivationRecorder(strict=True, outputs=Outputs(findings=False), **options)
+    fit(tmp_path, Net(torch.tanh), recorder, steps=1)
+    assert list(dict.fromkeys(site.name for site in recorder.latest)) == expected
+
+
+def test_unknown_functions_raise() -> None:
+    """A wrong name raises at construction and names the closest one."""
+    with pytest.raises(ArgumentError, match=r"functions must be .*did you mean 'relu'"):
+        ActivationRecorder(functions="relo")

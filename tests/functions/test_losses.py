@@ -1,0 +1,108 @@
+"""The two sides of a loss are recorded: the prediction, the target, and the share of ignored targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
+from lightning_recorder.functions.losses import some_of
+from lightning_recorder.graph import GraphCapture
+from lightning_recorder.reductions import ChannelMoments
+from lightning_recorder.statistics import StatisticsRecorder
+from lightning_recorder.taps import Site
+
+SCORES = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [2.0, 2.0, 1.0]])
+CLASSES = torch.tensor([2, -100, 0])
+
+
+class Criterion(nn.Module):
+    """A model with a loss module and loss functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=0)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(x, CLASSES.clamp(min=0))
+        return loss + F.mse_loss(input=x, target=2 * x) + F.cross_entropy(x, CLASSES, reduction="none").sum()
+
+
+def recorded(net: nn.Module) -> dict[Site, Tensor]:
+    """Return the recorded tensors of one call by site."""
+    found = {}
+
+    def receive(site: Site, tensor: Tensor) -> None:
+        found[site] = tensor.clone()
+
+    with FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), receive, strict=True):
+        net(SCORES)
+    return found
+
+
+def test_sides_of_functions_and_modules() -> None:
+    """A loss function has its own name, a loss module that of the module; the targets to ignore are counted."""
+    found = recorded(Criterion())
+    sides = {f"{name} {path}": tensor for (name, path), tensor in found.items() if path != "out"}
+    assert list(sides) == [
+        "criterion in.prediction",
+        "criterion in.target",
+        "criterion in.target.ignored",
+        "mse_loss in.prediction",
+        "mse_loss in.target",
+        "cross_entropy in.prediction",
+        "cross_entropy in.target",
+        "cross_entropy in.target.ignored",
+    ]
+    assert sides["criterion in.target.ignored"].tolist() == [False, True, True]
+    assert sides["cross_entropy in.target.ignored"].tolist() == [False, True, False]
+    assert torch.equal(sides["mse_loss in.target"], 2 * SCORES)
+    assert [site.name for site in found if site.path == "out"] == ["mse_loss", "cross_entropy"]
+
+
+def test_the_graph_has_no_operation_of_the_tap() -> None:
+    """Looking for targets to ignore leaves no trace in a graph that is captured in the same step."""
+    net = Criterion()
+
+    def names(*, taps: bool) -> list[Any]:
+        with GraphCapture(net, SCORES) as capture:
+            recorded(net) if taps else net(SCORES)
+        return [node.name for node in capture.graph().nodes]
+
+    assert names(taps=True) == names(taps=False)
+
+
+@pytest.mark.parametrize("name", ["cosine_embedding_loss", "triplet_margin_loss"])
+def test_losses_without_two_sides(name: str) -> None:
+    """A loss that compares predictions with each other has an output only."""
+
+    class Compared(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return getattr(F, name)(x, x + 1, torch.ones(3) if name.startswith("cosine") else x - 1)
+
+    assert list(recorded(Compared())) == [Site(name, "out")]
+
+
+def test_large_sides_are_cut() -> None:
+    """Of a large prediction, the first samples with about a million values are recorded."""
+    assert some_of(torch.zeros(4, 1 << 19)).shape == (2, 1 << 19)
+    assert some_of(torch.zeros(2, 1 << 21)).shape == (1, 1 << 21)
+    assert some_of(torch.zeros(3, 5)).shape == (3, 5)
+
+
+def test_extra_reductions_leave_out_losses() -> None:
+    """A reduction that needs channels is not applied to a loss, so that it gives no warning."""
+    net = Criterion()
+    chosen = ChosenFunctions(net, FUNCTIONS)
+    with StatisticsRecorder({"head": net.head}, extra=ChannelMoments(), functions=chosen, strict=True) as recorder:
+        net.head(SCORES).relu()
+        net(SCORES)
+    found = recorder.collect()
+    assert "channel_mean" in found[Site("relu", "out")].tensors
+    assert "channel_mean" not in found[Site("cross_entropy", "in.prediction")].tensors
+    assert found[Site("cross_entropy", "in.target.ignored")].scalars["mean"] == pytest.approx(1 / 3)
