@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -34,9 +35,14 @@ def looking(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> T
     return state
 
 
+SIZES = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7]
+# Float32 values without a factor are read in place.
+READ_IN_PLACE = list(product(SIZES, [1.0], [False, True], [torch.float32]))
+
+
 @pytest.mark.parametrize(
     ("count", "factor", "special", "dtype"),
-    pairwise([0, 1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7], [1.0, 1 / 3], [False, True], DTYPES),
+    dict.fromkeys(READ_IN_PLACE + pairwise(SIZES, [1.0, 1 / 3], [False, True], DTYPES)),
 )
 def test_host_kernel_equals_the_general_passes(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
     """For each dtype, factor and size, the host kernel and the general passes give the same state."""
