@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -183,30 +182,3 @@ def test_every_module_says_what_it_is() -> None:
     for path in ROOT.rglob("*.py"):
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
         assert re.search(r"\.$", first), path
-
-
-@pytest.mark.slow
-def test_every_file_can_be_imported_first() -> None:
-    """Each file can be the first one of the package to be imported."""
-    without = () if importlib.util.find_spec("triton") else ("triton_kernels",)  # missing on most CPU machines
-    names = [
-        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted(ROOT.rglob("*.py"))
-        if "callbacks" not in path.parts and path.stem not in without
-    ]
-    # Python imports the packages around a file first. If they import the file, that is the same as importing them.
-    code = "\n".join(
-        [
-            "import importlib, sys",
-            "after = {'': set()}",
-            f"for name in {sorted(names)!r}:",
-            "    after[name] = after[name.rpartition('.')[0]]",
-            "    if name in after[name]:",
-            "        continue",
-            "    for loaded in [each for each in sys.modules if each.startswith('lightning_recorder')]:",
-            "        del sys.modules[loaded]",
-            "    importlib.import_module(name)",
-            "    after[name] = set(sys.modules)",
-        ]
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, check=True)
