@@ -69,8 +69,11 @@ def test_nothing_but_one_special_value(dtype: torch.dtype, special: float) -> No
     assert_equal(looking(tensor), plain(tensor))
 
 
+SAMPLED = [0, 1, 4096, 4097, PIECE + 1], [1, 100, 4096, 10**6]
+
+
 @pytest.mark.parametrize(
-    ("count", "sample", "dtype"), pairwise([0, 1, 4096, 4097, PIECE + 1], [1, 100, 4096, 10**6], DTYPES)
+    ("count", "sample", "dtype"), dict.fromkeys([*product(*SAMPLED, [torch.float32]), *pairwise(*SAMPLED, DTYPES)])
 )
 def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
     """With a sample both ways count the same values."""
