@@ -159,8 +159,14 @@ class WatchedRun:
 
     # The course of a step.
 
-    def start_batch(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch: keep what is needed to run it again."""
+    def start_batch(self, batch: Any, batch_idx: int, rows: list[int] | None = None) -> None:
+        """Begin a batch: keep what is needed to run it again.
+
+        Args:
+            batch: The batch.
+            batch_idx: Its index in the epoch.
+            rows: The indices of its samples in the data set, if they are known.
+        """
         if not self._reads_now:
             self._arrive(self._queue.take())
         self._series.replay()
@@ -170,6 +176,7 @@ class WatchedRun:
         self._step.optimizer_steps = 0
         with pause_recording():
             kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
+        kept.indices = rows
         self._step.batches.append(kept)
         self._step.indices.append(batch_idx)
         if self._flags is not None:

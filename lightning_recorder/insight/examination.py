@@ -14,6 +14,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import (
     backward,
     comparisons,
+    data,
     finiteness,
     forward,
     gradient_depth,
@@ -30,6 +31,7 @@ from lightning_recorder.insight import (
     uncalled,
 )
 from lightning_recorder.insight.comparisons import ODD_BLOCK, UNLIKE
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.finding import (
     NON_FINITE,
     SEVERITIES,
@@ -39,7 +41,7 @@ from lightning_recorder.insight.finding import (
     Finding,
     with_watched,
 )
-from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_records
+from lightning_recorder.insight.gaps import DATA, GRAPH, Diagnosis, Gap, gaps_of, group_records
 from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -53,6 +55,7 @@ __all__ = ["RULES", "Examination", "causes_first", "check_rules"]
 _PARTS = (
     finiteness,
     ranks,
+    data,
     operations,
     settings,
     steps,
@@ -140,6 +143,8 @@ class Examination:
     ) -> None:
         self.graph = graph
         self.coverage = coverage or {}
+        self.data: DataFacts | None = None
+        """The samples of the batches, if they are known."""
         self.types = types or {}
         self.ignored = set(ignored)
         self._tables: dict[tuple[str, str], Table] = {}
@@ -171,12 +176,14 @@ class Examination:
             wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,
             odd_blocks=self._odd[1],
+            data=self.data or DataFacts(),
         )
 
     def gaps(self) -> tuple[Gap, ...]:
         """Return the rules that cannot run on the records so far, with the reasons."""
         rules = [rule.name for rule in RULES if rule.name not in self.ignored]
-        return gaps_of(group_records(self._tables), self.coverage, rules, has_graph=self.graph is not None)
+        known = {GRAPH: self.graph is not None, DATA: self.data is not None}
+        return gaps_of(group_records(self._tables), self.coverage, rules, known=known)
 
     def diagnosis(self, watched: list[Finding]) -> Diagnosis:
         """Return the findings so far with those of the watch, and the rules that cannot run."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_recorder.insight.finding import Finding, findings_to_json
 
-__all__ = ["NEEDS", "Diagnosis", "Gap", "gaps_of", "group_records"]
+__all__ = ["DATA", "GRAPH", "NEEDS", "Diagnosis", "Gap", "gaps_of", "group_records"]
 
 _Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
 """What could not be examined, why, True if it is expected, and a function that tells the rules by their needs."""
@@ -18,7 +18,7 @@ FEWEST_RECORDS = 3
 
 _GROUPS = {"activations": "ActivationRecorder", "gradients": "GradientRecorder", "parameters": "ParameterRecorder"}
 _ANY = "any"  # one of the groups
-_GRAPH, _VALIDATION = "graph", "validation"
+GRAPH, DATA, _VALIDATION = "graph", "data", "validation"
 _A, _G, _P = _GROUPS
 _FEW = 3  # modules that a reason names
 _MOST_REASONS = 3
@@ -33,23 +33,23 @@ NEEDS: dict[str, tuple[tuple[str, ...], int]] = {
     "updates-lost": ((_P,), 2),
     "does-not-move": ((_P,), 2),
     "barely-moves": ((_P,), 3),
-    "slow-last-layer": ((_P, _GRAPH), 1),
+    "slow-last-layer": ((_P, GRAPH), 1),
     "softmax-dimension": ((_A,), 1),
     "learning-rate-too-large": ((_P,), 3),
     "weight-decay-too-strong": ((_P,), 3),
     "decayed-norm": ((_P,), 3),
     "always-clipped": ((_P,), 3),
     "eval-mode": ((_A, _P), 2),
-    "strong-dropout": ((_GRAPH,), 0),
+    "strong-dropout": ((GRAPH,), 0),
     "nothing-moves": ((_P,), 2),
-    "not-registered": ((_GRAPH,), 0),
+    "not-registered": ((GRAPH,), 0),
     "learning-rate-vanishes": ((_P,), 6),
     "norm-ineffective": ((_A, _P), 2),
     "running-statistics": ((_A, _P), 3),
-    "double-activation": ((_GRAPH,), 0),
-    "constant-input": ((_P, _GRAPH), 4),
+    "double-activation": ((GRAPH,), 0),
+    "constant-input": ((_P, GRAPH), 4),
     "gradients-accumulate": ((_G, _P), 2),
-    "loss-imbalance": ((_G, _GRAPH), 3),
+    "loss-imbalance": ((_G, GRAPH), 3),
     "unused-parameter": ((_P,), 2),
     "never-chosen": ((_A, _P), 2),
     "forgotten-parameter": ((_P,), 2),
@@ -64,25 +64,31 @@ NEEDS: dict[str, tuple[tuple[str, ...], int]] = {
     "saturation": ((_A,), 2),
     "attention-collapse": ((_A,), 2),
     "scale-jump": ((_A,), 1),
-    "posterior-collapse": ((_A, _P, _GRAPH), 10),
+    "posterior-collapse": ((_A, _P, GRAPH), 10),
     "gradient-step": ((_G,), 1),
-    "odd-block": ((_GRAPH,), 0),
+    "odd-block": ((GRAPH,), 0),
     "sudden-change": ((_A,), 6),
     "stops-moving": ((_P,), 7),
     "block-trend": ((_ANY,), 1),
     "unlike-siblings": ((_ANY,), 1),
     "train-differs": ((_A, _VALIDATION), 2),
-    "loss-shapes": ((_GRAPH,), 0),
-    "cut-off-logits": ((_GRAPH,), 0),
-    "no-log-softmax": ((_GRAPH,), 0),
-    "no-activation": ((_GRAPH,), 0),
-    "along-batch": ((_GRAPH,), 0),
-    "one-class": ((_GRAPH,), 0),
-    "sees-the-target": ((_GRAPH,), 0),
-    "inverted-mask": ((_GRAPH,), 0),
-    "target-scale": ((_A, _P, _GRAPH), 8),
-    "unused-codes": ((_P, _GRAPH), 8),
+    "loss-shapes": ((GRAPH,), 0),
+    "cut-off-logits": ((GRAPH,), 0),
+    "no-log-softmax": ((GRAPH,), 0),
+    "no-activation": ((GRAPH,), 0),
+    "along-batch": ((GRAPH,), 0),
+    "one-class": ((GRAPH,), 0),
+    "sees-the-target": ((GRAPH,), 0),
+    "inverted-mask": ((GRAPH,), 0),
+    "target-scale": ((_A, _P, GRAPH), 8),
+    "unused-codes": ((_P, GRAPH), 8),
     "ranks-differ": ((_P,), 1),
+    "same-samples-on-ranks": ((DATA,), 0),
+    "same-samples-by-workers": ((DATA,), 0),
+    "batch-repeats": ((DATA,), 0),
+    "few-samples": ((DATA,), 0),
+    "validation-in-training": ((DATA,), 0),
+    "sorted-by-class": ((DATA,), 0),
 }
 """What each rule reads, and the least number of records of it. ``"any"`` stands for one of the groups.
 
@@ -172,7 +178,7 @@ def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
 
 
 def gaps_of(
-    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[str], *, has_graph: bool
+    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[str], *, known: Mapping[str, bool]
 ) -> tuple[Gap, ...]:
     """Return the rules that could not run, each under the first reason.
 
@@ -180,11 +186,11 @@ def gaps_of(
         records: The result of :func:`group_records`.
         coverage: The contents of ``receipt.json``.
         rules: The names of the rules to run.
-        has_graph: True if there is a recorded graph.
+        known: True for :data:`GRAPH` and :data:`DATA` if there is a recorded graph, and if batches were watched.
     """
     left = [name for name in rules if name in NEEDS]
     found = []
-    for what, why, is_expected, is_concerned in _reasons(records, coverage, has_graph=has_graph):
+    for what, why, is_expected, is_concerned in _reasons(records, coverage, known):
         concerned = tuple(name for name in left if is_concerned(*NEEDS[name]))
         left = [name for name in left if name not in concerned]
         if concerned or not is_expected:
@@ -192,14 +198,14 @@ def gaps_of(
     return tuple(found)
 
 
-def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_graph: bool) -> Iterator[_Reason]:
+def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Mapping[str, bool]) -> Iterator[_Reason]:
     """Yield what could not be examined and why, the reasons that the user does not expect first."""
     receipts = {group: _receipts(coverage, group) for group in _GROUPS}
     recorded = [group for group in _GROUPS if records[group]]
     most = max(records[group] for group in _GROUPS)
     if not recorded and not any(receipts.values()):
         words = "activations, gradients and parameters"
-        yield words, "no record of training has any", False, lambda needs, _: needs != (_GRAPH,)
+        yield words, "no record of training has any", False, lambda needs, _: needs not in ((GRAPH,), (DATA,))
     for group in _GROUPS:
         if group not in recorded and receipts[group]:
             yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [_ANY]))
@@ -216,8 +222,10 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_gra
     for group, name in _GROUPS.items():
         if group not in recorded and not receipts[group]:
             yield group, f"there was no {name}", True, _reads(group)
-    if not has_graph:
-        yield "the graph", "none was recorded", True, _reads(_GRAPH)
+    if not known[GRAPH]:
+        yield "the graph", "none was recorded", True, _reads(GRAPH)
+    if not known[DATA]:
+        yield "the samples of the batches", "no StepWatch saw them", True, _reads(DATA)
     if not records[_VALIDATION]:
         yield "the validation", "none was recorded", True, _reads(_VALIDATION)
     yield "a longer course", there, True, is_short

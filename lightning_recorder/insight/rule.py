@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.odd_blocks import OddBlock
 from lightning_recorder.insight.table import Floats, Table
@@ -138,6 +139,7 @@ class Evidence:
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
         odd_blocks: The blocks that compute something else than all others of their list.
+        data: The samples of the batches.
     """
 
     activations: Table
@@ -148,6 +150,7 @@ class Evidence:
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: Table = field(default_factory=Table)
     odd_blocks: tuple[OddBlock, ...] = ()
+    data: DataFacts = field(default_factory=DataFacts)
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""

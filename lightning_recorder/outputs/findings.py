@@ -25,6 +25,7 @@ from lightning_recorder.insight import (
     SiteRecords,
     with_watched,
 )
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
@@ -165,6 +166,12 @@ class RunFindings:
                 self._contained(lambda: self._current.extend(self._examined().bad))
                 self._current_of = self._records, len(self._watched)
             return list(self._current)
+
+    def set_data(self, data: DataFacts) -> None:
+        """Set what is known about the samples of the batches."""
+        with self._lock:
+            self._examination.data = data
+            self._current_of = (0, 0)
 
     def report(self, finding: Finding) -> None:
         """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""

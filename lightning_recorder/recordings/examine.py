@@ -49,6 +49,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
         DumpError: If a file of the run is damaged.
     """
     examination = Examination(run.graph, run.receipt, ignored=ignored)
+    examination.data = run.data
     # The watch on every step finds what its records show while it records.
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
