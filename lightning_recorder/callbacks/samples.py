@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
-from lightning_recorder.internals.loaders import batch_number, forget_indices, indices_of, keep_indices
+from lightning_recorder.internals.loaders import batch_number, forget_indices, indices_of, keep_indices, rows_of_base
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.statistics import Exchange, PendingMerge, sample_fingerprints, values_of_each
 from lightning_recorder.statistics.snapshot import NOTHING
@@ -47,6 +48,7 @@ _FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _COMPARED_SAMPLES = 16  # of a step
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -161,6 +163,20 @@ class WatchedSamples:
             samples=samples,
             is_overfit=is_overfit,
         )
+
+    def name_row(self, pl_module: LightningModule, rows: list[int] | None, place: int) -> str:
+        """Return the name of a sample by the indices of its batch and its place there, as far as they are known."""
+        if rows is None or place >= len(rows):
+            return f"sample {place} of the batch"
+        loader: Any = self._trainer.train_dataloader
+        below = rows_of_base(loader.dataset, [rows[place]])
+        name = f"row {rows[place]:,} of the training set"
+        name += f" (row {below[0]:,} of the data set below its Subset)" if below else ""
+        # Code of the user's own may sort the samples of a batch.
+        is_usual = loader.collate_fn is default_collate and not any(
+            is_overridden(each, pl_module) for each in _TRANSFERS
+        )
+        return name if is_usual else f"sample {place} of the batch ({name} unless the batch is made in another order)"
 
     # Batches.
 

@@ -199,6 +199,10 @@ class StepWatch(RecorderCallback):
             label=self.group,
             is_logged=lambda step: every > 0 and (step + 1) % every == 0,
         )
+        publish: Callable[[DataFacts], object] = _ignore if self._findings is None else self._findings.set_data
+        self._samples = WatchedSamples(
+            trainer, directory if is_first else None, publish, self._exchange, strict=self.strict
+        )
         self._run = WatchedRun(
             trainer,
             pl_module,
@@ -209,10 +213,7 @@ class StepWatch(RecorderCallback):
             wait=self.wait,
             keep_parameters=self.keep_parameters,
             every_module=self.every_module,
-        )
-        publish: Callable[[DataFacts], object] = _ignore if self._findings is None else self._findings.set_data
-        self._samples = WatchedSamples(
-            trainer, directory if is_first else None, publish, self._exchange, strict=self.strict
+            name_row=partial(self._samples.name_row, pl_module),
         )
 
     def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
