@@ -132,7 +132,7 @@ def _without(rows: Sequence[int], some: Sequence[int]) -> list[int]:
 
 def describe_row(batch: Any, place: int) -> str:
     """Return the values of a sample beside those of the others in its batch; empty if there are no numbers."""
-    parts = []
+    parts: list[str] = []
     for path, tensor in iter_tensors(batch, "batch", unknown=ignore_unknown):
         if len(parts) == _MOST_DESCRIBED:
             break

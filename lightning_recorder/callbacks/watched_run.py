@@ -391,7 +391,7 @@ class WatchedRun:
         """Return the sample that makes the loss or the gradients of a step not finite."""
         batch = reading.batches[0] if batch is None and len(reading.batches) == 1 else batch
         series = "loss" if reading.has_bad_loss else "gradient norm"
-        return batch and self._find_row(batch, lambda found, _: not math.isfinite(found), series)
+        return None if batch is None else self._find_row(batch, lambda found, _: not math.isfinite(found), series)
 
     def _find_row(
         self, batch: KeptBatch, is_bad: Callable[[float, float], bool], series: str

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
@@ -236,6 +236,51 @@ def test_the_training_is_the_same(tmp_path: Path) -> None:
     assert watch.found[0].numbers["row"] == 700
     assert losses == usual
     assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
+
+
+class Compared(Callback):
+    """Compares the rows that the watch knows with those in the batch."""
+
+    def __init__(self, watch: StepWatch) -> None:
+        self.watch, self.seen = watch, 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self.watch._run is not None
+        assert self.watch._run._step.batches[-1].indices == batch[0][:, 0].tolist()
+        self.seen += 1
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")  # meant here
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_are_known_after_a_resumption(workers: int, tmp_path: Path) -> None:
+    """In the middle of an epoch, the rows are those that the loader gives then, also in the epochs that follow."""
+    x = torch.arange(160.0).unsqueeze(1).repeat(1, WIDTH)
+    data = TensorDataset(x, torch.zeros(160, 1))
+
+    def resumed(max_steps: int, checkpoint: Path | None = None) -> Compared:
+        seed_everything(3, verbose=False)
+        loader = DataLoader(data, ROWS, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        watch = StepWatch(strict=True, spikes=0)
+        compared = Compared(watch)
+        trainer = Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            callbacks=[watch, compared],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=3,
+            max_steps=max_steps,
+        )
+        model = Net()
+        model.net.requires_grad_(False)[0].weight.requires_grad_(True)
+        trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        return compared
+
+    assert resumed(3).seen == 3
+    assert resumed(15, tmp_path / "middle.ckpt").seen >= 10
 
 
 KINDS: Sequence[Callable[[int, random.Random], Callable[[Tensor, Tensor], object]]] = (

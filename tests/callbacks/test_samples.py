@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -29,6 +30,7 @@ from typing_extensions import override
 from lightning_recorder import DumpError, Outputs, ParameterRecorder, StepWatch, open_recording
 from lightning_recorder.callbacks import samples as samples_module
 from lightning_recorder.insight import data as rules
+from tests import forks
 
 QUIET = Outputs(plots=False, dumps=False)
 CLASSES = 4
@@ -131,21 +133,29 @@ class Cached:
         return self.batch
 
 
-def fit(folder: Path, train: Any, validation: Any = None, *callbacks: Callback, **options: Any) -> Any:
-    """Train, and return the run."""
+def fit(
+    folder: Path,
+    train: Any,
+    validation: Any = None,
+    *,
+    model: LightningModule | None = None,
+    watched: bool = True,
+    **options: Any,
+) -> Any:
+    """Train, and return the run if there is one."""
     seed_everything(1, verbose=False)
     recorder = ParameterRecorder(every_n_train_steps=10, outputs=QUIET, strict=True)
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        callbacks=[StepWatch(strict=True), recorder, *callbacks],
+        callbacks=[StepWatch(strict=True), recorder] if watched else [],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         **{"logger": False, "max_epochs": 2, **options},
     )
-    trainer.fit(Net(), train, validation)
-    return open_recording(folder).run
+    trainer.fit(model or Net(), train, validation)
+    return open_recording(folder).run if watched and trainer.is_global_zero else None
 
 
 def findings(run: Any) -> list[tuple[str, str, str]]:
@@ -159,7 +169,9 @@ def findings(run: Any) -> list[tuple[str, str, str]]:
 
 HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"train": DataLoader(dataset(), 32, shuffle=True), "accumulate_grad_batches": 4},
-    "weighted": lambda: {"train": DataLoader(dataset(), 32, sampler=WeightedRandomSampler(torch.rand(640) ** 4, 640))},
+    "weighted": lambda: {
+        "train": DataLoader(dataset(), 32, sampler=WeightedRandomSampler((torch.rand(640) ** 4).tolist(), 640))
+    },
     "distributed": lambda: {"train": DataLoader(dataset(), 32, sampler=DistributedSampler(dataset(), 7, 3))},
     "buckets": lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(buckets, 20))},
     "infinite": lambda: {"train": DataLoader(dataset(), 32, sampler=Drawn(endless)), "limit_train_batches": 50},
@@ -276,3 +288,87 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"batches": 20', '"batches": "20"'))
     with pytest.raises(DumpError, match=r"data\.json was not written by lightning_recorder"):
         _ = run.findings
+
+
+class ByRank(Stream):
+    """Gives each rank a part, as a user would divide a stream."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(int(os.environ["LOCAL_RANK"]), len(self.samples), 2):
+            yield self.samples[index]
+
+
+class Recording(Net):
+    """Keeps the losses of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def poisoned() -> TensorDataset:
+    """Return samples of which the one that rank 1 gets as the fourth of its 33rd batch has a NaN."""
+    x, classes = dataset(1280).tensors
+    x[2 * (32 * 16 + 3) + 1] = torch.nan
+    return TensorDataset(x, classes)
+
+
+def on_two_ranks() -> dict[str, dict[str, Any]]:
+    """Return the loaders by name; the first three are healthy."""
+    shares: Any = DistributedSampler(poisoned(), 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
+    return {
+        "sampler": {"train": DataLoader(dataset(), 16, shuffle=True)},
+        "divided": {"train": DataLoader(ByRank(), 16)},
+        "overfit": {"train": DataLoader(dataset(), 16), "overfit_batches": 2, "max_epochs": 8},
+        "stream": {"train": DataLoader(Stream(), 16)},
+        "no sampler": {"train": DataLoader(dataset(), 16, shuffle=True), "use_distributed_sampler": False},
+        "row": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording()},
+        "bare": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording(), "watched": False},
+    }
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.callbacks.test_samples import fit, on_two_ranks
+
+folder = Path(sys.argv[1])
+for name, options in on_two_ranks().items():
+    model = options.get("model")
+    fit(folder / name, strategy="ddp", devices=2, **options)
+    if model is not None:
+        left = {"losses": model.losses, "state": model.state_dict()}
+        torch.save(left, folder / f"{name}-{torch.distributed.get_rank()}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_samples_of_two_ranks(tmp_path: Path) -> None:
+    """Ranks that get the same samples are found; a rank names its poisoned row, and both train as without the watch."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    codes, log = forks.run(script, tmp_path, folder=tmp_path, ranks=2)
+    assert codes == [0, 0], log[-3000:]
+    assert "RecorderWarning" not in log
+    for name in ("sampler", "divided", "overfit"):
+        assert findings(open_recording(tmp_path / name).run) == []
+    verdict = "all 2 ranks get the same samples in each of 8 compared steps"
+    for name in ("stream", "no sampler"):
+        assert findings(open_recording(tmp_path / name).run) == [("same-samples-on-ranks", "warning", verdict)]
+    (found,) = [each for each in open_recording(tmp_path / "row").run.findings if each.rule == "non-finite"]
+    assert "rank 1): NaN in batch[0]; row 1,031 of the training set makes it" in found.verdict
+    for rank in range(2):
+        one, other = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("row", "bare"))
+        assert all(
+            torch.equal(one["state"][key].nan_to_num(), value.nan_to_num()) for key, value in other["state"].items()
+        )
+        assert str(one["losses"]) == str(other["losses"])

@@ -29,14 +29,12 @@ class Eager(Sampler[int]):
 
 
 def loader(kind: str) -> DataLoader[Any]:
-    options: dict[str, Any] = {
-        "plain": {"batch_size": 3, "shuffle": True},
-        "eager": {"batch_size": 3, "sampler": Eager()},
-        "batches": {"batch_sampler": BatchSampler(RandomSampler(ROWS), 3, True)},
-        "workers": {"batch_size": 3, "shuffle": True, "num_workers": 2},
-        "persistent": {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": True},
-    }[kind]
-    return DataLoader(ROWS, **options)
+    if kind == "batches":
+        return DataLoader(ROWS, batch_sampler=BatchSampler(RandomSampler(ROWS), 3, True))
+    sampler = Eager() if kind == "eager" else None
+    workers = 2 if kind in ("workers", "persistent") else 0
+    shuffle, persists = sampler is None, kind == "persistent"
+    return DataLoader(ROWS, 3, shuffle=shuffle, sampler=sampler, num_workers=workers, persistent_workers=persists)
 
 
 def epochs(loader: DataLoader[Any]) -> tuple[list[list[int]], Any]:
