@@ -361,8 +361,8 @@ def test_samples_of_two_ranks(tmp_path: Path) -> None:
     assert "RecorderWarning" not in log
     for name in ("sampler", "divided", "overfit"):
         assert findings(open_recording(tmp_path / name).run) == []
-    verdict = "all 2 ranks get the same samples in each of 8 compared steps"
-    for name in ("stream", "no sampler"):
+    for name, steps in (("stream", 8), ("no sampler", 16)):
+        verdict = f"all 2 ranks get the same samples in each of {steps} compared steps"
         assert findings(open_recording(tmp_path / name).run) == [("same-samples-on-ranks", "warning", verdict)]
     (found,) = [each for each in open_recording(tmp_path / "row").run.findings if each.rule == "non-finite"]
     assert "rank 1): NaN in batch[0]; row 1,031 of the training set makes it" in found.verdict
