@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.autograd import has_accumulate_hooks
 from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, named_parameters_of, parameters_of
+from lightning_recorder.internals.norms import norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
-__all__ = ["Replay", "ReplayError", "other_values", "replay"]
+__all__ = ["Replay", "ReplayError", "computed", "other_values", "replay"]
 
 _RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
 
@@ -102,6 +103,43 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
         if origin is not None:
             return Replay(origin, kept)
     return Replay(None, None)
+
+
+def computed(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    kept: KeptBatch,
+    batch: Any,
+    parameters: list[nn.Parameter],
+    *,
+    of_gradient: bool,
+) -> float | None:
+    """Run a step again with another batch, and return its loss or its gradient norm; None if it has no loss.
+
+    Everything is the same afterwards, as after :func:`replay`. The step must not communicate.
+
+    Args:
+        trainer: The trainer, with automatic optimization.
+        pl_module: The model.
+        kept: The state before the step.
+        batch: The batch to run.
+        parameters: The parameters of the model.
+        of_gradient: Return the norm of all gradients, with the scale of the loss.
+
+    Raises:
+        ReplayError: If the gradients cannot be computed.
+    """
+    with _unchanged(trainer, pl_module, parameters, pl_module.device), kept.restored(parameters):
+        if not of_gradient:
+            loss = _loss(trainer, pl_module, batch, kept)
+            return None if loss is None else float(loss.detach())
+        gradients = _Gradients(trainer, parameters, by_backward=False)
+        try:
+            _run_automatic(trainer, pl_module, batch, kept, gradients)
+        except _NeedsBackward as error:
+            raise ReplayError("reentrant checkpointing computes no gradients of parts of a batch") from error
+        found = [each.grad for each in parameters if each.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms_of(found)))) if found else None
 
 
 @contextmanager
@@ -230,12 +268,16 @@ class _Gradients:
 def _run_automatic(
     trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch, gradients: _Gradients
 ) -> None:
+    loss = _loss(trainer, pl_module, batch, kept)
+    if loss is not None:
+        gradients.add(_scaled(trainer, loss / trainer.accumulate_grad_batches))
+
+
+def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Tensor | None:
     with trainer.precision_plugin.train_step_context():
         output = _training_step(pl_module, batch, kept)
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        return
-    gradients.add(_scaled(trainer, loss / trainer.accumulate_grad_batches))
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _training_step(pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Any:

@@ -133,6 +133,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "eval": [name for name, module in named_modules_of(pl_module) if not is_training(module)],
         "rank": trainer.global_rank,
+        "rows": kept.indices,
         "losses": [repr(float(each)) for each in kept.losses],
         "counters": _counters(pl_module, kept),
     }

@@ -16,10 +16,12 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.reproduce import save_incident
+from lightning_recorder.callbacks.samples import WatchedSamples
 from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
 from lightning_recorder.insight import NON_FINITE, Finding
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.outputs import RunFindings
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import checked_arguments
@@ -136,11 +138,20 @@ class StepWatch(RecorderCallback):
 
     @override
     def _idle(self) -> dict[str, Any]:
-        return {**super()._idle(), "_run": None, "_findings": None, "_exchange": None, "_found": [], "_stops_at": None}
+        idle: dict[str, Any] = {
+            "_run": None,
+            "_findings": None,
+            "_exchange": None,
+            "_found": [],
+            "_stops_at": None,
+            "_samples": None,
+        }
+        return {**super()._idle(), **idle}
 
     _run: WatchedRun | None
     _findings: RunFindings | None
     _exchange: Exchange | None
+    _samples: WatchedSamples | None
     _found: list[Finding]
     _stops_at: int | None
 
@@ -189,6 +200,10 @@ class StepWatch(RecorderCallback):
             label=self.group,
             is_logged=lambda step: every > 0 and (step + 1) % every == 0,
         )
+        publish: Callable[[DataFacts], object] = _ignore if self._findings is None else self._findings.set_data
+        self._samples = WatchedSamples(
+            trainer, directory if is_first else None, publish, self._exchange, strict=self.strict
+        )
         self._run = WatchedRun(
             trainer,
             pl_module,
@@ -199,6 +214,7 @@ class StepWatch(RecorderCallback):
             wait=self.wait,
             keep_parameters=self.keep_parameters,
             every_module=self.every_module,
+            name_row=partial(self._samples.name_row, pl_module),
         )
 
     def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
@@ -259,6 +275,9 @@ class StepWatch(RecorderCallback):
     @override
     def _release(self, trainer: Trainer | None) -> None:
         run, self._run = self._run, None
+        samples, self._samples = self._samples, None
+        if samples is not None:
+            samples.end()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
             exchange.close(interrupted=trainer is None or trainer.interrupted)
@@ -282,7 +301,8 @@ class StepWatch(RecorderCallback):
         if batch_idx == 0:
             self._hide_hooks(trainer, "on_before_zero_grad", "on_after_backward")
         if self._run is not None and self._enabled:
-            self._run.start_batch(batch, batch_idx)
+            rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, logged_step(trainer))
+            self._run.start_batch(batch, batch_idx, rows)
 
     @guarded
     @override
@@ -309,6 +329,8 @@ class StepWatch(RecorderCallback):
         run = self._run
         if run is not None:
             run.end_batch(is_last=stepped(trainer, batch_idx))
+        if self._samples is not None:
+            self._samples.end_batch()
         if self.on_finding == "stop" and (run is not None or self._exchange is not None):
             self._stop(trainer)
 
@@ -326,6 +348,20 @@ class StepWatch(RecorderCallback):
 
     @guarded
     @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._samples is None or not self._samples.add_validation(batch, batch_idx, dataloader_idx):
+            self._hide_hooks(trainer, "on_validation_batch_start")
+
+    @guarded
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._samples is not None and not trainer.sanity_checking:
+            self._samples.end_validation()
+
+    @guarded
+    @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._run is not None:  # a run that is killed later and resumes here has no other record of these steps
             self._run.save()
@@ -335,12 +371,16 @@ class StepWatch(RecorderCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.flush()
+        if self._samples is not None:
+            self._samples.end_epoch()
 
     @guarded
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.flush()
+        if self._samples is not None:
+            self._samples.end()
         if self._exchange is None:
             return
         gathered: list[list[Finding]] = [[] for _ in range(trainer.world_size)]
@@ -376,6 +416,10 @@ def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
         watch = StepWatch(strict=after.strict)
         watch.is_default, watch._is_from_environment = True, after._is_from_environment
         callbacks.insert(next(index for index, each in enumerate(callbacks) if each is after) + 1, watch)
+
+
+def _ignore(data: DataFacts) -> None:
+    """Receive facts on a rank that reports no findings."""
 
 
 def _watches(trainer: Trainer) -> list[StepWatch]:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay
+from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find_row
 from lightning_recorder.callbacks.trainer import largest_rate, logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import SPIKE, UNBOUNDED, Finding
@@ -37,13 +38,17 @@ from lightning_recorder.watch import (
     finding_of_overflow,
     finding_of_spike,
     finding_without_origin,
+    with_batch,
     with_rise,
+    with_row,
     with_spike,
 )
+from lightning_recorder.watch.spikes import RECENT
 
 __all__ = ["Discovery", "WatchedRun"]
 
 _MOST_REPLAYS = 5
+_MOST_SEARCHES = 5  # for the sample that makes a step bad
 _MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
 _FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
 _WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
@@ -84,6 +89,8 @@ class _Step:
     has_bad_gradient: bool = False
     """True if the gradients were found not to be finite before the optimizer steps."""
     has_ended: bool = False
+    row: tuple[KeptBatch, FoundRow, str] | None = None
+    """The sample that makes a spike, with its batch and ``"loss"`` or ``"gradient norm"``."""
 
 
 class WatchedRun:
@@ -99,6 +106,7 @@ class WatchedRun:
         wait: Wait for the device before each optimizer step.
         keep_parameters: Keep a copy of the parameters from before the last step.
         every_module: Compute a flag for each module in every step.
+        name_row: A function that names a sample by the indices of its batch and its place there.
     """
 
     def __init__(
@@ -113,6 +121,7 @@ class WatchedRun:
         wait: bool,
         keep_parameters: bool,
         every_module: bool,
+        name_row: Callable[[list[int] | None, int], str],
     ) -> None:
         device = pl_module.device
         self._trainer, self._pl_module, self._series = trainer, pl_module, series
@@ -132,7 +141,8 @@ class WatchedRun:
         self._known: dict[tuple[str, str, str], Finding] = {}
         self._was_bad = False
         self._overflow: int | None = None  # the last step whose gradient norm overflowed
-        self._replays = 0
+        self._replays = self._searches = 0
+        self._name_row = name_row
         self.unnamed: Finding | None = None
         """The finding about a bad gradient that came from another rank, if no rank names its origin."""
         self._flags: ModuleFlags | None = None
@@ -159,8 +169,14 @@ class WatchedRun:
 
     # The course of a step.
 
-    def start_batch(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch: keep what is needed to run it again."""
+    def start_batch(self, batch: Any, batch_idx: int, rows: list[int] | None = None) -> None:
+        """Begin a batch: keep what is needed to run it again.
+
+        Args:
+            batch: The batch.
+            batch_idx: Its index in the epoch.
+            rows: The indices of its samples in the data set, if they are known.
+        """
         if not self._reads_now:
             self._arrive(self._queue.take())
         self._series.replay()
@@ -170,6 +186,7 @@ class WatchedRun:
         self._step.optimizer_steps = 0
         with pause_recording():
             kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
+        kept.indices = rows
         self._step.batches.append(kept)
         self._step.indices.append(batch_idx)
         if self._flags is not None:
@@ -206,6 +223,8 @@ class WatchedRun:
                 if reading.read():
                     self._examine(reading, parameters_are_known=True)
                     self._step.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
+                else:
+                    self._step.row = self._row_of_spike(reading)  # now, because the parameters are those of the step
             elif self._copies is not None:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
                 self._copies = [each.detach().clone() for each in parameters_of(self._pl_module)]
@@ -349,7 +368,74 @@ class WatchedRun:
             rank=self._after(reading),
             usual_rows=self._usual_rows,
         )
-        self._report(replace(found, records=records), reading)
+        row = self._step.row if self._reads_now else self._row_of_spike(reading, spikes)
+        self._report(self._with_row(replace(found, records=records), row, reading), reading)
+
+    # The sample that makes a step bad.
+
+    def _row_of_spike(
+        self, reading: Reading, spikes: list[tuple[str, float, float]] | None = None
+    ) -> tuple[KeptBatch, FoundRow, str] | None:
+        """Return the sample that makes a spike, if the reading has one and the sample can be found."""
+        if spikes is None:
+            named = zip(self._spikes.items(), reading.values, strict=True)
+            medians = [(name, value, each.median_below(value)) for (name, each), value in named if math.isfinite(value)]
+            spikes = [(name, value, median) for name, value, median in medians if median is not None]
+        is_small = 0 < 2 * reading.rows < self._usual_rows
+        if not spikes or not self._factor or is_small or self._is_after_spike(reading):
+            return None
+        series, value, median = spikes[0]
+        batches = [each for each in reading.batches if each.losses]
+        if not batches or (series != "loss" and len(batches) > 1):
+            return None
+        batch = max(batches, key=lambda each: float(each.losses[-1])) if len(batches) > 1 else batches[0]
+        share = math.sqrt(median / value)  # between a spike and a usual step
+
+        def is_bad(found: float, whole: float) -> bool:
+            # The norm has the scale of the loss.
+            return not found <= (share * value if series == "loss" else share * whole)
+
+        return self._find_row(batch, is_bad, series)
+
+    def _is_after_spike(self, reading: Reading) -> bool:
+        """Return True if a step is bad because of the one with a spike before it, whatever its samples are."""
+        known = [each.last_step for each in self._known.values() if each.rule == SPIKE]
+        return any(0 < reading.step - step <= RECENT for step in known)
+
+    def _row_of_bad(self, reading: Reading, batch: KeptBatch | None) -> tuple[KeptBatch, FoundRow, str] | None:
+        """Return the sample that makes the loss or the gradients of a step not finite."""
+        batch = reading.batches[0] if batch is None and len(reading.batches) == 1 else batch
+        series = "loss" if reading.has_bad_loss else "gradient norm"
+        return None if batch is None else self._find_row(batch, lambda found, _: not math.isfinite(found), series)
+
+    def _find_row(
+        self, batch: KeptBatch, is_bad: Callable[[float, float], bool], series: str
+    ) -> tuple[KeptBatch, FoundRow, str] | None:
+        if self._searches >= _MOST_SEARCHES or not self._pl_module.automatic_optimization:
+            return None
+        self._searches += 1
+        try:
+            if self._trainer.world_size > 1:  # raises an error if the step communicates
+                replay(self._trainer, self._pl_module, [batch])
+            of_gradient = series != "loss"
+            found = find_row(self._trainer, self._pl_module, batch, is_bad, of_gradient=of_gradient)
+        except Exception:  # noqa: BLE001 - the step of the user may raise anything for a part of its batch
+            return None
+        return None if found is None else (batch, found, series)
+
+    def _with_row(self, finding: Finding, row: tuple[KeptBatch, FoundRow, str] | None, reading: Reading) -> Finding:
+        """Return a finding with the sample that made it, or else with the rows of its batch."""
+        if row is None:
+            rows = [index for each in reading.batches for index in each.indices or ()]
+            return with_batch(finding, rows) if rows else finding
+        batch, found, series = row
+        name = self._name_row(batch.indices, found.place)
+        about = describe_row(batch.batch, found.place)
+        finding = with_row(finding, name, series, found.value, found.without, about)
+        numbers = {**finding.numbers, "place": float(found.place)}
+        if batch.indices is not None and found.place < len(batch.indices):
+            numbers["row"] = float(batch.indices[found.place])
+        return replace(finding, numbers=numbers)
 
     # Bad values.
 
@@ -390,6 +476,12 @@ class WatchedRun:
         values = copies or ([each.detach() for each in parameters_of(self._pl_module)] if is_known else None)
         # A bad batch or constant is no consequence of the steps before.
         is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
+        is_of_parameter = origin is not None and origin.source.startswith("parameter ")
+        # After a spike or a rise, all samples are bad.
+        is_after = self._is_after_spike(reading) or any(each.rise() for each in self._spikes.values())
+        if is_known and not is_of_parameter and (is_given or not is_after):
+            with other_values(list(parameters_of(self._pl_module)), copies) if copies else nullcontext():
+                finding = self._with_row(finding, self._row_of_bad(reading, batch), reading)
         self._report(finding if is_given else self._with_rise(finding), reading, batch, values)
 
     def _with_rise(self, finding: Finding) -> Finding:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.functions import function_of
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.table import STATISTICS, Floats, Table
@@ -184,6 +185,7 @@ class Evidence:
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
+        data: The samples of the batches.
     """
 
     activations: Table
@@ -193,6 +195,7 @@ class Evidence:
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: Table = field(default_factory=Table)
+    data: DataFacts = field(default_factory=DataFacts)
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import (
     NON_FINITE,
@@ -23,7 +24,7 @@ from lightning_recorder.insight.finding import (
 )
 from lightning_recorder.insight.gaps import Diagnosis, gaps_of, group_records
 from lightning_recorder.insight.module_edges import Wiring
-from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.rule import DATA, GRAPH, Rule
 from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
@@ -116,12 +117,14 @@ class RunFacts:
         types: The class names of the modules, in addition to those in the coverage and in the graph.
         ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
         watched: The findings of the watch on every step, in the order of their steps.
+        data: The samples of the batches; None if nothing saw them.
     """
 
     coverage: Mapping[str, Any] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     ignored: Collection[str] = ()
     watched: Sequence[Finding] = ()
+    data: DataFacts | None = None
 
 
 def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | None = None) -> Diagnosis:
@@ -140,7 +143,9 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
     history.free()
     watched = [each for each in facts.watched if each.rule not in facts.ignored]
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
-    gaps = gaps_of(history.counts(), facts.coverage, rules, has_graph=graph is not None)
+    gaps = gaps_of(
+        history.counts(), facts.coverage, rules, known={GRAPH: graph is not None, DATA: facts.data is not None}
+    )
     return Diagnosis(with_watched(found, watched), gaps)
 
 
@@ -157,6 +162,7 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
         inputs=inputs,
         wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
         coverage=facts.coverage,
+        data=facts.data or DataFacts(),
     )
 
 

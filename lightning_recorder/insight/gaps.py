@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_recorder.insight.finding import Finding, findings_to_json
-from lightning_recorder.insight.rule import ANY_GROUP, GRAPH, VALIDATION, Rule
+from lightning_recorder.insight.rule import ANY_GROUP, DATA, GRAPH, VALIDATION, Rule
 
 __all__ = ["Diagnosis", "Gap", "gaps_of", "group_records"]
 
@@ -105,7 +105,7 @@ def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
 
 
 def gaps_of(
-    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[Rule], *, has_graph: bool
+    records: Mapping[str, int], coverage: Mapping[str, Any], rules: Iterable[Rule], *, known: Mapping[str, bool]
 ) -> tuple[Gap, ...]:
     """Return the rules that could not run, each under the first reason.
 
@@ -113,11 +113,11 @@ def gaps_of(
         records: The result of :func:`group_records`.
         coverage: The contents of ``receipt.json``.
         rules: The rules to run.
-        has_graph: True if there is a recorded graph.
+        known: True for :data:`GRAPH` and :data:`DATA` if there is a recorded graph, and if batches were watched.
     """
     left = [rule for rule in rules if rule.needs]
     found = []
-    for what, why, is_expected, is_concerned in _reasons(records, coverage, has_graph=has_graph):
+    for what, why, is_expected, is_concerned in _reasons(records, coverage, known):
         concerned = tuple(rule.name for rule in left if is_concerned(rule.needs, rule.records))
         left = [rule for rule in left if rule.name not in concerned]
         if concerned or not is_expected:
@@ -125,14 +125,14 @@ def gaps_of(
     return tuple(found)
 
 
-def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_graph: bool) -> Iterator[_Reason]:
+def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Mapping[str, bool]) -> Iterator[_Reason]:
     """Yield what could not be examined and why, the reasons that the user does not expect first."""
     receipts = {group: _receipts(coverage, group) for group in _GROUPS}
     recorded = [group for group in _GROUPS if records[group]]
     most = max(records[group] for group in _GROUPS)
     if not recorded and not any(receipts.values()):
         words = "activations, gradients and parameters"
-        yield words, "no record of training has any", False, lambda needs, _: needs != (GRAPH,)
+        yield words, "no record of training has any", False, lambda needs, _: needs not in ((GRAPH,), (DATA,))
     for group in _GROUPS:
         if group not in recorded and receipts[group]:
             yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [ANY_GROUP]))
@@ -149,8 +149,10 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], *, has_gra
     for group, name in _GROUPS.items():
         if group not in recorded and not receipts[group]:
             yield group, f"there was no {name}", True, _reads(group)
-    if not has_graph:
+    if not known[GRAPH]:
         yield "the graph", "none was recorded", True, _reads(GRAPH)
+    if not known[DATA]:
+        yield "the samples of the batches", "no StepWatch saw them", True, _reads(DATA)
     if not records[VALIDATION]:
         yield "the validation", "none was recorded", True, _reads(VALIDATION)
     yield "a longer course", there, True, is_short

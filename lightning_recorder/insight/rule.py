@@ -10,10 +10,13 @@ from functools import cached_property
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import SEVERITIES, Finding, Severity
 
-__all__ = ["ANY_GROUP", "GRAPH", "VALIDATION", "Rule", "rule"]
+__all__ = ["ANY_GROUP", "DATA", "GRAPH", "VALIDATION", "Rule", "rule"]
 
-ANY_GROUP, GRAPH, VALIDATION = "any", "graph", "validation"
-"""What a rule may need in addition to the groups of records: one of them, the recorded graph, and the validation."""
+ANY_GROUP, DATA, GRAPH, VALIDATION = "any", "data", "graph", "validation"
+"""What a rule may need in addition to the groups of records.
+
+One of them, the samples of the batches, the recorded graph, and the validation.
+"""
 
 Examine = Callable[..., Iterable[Finding]]
 """A function of the evidence, whose keyword arguments are the limits of the rule with their defaults."""
@@ -32,8 +35,8 @@ class Rule:
         next: What to look at and what to try.
         false_alarms: Healthy cases that can look like it, and how the rule avoids them.
         function: A function that yields the findings. Its keyword arguments are the limits.
-        needs: The groups of records that it reads, ``"graph"``, ``"validation"``, or ``"any"`` for one of the groups;
-            empty if it can always run.
+        needs: The groups of records that it reads, ``"data"``, ``"graph"``, ``"validation"``, or ``"any"`` for one
+            of the groups; empty if it can always run.
         records: The least number of records of each group.
         explains: Rules whose findings are consequences, each with the place of those modules relative to this one:
             ``"same"``, ``"upstream"``, ``"downstream"`` or ``"any"``.

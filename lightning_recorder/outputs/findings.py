@@ -25,6 +25,7 @@ from lightning_recorder.insight import (
     examine,
     with_watched,
 )
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
@@ -100,6 +101,7 @@ class RunFindings:
         self._said: set[tuple[str, str, str]] = set()
         self._joined: set[str] = set()
         self._watched: list[Finding] = []
+        self._data: DataFacts | None = None
         self._current: list[Finding] = []
         self._current_of = (0, 0)  # the numbers of records and of watched findings that they are from
         self._diagnosis: Diagnosis | None = None  # when the run has ended
@@ -163,6 +165,12 @@ class RunFindings:
                 self._contained(lambda: self._current.extend(self._examined().bad))
                 self._current_of = self._records, len(self._watched)
             return list(self._current)
+
+    def set_data(self, data: DataFacts) -> None:
+        """Set what is known about the samples of the batches."""
+        with self._lock:
+            self._data = data
+            self._current_of = (0, 0)
 
     def report(self, finding: Finding) -> None:
         """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""
@@ -274,7 +282,8 @@ class RunFindings:
         # The graph and the receipt change during the run. A resumed run has the graph of the first one.
         run = self._run
         graph = self._graph() or (None if run is None else run.graph)
-        return examine(self._history, graph, RunFacts(self._coverage(), self._types, self._ignored, self._watched))
+        facts = RunFacts(self._coverage(), self._types, self._ignored, self._watched, self._data)
+        return examine(self._history, graph, facts)
 
     def _finish(self, sink: Sink | None) -> None:
         # Only the files have the records before a resumption, and a fixed order of several recorders of one group.

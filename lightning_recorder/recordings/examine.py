@@ -53,7 +53,8 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
     records = (record for label in run if label != WATCH for record in records_of(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         history.add(record)
-    return examine_history(history, run.graph, RunFacts(run.receipt or {}, ignored=ignored, watched=_watched(run)))
+    facts = RunFacts(run.receipt or {}, ignored=ignored, watched=_watched(run), data=run.data)
+    return examine_history(history, run.graph, facts)
 
 
 def _watched(run: Run) -> list[Finding]:

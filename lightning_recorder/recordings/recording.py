@@ -20,6 +20,7 @@ from lightning_recorder.untrusted import read_json
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
     from lightning_recorder.insight import Diagnosis, Finding
+    from lightning_recorder.insight.data_facts import DataFacts
 
 __all__ = ["Recording", "Run", "open_recording"]
 
@@ -325,6 +326,24 @@ class Run:
         if data is not None and not isinstance(data, dict):
             raise DumpError(f"{self.directory / 'receipt.json'} is not a receipt written by lightning_recorder")
         return data
+
+    @property
+    def data(self) -> DataFacts | None:
+        """The numbers of different samples in the epochs of the run, for the rules. ``None`` if they are not known.
+
+        Raises:
+            DumpError: If the file is damaged.
+        """
+        data = self._json("data.json")
+        if data is None:
+            return None
+        from lightning_recorder.insight.data_facts import DataFacts
+
+        try:
+            return DataFacts.from_json(data)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            path = self.directory / "data.json"
+            raise DumpError(f"{path} was not written by lightning_recorder: {describe_error(error)}") from error
 
     @property
     def findings(self) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""A checksum that identifies a batch."""
+"""Checksums that identify a batch and its samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 
-__all__ = ["batch_fingerprint"]
+__all__ = ["batch_fingerprint", "sample_fingerprints", "values_of_each"]
 
 _MOST_SAMPLES = 1024
 _MOST_VALUES = 64  # of a sample
@@ -22,6 +22,9 @@ _MOST_TENSORS = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
 _HALF = 31  # bits
+_FEWEST_VALUES = 8  # of a sample of a large batch
+_MOST_OF_BATCH = 1 << 14  # values of a tensor whose samples are identified
+_FINAL = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of splitmix64 as int64
 
 
 @torch.no_grad()
@@ -59,6 +62,85 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
             # The place matters, so that two tensors that are exchanged give another checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
+
+
+@torch.no_grad()
+def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
+    """Return a 64-bit fingerprint of each sample in a batch, ``[samples]`` int64 on the device of the first tensor.
+
+    A sample is the row of all tensors in the batch together. None if the tensors have different numbers of rows, so
+    that a row is no sample.
+
+    Args:
+        batch: The batch.
+        values: The number of values that are read of each row of a tensor, at regular distances. Fingerprints with
+            different numbers differ.
+
+    Note:
+        Does not synchronize the device, and leaves the batch and the random number generators unchanged. The places of
+        the values have pseudorandom factors, so equal fingerprints of different samples are as rare as those of random
+        numbers: among a million samples, one pair in 10⁵ runs.
+    """
+    with pause_recording(), without_functions():
+        tensors = _readable(batch)
+        if len({len(each) for each in tensors}) != 1:
+            return None
+        arrays = [array for each in tensors if (array := _as_array(each)) is not None]
+        if len(arrays) == len(tensors):  # for few values, numpy takes much less time than torch
+            return torch.from_numpy(_combined([_rows_of_array(each, values) for each in arrays]))
+        rows = [_rows_of_tensor(each.detach(), values) for each in tensors]
+        found: Tensor = _combined([each.to(rows[0].device) for each in rows])
+        return found
+
+
+def values_of_each(samples: int) -> int:
+    """Return how many values of each sample to read in batches of about this size, so that the time is bounded."""
+    return max(_FEWEST_VALUES, min(_MOST_VALUES, _MOST_OF_BATCH // max(1, samples)))
+
+
+def _readable(batch: Any) -> list[Tensor]:
+    """Return the first plain tensors of a batch that have rows."""
+    if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
+        found = batch
+    else:
+        found = [tensor for _, tensor in iter_tensors(batch, unknown=ignore_unknown)]
+    return [each for each in found[:_MOST_TENSORS] if type(each) is Tensor and each.dim() and _is_readable(each)]
+
+
+def _rows_of_tensor(tensor: Tensor, most: int) -> Tensor:
+    values = _integers(tensor[_selection(tensor.shape, len(tensor), most)]).flatten(1)
+    values = values ^ (values >> 4 * tensor.element_size())
+    return (values * torch.from_numpy(_factors(values.shape[1])).to(values.device, non_blocking=True)).sum(1)
+
+
+def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
+    some = array[_selection(array.shape, len(array), most)]
+    values = some.reshape(len(some), -1).astype(np.int64)
+    # The low bits of round floats are zero, and those of a product would be, too.
+    values ^= values >> 4 * array.itemsize
+    found: NDArray[np.int64] = values @ _factors(values.shape[1])
+    return found
+
+
+def _combined(rows: list[Any]) -> Any:
+    """Return one number for each row of all tensors, spread evenly over 64 bits."""
+    found = rows[0]
+    for each in rows[1:]:
+        found = found * _MIX + each
+    return _scrambled(found)
+
+
+def _scrambled(values: Any) -> Any:
+    for shift, factor in zip((30, 27), _FINAL, strict=True):
+        values = (values ^ (values >> shift)) * factor
+    return values ^ (values >> _HALF)
+
+
+@lru_cache(maxsize=32)
+def _factors(count: int) -> NDArray[np.int64]:
+    """Return a fixed pseudorandom odd number for each place."""
+    found: NDArray[np.int64] = np.random.default_rng(0x5EED).integers(-(2**63), 2**63, count, dtype=np.int64) | 1
+    return found
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -107,12 +189,12 @@ def _some(tensor: Tensor) -> Tensor:
     return tensor[_selection(tensor.shape)]
 
 
-@lru_cache(maxsize=32)
-def _selection(shape: tuple[int, ...]) -> tuple[slice, ...]:
+@lru_cache(maxsize=64)
+def _selection(shape: tuple[int, ...], samples: int = _MOST_SAMPLES, values: int = _MOST_VALUES) -> tuple[slice, ...]:
     inner = len(shape) - 1
-    most = max(1, int(_MOST_VALUES ** (1 / inner) + 1e-9)) if inner else 1
+    most = max(1, int(values ** (1 / inner) + 1e-9)) if inner else 1
     steps = [-(-size // most) for size in shape[1:]]
-    return tuple(slice(None, None, step) for step in (-(-shape[0] // _MOST_SAMPLES), *steps))
+    return tuple(slice(None, None, step) for step in (-(-shape[0] // samples), *steps))
 
 
 def _integers(tensor: Tensor) -> Tensor:

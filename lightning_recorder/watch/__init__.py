@@ -12,7 +12,9 @@ from lightning_recorder.watch.verdict import (
     finding_of_overflow,
     finding_of_spike,
     finding_without_origin,
+    with_batch,
     with_rise,
+    with_row,
     with_spike,
 )
 
@@ -33,6 +35,8 @@ __all__ = [
     "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
+    "with_batch",
     "with_rise",
+    "with_row",
     "with_spike",
 ]

@@ -50,6 +50,8 @@ class KeptBatch:
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)
     counters: list[tuple[Slot, Any]] = field(default_factory=list)
     """The numbers in objects of the model that change from batch to batch."""
+    indices: list[int] | None = None
+    """The indices of its samples in the data set, if they are known."""
 
     @property
     def rows(self) -> int:

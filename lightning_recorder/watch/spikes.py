@@ -97,9 +97,7 @@ class SpikeDetector:
         """Add a value. If it is a spike compared with the values before it, return the running median before it."""
         if not math.isfinite(value):
             return None
-        # The median is computed only for candidates, which are rare.
-        is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
-        median = self.median if is_candidate and self._is_spike(value) else None
+        median = self.median_below(value)
         if not self._count:
             self._first = value
         if self._count < RECENT:
@@ -110,6 +108,12 @@ class SpikeDetector:
         if median is not None:
             self._peak, self._usual, self._age = value, median, 0
         return median
+
+    def median_below(self, value: float) -> float | None:
+        """Return the running median if a value would be a spike, and None otherwise. The value is not added."""
+        # The median is computed only for candidates, which are rare.
+        is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
+        return self.median if is_candidate and self._is_spike(value) else None
 
     def exceeds_spike(self) -> float | None:
         """Return the median before the last spike if the last value exceeds the spike and the values since.

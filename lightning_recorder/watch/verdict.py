@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding
@@ -15,10 +16,13 @@ __all__ = [
     "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
+    "with_batch",
     "with_rise",
+    "with_row",
     "with_spike",
 ]
 
+_MOST_ROWS = 8  # of a batch that are listed
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
@@ -212,6 +216,41 @@ def finding_of_spike(
     }
     usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"
     return replace(finding, path=series, numbers=numbers, usual=usual)
+
+
+def with_row(finding: Finding, name: str, what: str, value: float, without: float | None, about: str) -> Finding:
+    """Return a finding about a step with the sample of its batch that made it.
+
+    Args:
+        finding: The finding.
+        name: The name of the sample, such as ``"row 4,711 of the training set"``.
+        what: ``"loss"`` or ``"gradient norm"``.
+        value: Its value with the sample, or of the sample alone if others are bad as well.
+        without: Its value without the sample; None if others are bad as well.
+        about: The values of the sample beside those of the others; may be empty.
+    """
+    numbers = {}
+    if without is None:
+        made = f"alone makes the {what} {value:.3g}, and so do others of the batch"
+    elif math.isfinite(value) and without > 0:
+        numbers["row_ratio"] = value / without
+        made = f"makes the {what} {value / without:.3g} × larger"
+    else:
+        made = f"makes it: without it, the {what} is {without:.3g}"
+    following = f"Look at {name}. " + (f"Its values are {about}. " if about else "")
+    return replace(
+        finding,
+        verdict=f"{finding.verdict}; {name} {made}",
+        next=following + finding.next,
+        numbers={**finding.numbers, **numbers},
+    )
+
+
+def with_batch(finding: Finding, rows: list[int]) -> Finding:
+    """Return a finding about a step with the rows of the data set that its batch has."""
+    shown = ", ".join(f"{row:,}" for row in rows[:_MOST_ROWS])
+    more = f" and {len(rows) - _MOST_ROWS} more" if len(rows) > _MOST_ROWS else ""
+    return replace(finding, next=f"{finding.next} The batch has rows {shown}{more} of the training set.")
 
 
 def with_spike(finding: Finding, spike: Finding) -> Finding:

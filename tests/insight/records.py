@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, examine
+from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.examine import evidence_of
 from lightning_recorder.records.table import Schema, Table
@@ -26,6 +28,9 @@ class Examination:
     def __init__(self, graph: Graph | None = None, coverage: Mapping[str, Any] | None = None) -> None:
         self.history, self.graph, self.facts = RunHistory(), graph, RunFacts(coverage or {})
         self.add = self.history.add
+
+    def set_data(self, data: DataFacts | None) -> None:
+        self.facts = replace(self.facts, data=data)
 
     def diagnosis(self) -> Diagnosis:
         return examine(self.history, self.graph, self.facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_recorder.insight import RunFacts
 from tests.insight.records import Examination, brief, record
 
 
@@ -21,7 +22,8 @@ def test_a_dropout_function_in_validation(
     name: str, zeros: float, types: dict[str, str], expected: list[tuple[str, str, str]]
 ) -> None:
     """A dropout function with zeros in validation is named; modules and other functions are not."""
-    examination = Examination(types=types)
+    examination = Examination()
+    examination.facts = RunFacts(types=types)
     for step in range(3):
         examination.add(record("activations", step, {("fc", "out"): {}}))
         examination.add(record("activations", step, {(name, "out"): {"zero_fraction": zeros}}, stage="validate"))

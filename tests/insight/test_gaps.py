@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_recorder.insight import RULES
+from lightning_recorder.insight.data_facts import DataFacts
 from tests.insight.records import Examination, chain, record
 
 GROUPS = ("activations", "gradients", "parameters")
@@ -18,9 +19,12 @@ SITES: Mapping[str, Any] = {
 }
 
 
-def examined(*groups: str, records: int = 12, graph: bool = True, coverage: Mapping[str, Any] | None = None) -> Any:
+def examined(
+    *groups: str, records: int = 12, graph: bool = True, data: bool = True, coverage: Mapping[str, Any] | None = None
+) -> Any:
     """Return the examination of a healthy layer with some groups of records."""
     examination = Examination(chain("fc") if graph else None, coverage)
+    examination.set_data(DataFacts() if data else None)
     for step in range(records):
         for group in groups:
             examination.add(record(group, step, SITES[group]))
@@ -32,6 +36,13 @@ def examined(*groups: str, records: int = 12, graph: bool = True, coverage: Mapp
 def test_each_rule_has_its_needs() -> None:
     """The table names each rule, except the one that the watch examines as well."""
     assert [rule.name for rule in RULES if not rule.needs] == ["non-finite"]
+
+
+def test_a_run_without_a_watch_has_no_samples() -> None:
+    """Without a watch, the rules about samples cannot run, which is expected."""
+    (gap,) = examined(*GROUPS, data=False).gaps()
+    assert (gap.what, gap.is_expected) == ("the samples of the batches", True)
+    assert "batch-repeats" in gap.rules
 
 
 def test_nothing_is_left_with_all_records() -> None:

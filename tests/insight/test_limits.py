@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import RULES, Finding, Rule
+from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
@@ -719,6 +721,68 @@ def _() -> Iterator[Evidence]:
         logs = [3.0, 3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]
         behind = {"layer_04/weight": {"rms": 1000.0 / unexplained / 16}}
         yield _depths(logs, parameters=behind)
+
+
+def epoch(**numbers: Any) -> EpochFacts:
+    return EpochFacts(**{"epoch": 0, "first_step": 0, "last_step": 9, "batches": 0, "samples": 0, **numbers})
+
+
+def of_samples(*epochs: EpochFacts, loader: LoaderFacts | None = None, **facts: Any) -> Evidence:
+    """Return the evidence of a run whose samples are known."""
+    data = DataFacts(loader=loader or LoaderFacts(has_rows=True), epochs=epochs, **facts)
+    return replace(case({"a": {}}), data=data)
+
+
+@cases("same-samples-on-ranks")
+def _() -> Iterator[Evidence]:
+    for share, steps, keys in ((1.0, 4, 16), (0.5, 4, 16), (1.0, 3, 16), (1.0, 4, 15)):
+        yield of_samples(ranks=RankFacts(2, steps, 0, keys, share, (0, 1)))
+
+
+@cases("same-samples-by-workers")
+def _() -> Iterator[Evidence]:
+    for share, distinct in ((1.0, 16), (0.5, 16), (1.0, 15)):
+        each = epoch(by_workers=share, distinct=distinct, distinct_batches=1.0)
+        yield of_samples(each, loader=LoaderFacts(workers=2))
+
+
+@cases("batch-repeats")
+def _() -> Iterator[Evidence]:
+    for batches in (8, 7):
+        yield of_samples(epoch(batches=batches, cached=batches, distinct=16, distinct_batches=4))
+    for cached in (6, 3):
+        yield of_samples(epoch(batches=8, cached=cached, distinct=16, distinct_batches=4))
+    for distinct, batches in ((8.0, 1.5), (15.0, 1.5), (8.0, 3.0)):
+        each = epoch(batches=8, distinct=distinct, distinct_batches=batches)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=48))
+    for number, consecutive in ((20, 19), (19, 18), (20, 10)):
+        each = epoch(batches=number, consecutive=consecutive, distinct=16, distinct_batches=1)
+        yield of_samples(each, loader=LoaderFacts(is_loader=True))
+
+
+@cases("few-samples")
+def _() -> Iterator[Evidence]:
+    for there, drawn in ((300, 150), (150, 150), (300, 75)):
+        each = epoch(distinct=10.0, distinct_batches=1.0, samples=drawn, is_whole=True, is_same_set=True)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=there))
+
+
+@cases("validation-in-training")
+def _() -> Iterator[Evidence]:
+    for common, compared, distinct in ((32, 430, 1000), (32, 860, 1000), (31, 430, 1000), (32, 430, 600)):
+        yield of_samples(validation=ValidationFacts(1000, distinct, compared, common, 0))
+
+
+@cases("sorted-by-class")
+def _() -> Iterator[Evidence]:
+    for classes, changes, batches, by_chance in (
+        *((3, 2, 3, 75.0), (3, 2, 2, 75.0), (2, 1, 3, 37.5), (3, 2, 3, 50.0)),
+        *((2, 2, 3, 400.0), (3, 2, 3, 30.0), (3, 3, 3, 90.0), (11, 10, 3, 150.0)),
+    ):
+        each = epoch(
+            distinct=9, distinct_batches=9, batches=batches, classes=classes, changes=changes, random_changes=by_chance
+        )
+        yield of_samples(each)
 
 
 def other_values(value: float) -> Iterator[float]:

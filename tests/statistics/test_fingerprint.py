@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_recorder.statistics import batch_fingerprint
+from lightning_recorder.statistics import batch_fingerprint, fingerprint, sample_fingerprints
 from lightning_recorder.statistics.fingerprint import _as_array, _of_array, _of_tensor
 
 
@@ -135,3 +135,44 @@ def test_numpy_and_torch_compute_the_same_checksums(dtype: torch.dtype, shape: t
         array = _as_array(each)
         assert array is not None
         assert _of_array(array).tolist() == _of_tensor(each).tolist()
+
+
+# Samples.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_each_sample_has_a_fingerprint(dtype: torch.dtype) -> None:
+    """All 65,536 samples of 16 bits differ, in each dtype, wherever they stand, and numpy computes what torch does."""
+    bits = (torch.arange(1 << 16).unsqueeze(1) >> torch.arange(16)) & 1
+    batch = bits.to(dtype)
+    found = sample_fingerprints(batch)
+    assert found is not None
+    assert len(found.unique()) == 1 << 16
+    parts = sample_fingerprints((batch[7:9], torch.tensor([3, 4])))
+    assert parts is not None
+    assert parts[0] != found[7]
+    order = torch.randperm(1 << 16)
+    assert torch.equal(sample_fingerprints(batch[order]), found[order])  # type: ignore[arg-type]  # not None
+    assert torch.equal(fingerprint._combined([fingerprint._rows_of_tensor(batch, 64)]), found)
+
+
+def test_samples_that_are_not_known() -> None:
+    """Tensors with different numbers of rows have no samples, and neither has a batch without tensors."""
+    assert sample_fingerprints((torch.zeros(5, 2), torch.zeros(3))) is None
+    assert sample_fingerprints({"text": ["a", "b"]}) is None
+
+
+def test_samples_are_read_at_a_few_places() -> None:
+    """Of a large sample, at most as many values are read as asked for, at regular distances."""
+    batch = torch.zeros(2, 8, 100)
+    known = sample_fingerprints(batch, 16)
+    read = 0
+    for place in range(800):
+        batch.view(2, 800)[1, place] = 1
+        changed = sample_fingerprints(batch, 16)
+        assert known is not None
+        assert changed is not None
+        assert changed[0] == known[0]
+        read += bool(changed[1] != known[1])
+        batch.view(2, 800)[1, place] = 0
+    assert read == 16

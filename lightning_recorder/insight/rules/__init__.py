@@ -14,6 +14,7 @@ from lightning_recorder.insight.rules import (
     optimization,
     outputs,
     ranks,
+    samples,
     scales,
     small_updates,
     training_settings,
@@ -28,6 +29,7 @@ __all__ = ["RULES"]
 _FILES = (
     non_finite,
     ranks,
+    samples,
     operations,
     training_settings,
     training_step,

@@ -1,0 +1,152 @@
+"""The indices that a data loader reads of its data set, noted without a change of their order."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import dataloader as torch_loaders
+from typing_extensions import override
+
+__all__ = ["batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
+
+_MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
+_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+
+
+def keep_indices(loader: object) -> bool:
+    """Let a data loader keep the indices of the batches that it reads; return False if it has none.
+
+    The loader gets a subclass of its class that differs in the iterators over its sampler alone: they pass on what the
+    sampler yields, and keep it. Samplers, random numbers and the loader's attributes stay as they are.
+    """
+    # A loader without automatic batches has one index for each batch, not one for each sample.
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, IterableDataset)
+    ):
+        return False
+    if not getattr(loader, "in_order", True) and loader.num_workers > 0:
+        return False  # the batches come in another order than the indices
+    kind: Any = type(loader)
+    if not issubclass(kind, _KeepsIndices):
+        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        try:
+            loader.__class__ = type(kind.__name__, (_KeepsIndices, kind), body)
+        except TypeError:  # a class with a layout of its own
+            return False
+    return True
+
+
+def forget_indices(loader: object) -> None:
+    """Undo :func:`keep_indices`."""
+    kind = type(loader)
+    if issubclass(kind, _KeepsIndices):
+        loader.__class__ = kind.__mro__[2]
+
+
+def indices_of(iterator: object, ahead: int) -> list[int] | None:
+    """Return the indices of the samples in a batch that an iterator over a data loader has given, in order.
+
+    Args:
+        iterator: The iterator.
+        ahead: The number of batches that it has given since.
+
+    Returns:
+        None if they are not known, or are no whole numbers.
+    """
+    kept, number = getattr(iterator, "_sampler_iter", None), batch_number(iterator, ahead)
+    return _whole(kept.get(number)) if type(kept) is _KeptIterator and number is not None else None
+
+
+def batch_number(iterator: object, ahead: int) -> int | None:
+    """Return the place of a batch among those that an iterator over a data loader gives; None if it is not known."""
+    # Iterators of other libraries may skip batches when they resume.
+    is_known = any(type(iterator) is getattr(torch_loaders, name, None) for name in _ITERATORS)
+    number = getattr(iterator, "_num_yielded", None)
+    return number - ahead - 1 if is_known and isinstance(number, int) else None
+
+
+def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
+    """Return the rows of the data set below a ``Subset``, at any depth; None if the data set is none."""
+    found: list[int] | None = None
+    try:
+        while type(dataset) is Subset:
+            rows = found = [int(dataset.indices[row]) for row in rows]
+            dataset = dataset.dataset
+    except (IndexError, TypeError, ValueError):
+        return None
+    return found
+
+
+class _KeepsIndices(DataLoader[Any]):
+    """The first class of a loader that keeps indices."""
+
+    @property
+    @override
+    def _index_sampler(self) -> Any:
+        return _KeptSampler(super()._index_sampler)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a pickle has the class that the user knows.
+        kind, plain = type(self), type(self).__mro__[2]
+        made: Any = super().__reduce_ex__(protocol)
+        is_plain = isinstance(made, tuple) and made[1] == (kind,)
+        return (object.__new__, (plain,), *made[2:]) if is_plain else made
+
+
+class _KeptSampler:
+    """A sampler whose iterators keep what they yield."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, because some samplers draw random numbers here and others at the first item.
+        return _KeptIterator(iter(self._sampler))
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # of a copy without attributes
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+class _KeptIterator(Iterator[Any]):
+    """Passes on what an iterator yields, and keeps the latest."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self._inner = inner
+        self._kept: deque[Any] = deque(maxlen=_MOST_KEPT)
+        self._count = 0
+
+    @override
+    def __next__(self) -> Any:
+        found = next(self._inner)
+        self._kept.append(found)
+        self._count += 1
+        return found
+
+    def get(self, number: int) -> Any:
+        """Return what was yielded at this place; None if it is no longer kept."""
+        place = number - (self._count - len(self._kept))
+        return self._kept[place] if 0 <= place < len(self._kept) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _whole(found: Any) -> list[int] | None:
+    try:
+        return None if found is None else list(map(operator.index, found))
+    except TypeError:
+        return None

@@ -1,0 +1,248 @@
+"""The samples of a run: how often each comes, in memory that does not grow with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.data_facts import EpochFacts, RankFacts, ValidationFacts
+
+__all__ = ["BatchSamples", "EpochSamples", "RankSamples", "Sketch", "compare_ranks", "compare_validation"]
+
+_SAMPLES = 4096
+_BATCHES = 1024
+_ALL = 1 << 64
+_MOST_CLASSES = 1024
+_MIX = np.int64(0x1E3779B97F4A7C15)
+_FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
+
+Keys = NDArray[np.int64]
+
+
+class Sketch:
+    """Counts keys exactly up to twice its size, and of more keys a random part: those with the smallest hashes.
+
+    The keys must be spread evenly over 64 bits. With a size of 4096, the standard error of a share is at most 0.8 %,
+    and that of the number of different keys 1.6 %.
+
+    Args:
+        size: The number of keys that are kept at least, if there are so many. At most twice as many are.
+    """
+
+    def __init__(self, size: int = _SAMPLES) -> None:
+        self._size = size
+        self.limit = _ALL
+        """Keys below it are counted."""
+        self.counts: dict[int, int] = {}
+        self.workers: dict[int, int] = {}
+        """The workers that a key came from, as bits."""
+
+    def add(self, keys: Keys, worker: int | None = None) -> None:
+        """Count some keys."""
+        unsigned = keys.view(np.uint64)
+        if self.limit < _ALL:
+            unsigned = unsigned[unsigned < np.uint64(self.limit)]
+        counts, workers = self.counts, self.workers
+        for key in unsigned.tolist():
+            counts[key] = counts.get(key, 0) + 1
+            if worker is not None:
+                workers[key] = workers.get(key, 0) | 1 << worker
+        if len(counts) > 2 * self._size:
+            self.limit = sorted(counts)[self._size]
+            self.counts = {key: count for key, count in counts.items() if key < self.limit}
+            self.workers = {key: bits for key, bits in workers.items() if key < self.limit}
+
+    @property
+    def distinct(self) -> float:
+        """The number of different keys, estimated if there are many."""
+        return len(self.counts) * (_ALL / self.limit)
+
+    def share_of_each_worker(self, workers: int) -> float:
+        """Return the share of keys that came from each worker exactly once."""
+        every = (1 << workers) - 1
+        found = sum(count == workers and self.workers.get(key) == every for key, count in self.counts.items())
+        return found / max(1, len(self.counts))
+
+    def common(self, other: Sketch) -> tuple[int, int]:
+        """Return how many keys of this sketch the other could have, and how many it has."""
+        limit = min(self.limit, other.limit)
+        own = [key for key in self.counts if key < limit]
+        return len(own), sum(key in other.counts for key in own)
+
+    def is_same_set(self, other: Sketch) -> bool:
+        """Return True if both have the same keys, as far as they are counted."""
+        limit = min(self.limit, other.limit)
+        return {key for key in self.counts if key < limit} == {key for key in other.counts if key < limit}
+
+
+@dataclass(frozen=True)
+class BatchSamples:
+    """The samples of one batch.
+
+    Args:
+        contents: The fingerprints of the samples, ``[samples]``; none if they are not known.
+        rows: Their indices in the data set, ``[samples]``; None if they are not known.
+        worker: The worker that made the batch; None if it is not known.
+        classes: The class of each sample, ``[samples]``; None if there is none.
+    """
+
+    contents: Keys
+    rows: Keys | None = None
+    worker: int | None = None
+    classes: Keys | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """The identities of the samples: of their indices, or else of their values."""
+        return self.contents if self.rows is None else _spread(self.rows)
+
+
+def _spread(rows: Keys) -> Keys:
+    """Return a number for each index, spread evenly over 64 bits."""
+    with np.errstate(over="ignore"):
+        found = (rows + 1) * _MIX
+        found = (found ^ (found >> 29)) * np.int64(-0x40A7B892E31B1A47)
+        return found ^ (found >> 32)
+
+
+class EpochSamples:
+    """Collects the samples of one epoch.
+
+    Args:
+        epoch: The epoch.
+        workers: The number of workers of a loader whose samples may come from several of them.
+    """
+
+    def __init__(self, epoch: int, workers: int = 0) -> None:
+        self.epoch, self._workers = epoch, workers
+        self.batches = self.samples = self.first_step = self.last_step = 0
+        self.keys = Sketch()
+        self.contents = self.keys
+        """The values of the samples, even if their indices are known."""
+        self.is_whole = False
+        self._sets = Sketch(_BATCHES)
+        self._before: int | None = None
+        self._seen: dict[int, int] = {}  # the set of indices by the values of a batch
+        self._consecutive = self._cached = self._changes = 0
+        self._classes: NDArray[np.int64] | None = np.zeros(_MOST_CLASSES, dtype=np.int64)
+        self._last_class = -1
+
+    def add(self, batch: BatchSamples, step: int) -> None:
+        """Add a batch."""
+        self.first_step = self.first_step if self.batches else step
+        self.last_step = step
+        self.batches += 1
+        keys = batch.keys
+        self.samples += len(keys)
+        self.keys.add(keys, batch.worker)
+        which = keys.sum()
+        self._sets.add(_spread(which.reshape(1)))
+        self._consecutive += self._before == int(which)
+        self._before = int(which)
+        if batch.rows is not None:
+            if self.contents is self.keys:
+                self.contents = Sketch()
+            self.contents.add(batch.contents)
+            self._look_for_cache(batch.contents, int(which))
+        self._add_classes(batch.classes)
+
+    def _look_for_cache(self, contents: Keys, which: int) -> None:
+        with np.errstate(over="ignore"):
+            ordered = int((contents * (2 * np.arange(len(contents), dtype=np.int64) + 1)).sum())
+        if ordered in self._seen:
+            is_other = self._seen[ordered] != which
+            self._cached += is_other and len(np.unique(contents)) >= _FEWEST_CONTENTS
+        elif len(self._seen) < _BATCHES:
+            self._seen[ordered] = which
+
+    def _add_classes(self, classes: Keys | None) -> None:
+        if self._classes is None:
+            return
+        if classes is None or not len(classes) or classes.min() < 0 or classes.max() >= _MOST_CLASSES:
+            self._classes = None
+            return
+        self._classes += np.bincount(classes, minlength=_MOST_CLASSES)
+        is_other = self._last_class >= 0 and self._last_class != int(classes[0])
+        self._changes += int(np.count_nonzero(np.diff(classes))) + is_other
+        self._last_class = int(classes[-1])
+
+    def facts(self, before: EpochSamples | None = None) -> EpochFacts:
+        """Return what is known about the epoch so far.
+
+        Args:
+            before: The epoch before.
+        """
+        counts = np.zeros(0) if self._classes is None else self._classes[self._classes > 0]
+        shares = counts / max(1, counts.sum())
+        is_same = before is not None and before.is_whole and self.is_whole and self.keys.is_same_set(before.keys)
+        return EpochFacts(
+            epoch=self.epoch,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            batches=self.batches,
+            samples=self.samples,
+            distinct=self.keys.distinct,
+            distinct_batches=self._sets.distinct,
+            consecutive=int(self._consecutive),
+            cached=int(self._cached),
+            by_workers=self.keys.share_of_each_worker(self._workers) if self._workers > 1 else 0.0,
+            is_whole=self.is_whole,
+            is_same_set=is_same,
+            classes=len(counts),
+            changes=self._changes,
+            random_changes=float(counts.sum() * (1 - (shares**2).sum())),
+        )
+
+
+def compare_validation(validation: Sketch, samples: int, training: Sketch, step: int) -> ValidationFacts:
+    """Return how many samples of validation an epoch of training has."""
+    compared, common = validation.common(training)
+    return ValidationFacts(samples, validation.distinct, compared, common, step)
+
+
+@dataclass(frozen=True)
+class RankSamples:
+    """Some samples of the latest steps of one rank.
+
+    Args:
+        rank: The number of the rank among those that should have different samples.
+        steps: The steps.
+        keys: The samples of each step with the smallest keys.
+    """
+
+    rank: int
+    steps: tuple[int, ...]
+    keys: tuple[frozenset[int], ...]
+
+    def at(self, step: int) -> frozenset[int]:
+        """Return the samples of a step."""
+        return self.keys[self.steps.index(step)]
+
+
+def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
+    """Compare the samples that ranks have in the same steps; None if there is nothing to compare."""
+    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    steps = sorted(set.intersection(*(set(each.steps) for each in parts.values()))) if parts else []
+    if len(parts) < 2 or not steps:
+        return None
+    first: dict[int, list[int]] = {}
+    for rank, each in parts.items():
+        first.setdefault(min(each.at(steps[0]), default=-1), []).append(rank)
+    shares = {}
+    for rank, each in parts.items():
+        # Ranks with the same samples have the same smallest key. Comparing all pairs takes too long for many ranks.
+        partners = [other for other in first[min(each.at(steps[0]), default=-1)][:2] if other != rank]
+        shares[rank] = max((_shared(each, parts[other], steps) for other in partners), default=0.0)
+    most = max(shares.values())
+    every = {key for each in parts.values() for keys in each.keys for key in keys}
+    same = tuple(rank for rank, share in sorted(shares.items()) if share >= most) if most else ()
+    return RankFacts(len(parts), len(steps), steps[0], len(every), most, same)
+
+
+def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
+    """Return the share of the samples of a rank that another one has in the same steps."""
+    common = sum(len(one.at(step) & other.at(step)) for step in steps)
+    return common / max(1, sum(len(one.at(step)) for step in steps))

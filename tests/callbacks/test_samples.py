@@ -1,0 +1,374 @@
+"""Tests of the findings about the samples of a fit: each fault with its repaired twin, and healthy samplers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_recorder import DumpError, Outputs, ParameterRecorder, StepWatch, open_recording
+from lightning_recorder.callbacks import samples as samples_module
+from lightning_recorder.insight import data as rules
+from tests import forks
+
+QUIET = Outputs(plots=False, dumps=False)
+CLASSES = 4
+
+
+class Net(LightningModule):
+    """A classifier of eight numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, CLASSES)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Do nothing: the samples are seen before it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def dataset(samples: int = 640, seed: int = 0) -> TensorDataset:
+    random_numbers = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=random_numbers)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=random_numbers))
+
+
+def sorted_by_class() -> TensorDataset:
+    x, classes = dataset().tensors
+    order = classes.argsort()
+    return TensorDataset(x[order], classes[order])
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in a fixed order.
+
+    Args:
+        shares: Give each worker a part.
+        repeats: Begin again at the end.
+        samples: The number of samples.
+    """
+
+    def __init__(self, *, shares: bool = True, repeats: bool = False, samples: int = 320) -> None:
+        self.samples, self.shares, self.repeats = dataset(samples), shares, repeats
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None and self.shares else (0, 1)
+        while True:
+            for index in range(first, len(self.samples), step):
+                yield self.samples[index]
+            if not self.repeats:
+                return
+
+
+class Drawn(Sampler[Any]):
+    """Yields what a function draws in each epoch."""
+
+    def __init__(self, draw: Callable[[int], Any], length: int = 640) -> None:
+        self.draw, self.length, self.epoch = draw, length, 0
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        yield from self.draw(self.epoch)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def buckets(epoch: int) -> list[list[int]]:
+    found = [list(range(first, first + 32)) for first in range(0, 640, 32)]
+    random.shuffle(found)
+    return found
+
+
+def episodes(epoch: int) -> Iterator[list[int]]:
+    labels = dataset().tensors[1].tolist()
+    for _ in range(20):
+        chosen = random.sample(range(CLASSES), 2)
+        yield [index for each in chosen for index in random.sample([i for i, c in enumerate(labels) if c == each], 8)]
+
+
+def endless(epoch: int) -> Iterator[int]:
+    while True:
+        yield from torch.randperm(640).tolist()
+
+
+class Cached:
+    """Collates a new batch at each 40th call only."""
+
+    def __init__(self) -> None:
+        self.calls, self.batch = 0, None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.batch = default_collate(samples) if self.calls % 40 == 0 else self.batch
+        self.calls += 1
+        return self.batch
+
+
+def fit(
+    folder: Path,
+    train: Any,
+    validation: Any = None,
+    *,
+    model: LightningModule | None = None,
+    watched: bool = True,
+    **options: Any,
+) -> Any:
+    """Train, and return the run if there is one."""
+    seed_everything(1, verbose=False)
+    recorder = ParameterRecorder(every_n_train_steps=10, outputs=QUIET, strict=True)
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        callbacks=[StepWatch(strict=True), recorder] if watched else [],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **{"logger": False, "max_epochs": 2, **options},
+    )
+    trainer.fit(model or Net(), train, validation)
+    return open_recording(folder).run if watched and trainer.is_global_zero else None
+
+
+def findings(run: Any) -> list[tuple[str, str, str]]:
+    """Return the findings about samples, which the records give as the run did."""
+    names = {rule.name for rule in rules.RULES}
+    found = [(each.rule, each.severity, each.verdict) for each in run.findings if each.rule in names]
+    written = json.loads((run.directory / "findings.json").read_text())["findings"]
+    assert [(each["rule"], each["severity"], each["verdict"]) for each in written if each["rule"] in names] == found
+    return found
+
+
+HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"train": DataLoader(dataset(), 32, shuffle=True), "accumulate_grad_batches": 4},
+    "weighted": lambda: {
+        "train": DataLoader(dataset(), 32, sampler=WeightedRandomSampler((torch.rand(640) ** 4).tolist(), 640))
+    },
+    "distributed": lambda: {"train": DataLoader(dataset(), 32, sampler=DistributedSampler(dataset(), 7, 3))},
+    "buckets": lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(buckets, 20))},
+    "infinite": lambda: {"train": DataLoader(dataset(), 32, sampler=Drawn(endless)), "limit_train_batches": 50},
+    "curriculum": lambda: {
+        "train": DataLoader(dataset(), 32, sampler=Drawn(lambda epoch: random.choices(range(64 * epoch), k=640))),
+        "max_epochs": 3,
+    },
+    "few-shot": lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(episodes, 20))},
+    "endless stream": lambda: {"train": DataLoader(Stream(repeats=True), 16), "limit_train_batches": 50},
+    "overfit": lambda: {"train": DataLoader(dataset(), 32), "overfit_batches": 1, "max_epochs": 20},
+    "one batch": lambda: {"train": DataLoader(dataset(32), 32), "max_epochs": 20},
+    "other validation": lambda: {
+        "train": DataLoader(Subset(dataset(), range(500)), 32, shuffle=True),
+        "validation": DataLoader(Subset(dataset(), range(500, 640)), 32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_samplers_are_silent(name: str, tmp_path: Path) -> None:
+    """Repeats that are meant are no finding."""
+    assert findings(fit(tmp_path, **HEALTHY[name]())) == []
+
+
+FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
+    "the same samples for ever": (
+        lambda: {
+            "train": DataLoader(dataset(1600), 32, sampler=Drawn(lambda _: [*range(64)] * 10, 640)),
+            "max_epochs": 1,
+        },
+        "batch-repeats",
+        "epoch 0 has the same 2 batches again and again: 64 of the 1600 samples in 20 batches",
+    ),
+    "the same samples in another order": (
+        lambda: {
+            "train": DataLoader(dataset(1600), 32, sampler=Drawn(lambda _: random.choices(range(64), k=960), 960))
+        },
+        "few-samples",
+        "epoch 1 has 64 of the 1600 samples, each about 15 times",
+    ),
+    "a stream that does not advance": (
+        lambda: {"train": DataLoader(Stream(samples=16, repeats=True), 16), "limit_train_batches": 20},
+        "batch-repeats",
+        "20 of 20 batches of epoch 0 have the same samples",
+    ),
+    "a batch that is cached": (
+        lambda: {"train": DataLoader(dataset(), 16, shuffle=True, collate_fn=Cached())},
+        "batch-repeats",
+        "39 of 40 batches of epoch 0 have the values of an earlier batch, although their indices differ",
+    ),
+    "parts that overlap": (
+        lambda: {
+            "train": DataLoader(Subset(dataset(), range(500)), 32, shuffle=True),
+            "validation": DataLoader(Subset(dataset(), range(400, 640)), 32),
+        },
+        "validation-in-training",
+        "42% of the samples of validation are also samples of training",
+    ),
+    "sorted": (
+        lambda: {"train": DataLoader(sorted_by_class(), 32)},
+        "sorted-by-class",
+        (
+            "the samples are sorted by class: in epoch 0, the class changes 3 times in 640 samples of 4 classes; the "
+            "sampler is SequentialSampler"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_the_data_are_found(name: str, tmp_path: Path) -> None:
+    """Each fault is a warning with its numbers; its repaired twin is among the healthy samplers."""
+    make, rule, verdict = FAULTS[name]
+    assert findings(fit(tmp_path, **make())) == [(rule, "warning", verdict)]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_workers_that_yield_all_samples(shares: bool, tmp_path: Path) -> None:
+    """Two workers that both yield all samples are a warning; with a part for each, there is none."""
+    found = findings(fit(tmp_path, DataLoader(Stream(shares=shares), 16, num_workers=2), max_epochs=1))
+    verdict = "each of the 2 workers yields all samples: 100% of the samples came exactly 2 times in epoch 0"
+    assert found == ([] if shares else [("same-samples-by-workers", "warning", verdict)])
+
+
+def test_the_same_data_set_for_validation_is_a_note(tmp_path: Path) -> None:
+    """One data set object in both loaders is meant, as in a first try of a program."""
+    data = dataset()
+    found = findings(fit(tmp_path, DataLoader(data, 32, shuffle=True), DataLoader(data, 32)))
+    assert [each[:2] for each in found] == [("validation-in-training", "note")]
+
+
+def test_few_possible_values_are_no_repeats(tmp_path: Path) -> None:
+    """Samples of three bits are equal by chance, in training and in validation."""
+    bits = TensorDataset(
+        torch.randint(0, 2, (640, 8)).float() * torch.tensor([1.0] * 3 + [0.0] * 5), torch.zeros(640).long()
+    )
+    parts = [Subset(bits, range(500)), Subset(bits, range(500, 640))]
+    assert findings(fit(tmp_path, DataLoader(parts[0], 32, shuffle=True), DataLoader(parts[1], 32))) == []
+
+
+def test_samples_are_counted_while_it_takes_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first batches, the count ends when it takes more than a thousandth of the time."""
+    monkeypatch.setattr(samples_module, "_FIRST_BATCHES", 30)
+    monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: False)
+    run = fit(tmp_path, DataLoader(dataset(), 32, shuffle=True))
+    assert [(each.epoch, each.batches, each.is_whole) for each in run.data.epochs] == [(0, 20, True), (1, 10, False)]
+
+
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+    """A file of facts that was changed by hand gives an error with its path."""
+    run = fit(tmp_path, DataLoader(dataset(), 32, shuffle=True))
+    assert run.data.loader.has_rows
+    path = run.directory / "data.json"
+    path.write_text(path.read_text().replace('"batches": 20', '"batches": "20"'))
+    with pytest.raises(DumpError, match=r"data\.json was not written by lightning_recorder"):
+        _ = run.findings
+
+
+class ByRank(Stream):
+    """Gives each rank a part, as a user would divide a stream."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(int(os.environ["LOCAL_RANK"]), len(self.samples), 2):
+            yield self.samples[index]
+
+
+class Recording(Net):
+    """Keeps the losses of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def poisoned() -> TensorDataset:
+    """Return samples of which the one that rank 1 gets as the fourth of its 33rd batch has a NaN."""
+    x, classes = dataset(1280).tensors
+    x[2 * (32 * 16 + 3) + 1] = torch.nan
+    return TensorDataset(x, classes)
+
+
+def on_two_ranks() -> dict[str, dict[str, Any]]:
+    """Return the loaders by name; the first three are healthy."""
+    shares: Any = DistributedSampler(poisoned(), 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
+    return {
+        "sampler": {"train": DataLoader(dataset(), 16, shuffle=True)},
+        "divided": {"train": DataLoader(ByRank(), 16)},
+        "overfit": {"train": DataLoader(dataset(), 16), "overfit_batches": 2, "max_epochs": 8},
+        "stream": {"train": DataLoader(Stream(), 16)},
+        "no sampler": {"train": DataLoader(dataset(), 16, shuffle=True), "use_distributed_sampler": False},
+        "row": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording()},
+        "bare": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording(), "watched": False},
+    }
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.callbacks.test_samples import fit, on_two_ranks
+
+folder = Path(sys.argv[1])
+for name, options in on_two_ranks().items():
+    model = options.get("model")
+    fit(folder / name, strategy="ddp", devices=2, **options)
+    if model is not None:
+        left = {"losses": model.losses, "state": model.state_dict()}
+        torch.save(left, folder / f"{name}-{torch.distributed.get_rank()}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_samples_of_two_ranks(tmp_path: Path) -> None:
+    """Ranks that get the same samples are found; a rank names its poisoned row, and both train as without the watch."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    codes, log = forks.run(script, tmp_path, folder=tmp_path, ranks=2)
+    assert codes == [0, 0], log[-3000:]
+    assert "RecorderWarning" not in log
+    for name in ("sampler", "divided", "overfit"):
+        assert findings(open_recording(tmp_path / name).run) == []
+    for name, steps in (("stream", 8), ("no sampler", 16)):
+        verdict = f"all 2 ranks get the same samples in each of {steps} compared steps"
+        assert findings(open_recording(tmp_path / name).run) == [("same-samples-on-ranks", "warning", verdict)]
+    (found,) = [each for each in open_recording(tmp_path / "row").run.findings if each.rule == "non-finite"]
+    assert "rank 1): NaN in batch[0]; row 1,031 of the training set makes it" in found.verdict
+    for rank in range(2):
+        one, other = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("row", "bare"))
+        assert all(
+            torch.equal(one["state"][key].nan_to_num(), value.nan_to_num()) for key, value in other["state"].items()
+        )
+        assert str(one["losses"]) == str(other["losses"])

@@ -1,0 +1,86 @@
+"""Tests of the indices that a data loader reads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, TensorDataset
+from typing_extensions import override
+
+from lightning_recorder.internals.loaders import forget_indices, indices_of, keep_indices, rows_of_base
+
+ROWS = TensorDataset(torch.arange(20))
+
+
+class Eager(Sampler[int]):
+    """Draws its random numbers when its iterator is made, as a ``DistributedSampler`` does."""
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+    def __len__(self) -> int:
+        return 20
+
+
+def loader(kind: str) -> DataLoader[Any]:
+    if kind == "batches":
+        return DataLoader(ROWS, batch_sampler=BatchSampler(RandomSampler(ROWS), 3, True))
+    sampler = Eager() if kind == "eager" else None
+    workers = 2 if kind in ("workers", "persistent") else 0
+    shuffle, persists = sampler is None, kind == "persistent"
+    return DataLoader(ROWS, 3, shuffle=shuffle, sampler=sampler, num_workers=workers, persistent_workers=persists)
+
+
+def epochs(loader: DataLoader[Any]) -> tuple[list[list[int]], Any]:
+    """Return the rows of two epochs, and the state of the random numbers afterwards."""
+    torch.manual_seed(3)
+    found = [batch[0].tolist() for _ in range(2) for batch in loader]
+    return found, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "eager", "batches", "workers", "persistent"])
+def test_the_indices_of_each_batch_are_known(kind: str) -> None:
+    """The order, the random numbers and the class are those of the loader alone, and each batch has its indices."""
+    usual = epochs(loader(kind))
+    kept = loader(kind)
+    assert keep_indices(kept)
+    assert (type(kept).__name__, len(kept)) == ("DataLoader", len(loader(kind)))
+    assert epochs(kept) == usual
+    iterator = iter(kept)
+    for batch in iterator:
+        assert indices_of(iterator, 0) == batch[0].tolist()
+    assert indices_of(iterator, 1) != indices_of(iterator, 0)
+    forget_indices(kept)
+    assert type(kept) is DataLoader
+
+
+def test_copies_are_plain_loaders() -> None:
+    """A copy or a pickle of a loader that keeps indices has the class that the user knows."""
+    kept = loader("plain")
+    keep_indices(kept)
+    assert type(copy.copy(kept)) is type(copy.deepcopy(kept)) is type(pickle.loads(pickle.dumps(kept))) is DataLoader
+
+
+def test_unknown_indices() -> None:
+    """A loader without automatic batches, an iterator of another library, and indices that are no numbers."""
+    assert not keep_indices(DataLoader(ROWS, batch_size=None))
+    assert not keep_indices([1, 2])
+    assert indices_of(iter([1, 2]), 0) is None
+    named = DataLoader(TensorDataset(torch.arange(3)), batch_sampler=[["a"], ["b"]], collate_fn=str)
+    named.dataset.__class__ = type("Named", (TensorDataset,), {"__getitem__": lambda _self, name: name})
+    assert keep_indices(named)
+    iterator = iter(named)
+    assert next(iterator) == "['a']"
+    assert indices_of(iterator, 0) is None
+
+
+def test_rows_below_subsets() -> None:
+    """The rows of a subset of a subset are those of the data set below both."""
+    assert rows_of_base(Subset(Subset(ROWS, [5, 6, 7, 8]), [1, 3]), [1, 0]) == [8, 6]
+    assert rows_of_base(ROWS, [1]) is None

@@ -1,0 +1,76 @@
+"""Tests of the counts of samples in bounded memory."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from lightning_recorder.watch.samples import BatchSamples, EpochSamples, RankSamples, Sketch, compare_ranks
+
+
+def keys(count: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
+
+
+def test_few_keys_are_counted_exactly() -> None:
+    """Up to twice the size of the sketch, all keys are counted."""
+    sketch = Sketch(100)
+    for _ in range(3):
+        sketch.add(keys(200))
+    assert sketch.distinct == 200
+    assert set(sketch.counts.values()) == {3}
+
+
+def test_many_keys_are_estimated_within_the_stated_error() -> None:
+    """Of 300,000 keys, at most twice the size are kept; number, counts and common part are right to three errors."""
+    sketch, other = Sketch(), Sketch()
+    many = keys(300_000)
+    for part in np.split(many, 300):
+        sketch.add(part)
+    sketch.add(many[:150_000])
+    other.add(np.concatenate([many[:100_000], keys(100_000, 1)]))
+    assert len(sketch.counts) <= 2 * 4096
+    assert sketch.distinct == pytest.approx(300_000, rel=3 * 0.016)
+    twice = sum(count == 2 for count in sketch.counts.values()) / len(sketch.counts)
+    assert twice == pytest.approx(0.5, abs=3 * 0.008)
+    compared, common = sketch.common(other)
+    assert common / compared == pytest.approx(1 / 3, abs=3 * 0.008)
+    size = sum(map(sys.getsizeof, (sketch.counts, *sketch.counts))) + sum(map(sys.getsizeof, sketch.counts.values()))
+    assert size < 1e6
+
+
+def test_classes_of_an_epoch() -> None:
+    """The changes of the class are counted across batches, and the expected number is that of a random order."""
+    epoch = EpochSamples(0)
+    for step, classes in enumerate(([0, 0, 0], [0, 1, 1], [1, 1, 2])):
+        epoch.add(BatchSamples(keys(3, step), classes=np.array(classes)), step)
+    found = epoch.facts()
+    assert (found.classes, found.changes, found.samples) == (3, 2, 9)
+    assert found.random_changes == pytest.approx(9 * (1 - (4**2 + 4**2 + 1) / 81))
+
+
+def ranks(*samples: set[int]) -> list[RankSamples]:
+    return [RankSamples(rank, (3, 4), (frozenset(each), frozenset({99}))) for rank, each in enumerate(samples)]
+
+
+def test_ranks_with_the_same_samples() -> None:
+    """Two of three ranks have the same samples in both steps."""
+    found = compare_ranks(ranks({1, 2, 3}, {4, 5, 6}, {1, 2, 3}))
+    assert found is not None
+    assert (found.ranks, found.steps, found.same, found.shared) == (3, 2, (0, 2), 1.0)
+    assert compare_ranks(ranks({1})) is None
+
+
+def test_ranks_of_one_group_are_compared_once() -> None:
+    """Ranks of a tensor-parallel group have the same samples on purpose, and so the same number."""
+    own = RankSamples(0, (3,), (frozenset({1, 2}),))
+    assert compare_ranks([own, own]) is None
+
+
+def test_other_samples() -> None:
+    """Ranks without a common sample share nothing."""
+    found = compare_ranks([RankSamples(rank, (3,), (frozenset({rank, rank + 10}),)) for rank in range(4)])
+    assert found is not None
+    assert (found.shared, found.same) == (0.0, ())
