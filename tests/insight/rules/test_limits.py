@@ -21,9 +21,9 @@ from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.reductions.histogram import EDGES
 from tests.insight.records import Values, chain, examined, trained
-from tests.insight.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.rules.test_operations import Codes, Step, mlp, rows
 from tests.insight.test_odd_blocks import Stage
-from tests.insight.test_operations import Codes, Step, mlp, rows
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
 """A function for each rule that yields evidence near its limits, usually just below and just above each of them."""
