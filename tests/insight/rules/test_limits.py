@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,9 +22,9 @@ from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, trained
-from tests.insight.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
+from tests.insight.rules.test_operations import Codes, Step, mlp, rows
 from tests.insight.test_odd_blocks import Stage
-from tests.insight.test_operations import Codes, Step, mlp, rows
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
 """A function for each rule that yields evidence near its limits, usually just below and just above each of them."""
@@ -793,11 +792,6 @@ def other_values(value: float) -> Iterator[float]:
         yield from (value / 2, value * 2)
 
 
-@cache
-def evidence_of(name: str) -> tuple[Evidence, ...]:
-    return tuple(CASES[name]())
-
-
 def told(rule: Rule, evidence: Evidence, **limits: float) -> list[Finding]:
     with np.errstate(all="ignore"):
         return rule.examine(evidence, **limits)
@@ -811,11 +805,11 @@ def test_each_rule_with_limits_has_cases() -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.thresholds], ids=lambda rule: rule.name)
 def test_each_limit_counts(rule: Rule) -> None:
     """Each limit of a rule has a case on both sides, so that a change in either direction changes a finding."""
-    usual = [told(rule, each) for each in evidence_of(rule.name)]
+    usual = [(each, told(rule, each)) for each in CASES[rule.name]()]
     unnoticed = [
         (name, value)
         for name, limit in rule.thresholds.items()
         for value in other_values(limit)
-        if [told(rule, each, **{name: value}) for each in evidence_of(rule.name)] == usual
+        if all(told(rule, each, **{name: value}) == found for each, found in usual)
     ]
     assert unnoticed == []
