@@ -14,8 +14,7 @@ from lightning_recorder.insight.finding import (
     with_watched,
 )
 from lightning_recorder.insight.gaps import Diagnosis, Gap
-from lightning_recorder.insight.rule import Rule
-from lightning_recorder.insight.table import STATISTICS
+from lightning_recorder.insight.rule import STATISTICS, Rule
 
 __all__ = [
     "FINDINGS_FORMAT",

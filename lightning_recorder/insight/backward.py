@@ -12,8 +12,8 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule, medians
-from lightning_recorder.insight.table import Table
 from lightning_recorder.insight.wiring import Wiring
+from lightning_recorder.records.history import History
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -193,7 +193,7 @@ def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tupl
     ]
 
 
-def gradient_norms(table: Table) -> dict[Site, float]:
+def gradient_norms(table: History) -> dict[Site, float]:
     """Return the median L2 norm of each gradient.
 
     The norm does not depend on the resolution of a feature map, while the rms does.

@@ -42,10 +42,10 @@ from lightning_recorder.insight.finding import (
 from lightning_recorder.insight.gaps import Diagnosis, Gap, gaps_of, group_records
 from lightning_recorder.insight.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.odd_blocks import OddBlock, odd_blocks
-from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.rule import STATISTICS, Evidence, Rule
 from lightning_recorder.insight.wiring import Wiring
-from lightning_recorder.records import table as records
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Table
 
 __all__ = ["RULES", "Examination", "causes_first", "check_rules"]
 
@@ -143,23 +143,24 @@ class Examination:
         self.coverage = coverage or {}
         self.types = types or {}
         self.ignored = set(ignored)
-        self._tables: dict[tuple[str, str], Table] = {}
+        self._tables: dict[tuple[str, str], History] = {}
         self._odd: tuple[Graph | None, tuple[OddBlock, ...]] = (None, ())
 
-    def add(self, record: records.Table) -> None:
+    def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
-            self._tables.setdefault((record.group, record.stage), Table()).add(outputs)
+            self._tables.setdefault((record.group, record.stage), History(STATISTICS)).add(outputs)
         if inputs is not None:
-            self._tables.setdefault((f"{record.group} of inputs", record.stage), Table()).add(inputs)
+            self._tables.setdefault((f"{record.group} of inputs", record.stage), History(STATISTICS)).add(inputs)
 
     def evidence(self) -> Evidence:
         """Return the evidence so far."""
         activations, gradients, parameters = (
-            self._tables.get((group, "train"), Table()) for group in ("activations", "gradients", "parameters")
+            self._tables.get((group, "train"), History(STATISTICS))
+            for group in ("activations", "gradients", "parameters")
         )
-        inputs = self._tables.get(("activations of inputs", "train"), Table())
+        inputs = self._tables.get(("activations of inputs", "train"), History(STATISTICS))
         names = [site.name for table in (activations, gradients, parameters, inputs) for site in table.places]
         if self._odd[0] is not self.graph:
             self._odd = self.graph, () if self.graph is None else odd_blocks(self.graph)
@@ -167,7 +168,7 @@ class Examination:
             activations=activations,
             gradients=gradients,
             parameters=parameters,
-            validation=self._tables.get(("activations", "validate"), Table()),
+            validation=self._tables.get(("activations", "validate"), History(STATISTICS)),
             inputs=inputs,
             wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import site_title
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
@@ -132,7 +133,7 @@ def _collapsed(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             yield found
 
 
-def _largest(table: Table, site: Site) -> float:
+def _largest(table: History, site: Site) -> float:
     """Return the largest absolute value in all records."""
     ends = [np.abs(table.column(site, name)[0]) for name in ("min", "max")]
     return float(max(each.max(initial=0.0) for each in ends))

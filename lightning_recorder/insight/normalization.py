@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import INPUT
 from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
@@ -59,7 +60,7 @@ def _unchanged(rule: Rule, evidence: Evidence) -> dict[Site, int]:
     return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
 
 
-def _is_constant(table: Table, name: str) -> bool:
+def _is_constant(table: History, name: str) -> bool:
     """Return True if the running statistics of a module are known and equal in all records."""
     columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING_STATISTICS]
     return all(len(each) == len(table) and np.ptp(each) == 0 for each in columns)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import is_position
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]

@@ -11,15 +11,34 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.odd_blocks import OddBlock
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
-__all__ = ["Evidence", "Parameter", "Rule", "medians", "spread"]
+__all__ = ["STATISTICS", "Evidence", "Parameter", "Rule", "medians", "spread"]
 
 _LONGEST_TRACE = 60
+
+
+STATISTICS = (
+    "count",
+    "mean",
+    "std",
+    "rms",
+    "min",
+    "max",
+    "zero_fraction",
+    "nan_count",
+    "inf_count",
+    "update_ratio",
+    "learning_rate",
+    "weight_decay",
+    "eval_mode",
+)
+"""The statistics and settings that the rules read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class Rule:
     def found(
         self,
         evidence: Evidence,
-        table: Table,
+        table: History,
         site: Site,
         verdict: str,
         *,
@@ -95,7 +114,7 @@ class Rule:
         )
 
 
-def trace(table: Table, site: Site, statistic: str) -> Trace:
+def trace(table: History, site: Site, statistic: str) -> Trace:
     """Return a statistic of a site over time, thinned to 60 steps."""
     values, steps = table.column(site, statistic)
     if len(steps) > _LONGEST_TRACE:
@@ -140,13 +159,13 @@ class Evidence:
         odd_blocks: The blocks that compute something else than all others of their list.
     """
 
-    activations: Table
-    gradients: Table
-    parameters: Table
-    validation: Table
+    activations: History
+    gradients: History
+    parameters: History
+    validation: History
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Table = field(default_factory=Table)
+    inputs: History = field(default_factory=lambda: History(STATISTICS))
     odd_blocks: tuple[OddBlock, ...] = ()
 
     def before(self, step: int) -> Evidence:
@@ -200,7 +219,7 @@ class Evidence:
         """Return ``"learning_rate"`` or ``"weight_decay"`` of a parameter in each record, where known."""
         return self.parameters.column(parameter.site, name)[0]
 
-    def medians(self, table: Table, statistic: str) -> dict[Site, float]:
+    def medians(self, table: History, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""
         return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
 

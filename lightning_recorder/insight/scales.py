@@ -9,8 +9,8 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]

@@ -12,7 +12,7 @@ from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule
 from lightning_recorder.insight.small_updates import are_new, largest_ratio
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]

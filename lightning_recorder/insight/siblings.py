@@ -9,8 +9,9 @@ import numpy as np
 
 from lightning_recorder.insight.backward import gradient_norms
 from lightning_recorder.insight.rule import Evidence
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import families
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -44,7 +45,7 @@ _Outlier = tuple[Site, float, Floats]
 _ZERO = 1e-6  # a parameter of this rms or less is zero
 
 
-def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
+def sibling_values(evidence: Evidence) -> Iterator[tuple[History, str, str, dict[Site, float]]]:
     """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
 
     The first three are of the forward pass and may be causes of the others.
@@ -69,7 +70,7 @@ def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
     return {site: value for site, value in values.items() if site.path == "out"}
 
 
-def families_of(evidence: Evidence, table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
+def families_of(evidence: Evidence, table: History, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
     """Yield the sites of equal shapes at the same place of blocks of one class, in the order of the blocks."""
     types = evidence.wiring.types
     by_path: dict[str, dict[str, object]] = {}
@@ -94,7 +95,7 @@ def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
     return list(found.values())
 
 
-def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
+def all_outliers(evidence: Evidence) -> Iterator[tuple[int, History, str, str, Site, float, Floats]]:
     """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values.
 
     A block that is of another kind by design is left out.
@@ -124,7 +125,7 @@ def all_outliers(evidence: Evidence) -> Iterator[tuple[int, Table, str, str, Sit
                 yield kind, table, statistic, words, site, value, others
 
 
-def initial_steps(evidence: Evidence, table: Table, site: Site) -> list[int]:
+def initial_steps(evidence: Evidence, table: History, site: Site) -> list[int]:
     """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it.
 
     Args:

@@ -12,8 +12,8 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.backward import gradient_norms, pairs_of_heads
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Parameter, Rule
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES"]
