@@ -1,5 +1,6 @@
 """Findings: what is wrong in a run, derived from its records."""
 
+from lightning_recorder.insight.evidence import STATISTICS
 from lightning_recorder.insight.examine import RunFacts, RunHistory, check_rules, examine
 from lightning_recorder.insight.finding import (
     FINDINGS_FORMAT,
@@ -16,7 +17,6 @@ from lightning_recorder.insight.finding import (
 from lightning_recorder.insight.gaps import Diagnosis, Gap
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import RULES
-from lightning_recorder.insight.table import STATISTICS
 
 __all__ = [
     "FINDINGS_FORMAT",

@@ -15,16 +15,39 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.module_edges import Wiring
-from lightning_recorder.insight.table import STATISTICS, Floats, Table
 from lightning_recorder.insight.unusual import known_median
 from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
-__all__ = ["Evidence", "View", "gradient_norms", "medians", "spread"]
+__all__ = ["STATISTICS", "Evidence", "View", "gradient_norms", "medians", "spread"]
+
+STATISTICS = (
+    "count",
+    "mean",
+    "std",
+    "rms",
+    "min",
+    "max",
+    "zero_fraction",
+    "nan_count",
+    "inf_count",
+    "update_ratio",
+    "learning_rate",
+    "weight_decay",
+    "eval_mode",
+)
+"""The statistics and settings that the rules read."""
 
 _LONGEST_TRACE = 60
 _OF_THE_RULE = cast("Severity", "")
+
+
+def _none() -> History:
+    """Return a history without a record."""
+    return History(STATISTICS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +63,7 @@ class View:
     """
 
     evidence: Evidence = field(repr=False, compare=False)
-    table: Table = field(repr=False)
+    table: History = field(repr=False)
     site: Site
 
     def __bool__(self) -> bool:
@@ -188,13 +211,13 @@ class Evidence:
         data: The samples of the batches.
     """
 
-    activations: Table
-    gradients: Table
-    parameters: Table
-    validation: Table
+    activations: History
+    gradients: History
+    parameters: History
+    validation: History
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Table = field(default_factory=Table)
+    inputs: History = field(default_factory=_none)
     data: DataFacts = field(default_factory=DataFacts)
 
     def before(self, step: int) -> Evidence:
@@ -213,7 +236,7 @@ class Evidence:
         }
         return replace(self, **tables)
 
-    def view(self, table: Table, name: str, path: str = "") -> View:
+    def view(self, table: History, name: str, path: str = "") -> View:
         """Return the view of a site. One without a path stands for the module, or for the model if it has no name."""
         return View(self, table, Site(name, path))
 
@@ -267,7 +290,7 @@ class Evidence:
         """The parameters with at least two dimensions."""
         return [each for each in self.tensors if len(each.shape) >= 2]
 
-    def medians(self, table: Table, statistic: str) -> dict[Site, float]:
+    def medians(self, table: History, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""
         return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
 
@@ -286,7 +309,7 @@ def medians(values: Floats) -> Floats:
     return known_median(values) if len(values) else np.full(values.shape[1], np.nan)
 
 
-def gradient_norms(table: Table) -> dict[Site, float]:
+def gradient_norms(table: History) -> dict[Site, float]:
     """Return the median L2 norm of each gradient.
 
     The norm does not depend on the resolution of a feature map, while the rms does.

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_recorder.errors import check_some
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.data_facts import DataFacts
-from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.evidence import STATISTICS, Evidence
 from lightning_recorder.insight.finding import (
     NON_FINITE,
     SEVERITIES,
@@ -29,8 +29,8 @@ from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.rules.non_finite import first_bad_step
-from lightning_recorder.insight.table import Table
-from lightning_recorder.records import table as records
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Table
 
 __all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of", "examine"]
 
@@ -84,19 +84,19 @@ class RunHistory:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[str, str], Table] = {}
+        self._tables: dict[tuple[str, str], History] = {}
 
-    def add(self, record: records.Table) -> None:
+    def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
-            self._tables.setdefault((record.group, record.stage), Table()).add(outputs)
+            self._tables.setdefault((record.group, record.stage), History(STATISTICS)).add(outputs)
         if inputs is not None:
-            self._tables.setdefault((f"{record.group} of inputs", record.stage), Table()).add(inputs)
+            self._tables.setdefault((f"{record.group} of inputs", record.stage), History(STATISTICS)).add(inputs)
 
-    def table(self, group: str, stage: str = "train") -> Table:
+    def table(self, group: str, stage: str = "train") -> History:
         """Return the records of a group, or of the inputs of modules as ``"activations of inputs"``; maybe none."""
-        return self._tables.get((group, stage), Table())
+        return self._tables.get((group, stage), History(STATISTICS))
 
     def counts(self) -> dict[str, int]:
         """Return the number of records with at least one tensor for each group, and for the validation."""

@@ -11,7 +11,8 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, gradient_norms
 from lightning_recorder.insight.module_edges import families
 from lightning_recorder.insight.odd_blocks import odd_blocks
-from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -66,7 +67,7 @@ _MOST_MEMBERS = 64  # of a list that are looked at
 _Outlier = tuple[Site, float, Floats]
 
 
-def sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
+def sibling_values(evidence: Evidence) -> Iterator[tuple[History, str, str, dict[Site, float]]]:
     """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site.
 
     The first three are of the forward pass and may be causes of the others.
@@ -91,7 +92,7 @@ def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
     return {site: value for site, value in values.items() if site.path == "out"}
 
 
-def families_of(evidence: Evidence, table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
+def families_of(evidence: Evidence, table: History, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
     """Yield the sites of equal shapes at the same place of blocks of one class, in the order of the blocks."""
     types = evidence.wiring.types
     by_path: dict[str, dict[str, object]] = {}
@@ -118,7 +119,7 @@ def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:
 
 def all_outliers(
     evidence: Evidence, limits: SiblingLimits = LIMITS
-) -> Iterator[tuple[int, Table, str, str, Site, float, Floats]]:
+) -> Iterator[tuple[int, History, str, str, Site, float, Floats]]:
     """Yield the kind of statistic, its table, name and words, a site that is unlike its siblings, and the values.
 
     A block that is of another kind by design is left out.
@@ -148,7 +149,7 @@ def all_outliers(
                 yield kind, table, statistic, words, site, value, others
 
 
-def initial_steps(evidence: Evidence, table: Table, site: Site, limits: SiblingLimits) -> list[int]:
+def initial_steps(evidence: Evidence, table: History, site: Site, limits: SiblingLimits) -> list[int]:
     """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.module_edges import families
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.records.table import Floats
 
 __all__ = ["STANDS_OUT", "choose", "compared", "compared_steps", "known_median", "standing_out", "unusualness"]
 

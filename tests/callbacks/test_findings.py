@@ -260,8 +260,8 @@ def test_files_hold_the_settings_that_the_rules_need(tmp_path: Path) -> None:
     assert run.receipt["activations"]["modules"]["act.1"]["type"] == "Dropout"
     series = run["parameters"]
     (entry,) = [each.entries[series.steps[-1]] for each in series.parts.values()]
-    assert entry.row.about["gradient_clip_val"] == 2.0
-    assert [group["betas"] for group in entry.row.about["groups"]] == [[0.9, 0.999]]
+    assert entry.table.about["gradient_clip_val"] == 2.0
+    assert [group["betas"] for group in entry.table.about["groups"]] == [[0.9, 0.999]]
     assert series["head", "weight"].scalars(series.steps[-1])["learning_rate"] == 3e-3
     assert run["activations"]["act.1"].scalars(series.steps[-1])["eval_mode"] == 1.0
     assert [(each.rule, each.module) for each in run.findings if not each.is_note] == [("eval-mode", "act.1")]

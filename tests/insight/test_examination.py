@@ -20,8 +20,8 @@ from lightning_recorder.insight import (
     with_watched,
 )
 from lightning_recorder.insight.finding import rows_of
-from lightning_recorder.insight.table import Table as History
 from lightning_recorder.recordings import open_recording
+from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
@@ -62,7 +62,7 @@ def test_findings_can_be_asked_at_any_time() -> None:
 
 def test_a_repeated_step_is_replaced() -> None:
     """A run that resumes from an earlier step replaces its records."""
-    table = History()
+    table = History(STATISTICS)
     for step, rms in ((0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0)):
         table.add(record("activations", step, {("fc", "out"): {"rms": rms}}))
     values, steps = table.column(Site("fc", "out"), "rms")
@@ -71,7 +71,7 @@ def test_a_repeated_step_is_replaced() -> None:
 
 def test_two_recorders_of_a_group() -> None:
     """Records of two recorders of one group share the rows of their steps."""
-    table = History()
+    table = History(STATISTICS)
     for step in (0, 10):
         table.add(record("activations", step, {("fc", "out"): {"rms": 1.0}}))
     for step in (10, 20):
@@ -84,7 +84,7 @@ def test_two_recorders_of_a_group() -> None:
 @pytest.mark.parametrize(("sites", "most"), [(1, 512), (1_000, 161), (2_000, 128)])
 def test_memory_is_bounded(sites: int, most: int) -> None:
     """Of many records, the first, the last, those around the first NaN, and an even selection of the others stay."""
-    table = History()
+    table = History(STATISTICS)
     values = {(f"fc.{place}", "out"): {"nan_count": 0.0} for place in range(sites)}
     plain, bad = (record("activations", 0, values | {("fc.0", "out"): {"nan_count": count}}) for count in (0.0, 1.0))
     for step in range(5_000):

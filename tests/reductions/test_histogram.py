@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.records.histogram import between_edges
 from lightning_recorder.reductions import ExponentHistogram, Histogram, Values
-from lightning_recorder.reductions.histogram import between_edges
 from lightning_recorder.reductions.values import count_bins, sample_places
 from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, streams, tensors

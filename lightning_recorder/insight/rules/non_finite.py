@@ -12,8 +12,9 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import NON_FINITE, Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.names import split_call
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 __all__ = ["first_bad_step"]
@@ -35,18 +36,18 @@ def _does_harm(evidence: Evidence, step: int, harmless: int) -> bool:
     return len(later) < harmless or any(_nan_steps(each) for each in (table, evidence.gradients))
 
 
-def _nan_steps(table: Table) -> list[int]:
+def _nan_steps(table: History) -> list[int]:
     return [step for step, bad in zip(table.steps, _rows_with(table, "nan_count").tolist(), strict=True) if bad]
 
 
-def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
+def _rows_with(table: History, statistic: str) -> NDArray[np.bool_]:
     """Return True for each row in which some site has a count above zero, ``[steps]``."""
     counts: Floats = np.nan_to_num(table.get(statistic))
     found: NDArray[np.bool_] = counts.max(axis=1, initial=0.0) > 0
     return found
 
 
-def _bad(table: Table, step: int, *, only_nan: bool = False) -> dict[Site, float]:
+def _bad(table: History, step: int, *, only_nan: bool = False) -> dict[Site, float]:
     """Return the number of values that are not finite, or only of NaN, at each site with any, in order of execution."""
     if step not in table.steps:
         return {}

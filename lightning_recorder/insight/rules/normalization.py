@@ -12,8 +12,9 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Floats
 from lightning_recorder.taps import Site
 
 _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
@@ -123,7 +124,7 @@ def _unchanged(evidence: Evidence, persistence: int, first_step: int) -> dict[Si
     return {site: len(sites) - len(same) for site in same if len(same) < len(sites) and site.name in called}
 
 
-def _is_constant(table: Table, name: str) -> bool:
+def _is_constant(table: History, name: str) -> bool:
     """Return True if the running statistics of a module are known and equal in all records."""
     columns = [table.column(Site(name, path), "mean")[0] for path in RUNNING_STATISTICS]
     return all(len(each) == len(table) and np.ptp(each) == 0 for each in columns)

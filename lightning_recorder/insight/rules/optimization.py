@@ -14,7 +14,7 @@ from lightning_recorder.insight.evidence import Evidence, View, spread
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.records.table import Floats
 
 
 @rule(

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.table import Floats
 from lightning_recorder.names import site_title
+from lightning_recorder.records.table import Floats
 from lightning_recorder.reductions import Histogram
 
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")

@@ -11,7 +11,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.records.table import Floats
 
 _EVERYTHING_AFTER = ("downstream", "same")
 _WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."

@@ -13,7 +13,7 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.gradients import pairs_of_heads
-from lightning_recorder.insight.table import Floats
+from lightning_recorder.records.table import Floats
 
 # The activations that a loss must not get, and what it does with its input.
 _EXPECTED = {

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.records.histogram import between_edges
 from lightning_recorder.reductions import ExponentHistogram, Histogram
-from lightning_recorder.reductions.histogram import between_edges
 from tests.reductions.reference import extrema_of, values_of
 
 NAN = math.nan
