@@ -145,10 +145,14 @@ class Examination:
         self.types = types or {}
         self.ignored = set(ignored)
         self._tables: dict[tuple[str, str], Table] = {}
+        self._losses = Table()
         self._odd: tuple[Graph | None, tuple[OddBlock, ...]] = (None, ())
 
     def add(self, record: SiteRecords) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
+        record, sides = record.without_losses()
+        if sides is not None and record.stage == "train":
+            self._losses.add(sides)
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
             self._tables.setdefault((record.group, record.stage), Table()).add(outputs)
@@ -170,6 +174,7 @@ class Examination:
             parameters=parameters,
             validation=self._tables.get(("activations", "validate"), Table()),
             inputs=inputs,
+            losses=self._losses,
             wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,
             odd_blocks=self._odd[1],
@@ -186,10 +191,10 @@ class Examination:
 
     def findings(self) -> list[Finding]:
         """Return the findings so far: causes first, consequences merged into them."""
-        evidence = self.evidence()
+        evidence = self.evidence().of_model()
         bad = finiteness.first_bad_step(evidence)
         found: list[Finding] = []
-        whole, evidence = evidence, evidence.of_model()
+        whole = evidence
         if bad is not None:
             # After a NaN every other statistic is a consequence of it.
             evidence = evidence.before(bad)

@@ -138,6 +138,7 @@ class Evidence:
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
+        losses: The predictions and targets of losses in training.
         odd_blocks: The blocks that compute something else than all others of their list.
     """
 
@@ -148,13 +149,14 @@ class Evidence:
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: Table = field(default_factory=Table)
+    losses: Table = field(default_factory=Table)
     odd_blocks: tuple[OddBlock, ...] = ()
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
         tables = {
             name: getattr(self, name).before(step)
-            for name in ("activations", "gradients", "parameters", "validation", "inputs")
+            for name in ("activations", "gradients", "parameters", "validation", "inputs", "losses")
         }
         return replace(self, **tables)
 

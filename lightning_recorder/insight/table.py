@@ -39,6 +39,7 @@ STATISTICS = (
 )
 """The statistics and settings that the rules read; the columns of :attr:`SiteRecords.values`."""
 
+_SIDES = ("in.prediction", "in.target")
 _NAN, _INF = STATISTICS.index("nan_count"), STATISTICS.index("inf_count")
 _MOST_ROWS = 512
 _FEWEST_ROWS = 128
@@ -109,6 +110,17 @@ class SiteRecords:
     def members(self) -> frozenset[Site]:
         """The sites as a set."""
         return frozenset(self.sites)
+
+    def without_losses(self) -> tuple[Self, Self | None]:
+        """Return the record without the predictions and targets of losses, and the record of these, if there are any.
+
+        Targets may be anything: the rules about layers do not apply to them.
+        """
+        sides = [place for place, site in enumerate(self.sites) if site.path.startswith(_SIDES)]
+        if not sides or self.group != "activations":
+            return self, None
+        others = sorted(set(range(len(self.sites))).difference(sides))
+        return self._part(others), self._part(sides)
 
     def split(self) -> tuple[Self, Self | None]:
         """Return the record without the inputs of modules, and the record of the inputs alone, if there are any.
