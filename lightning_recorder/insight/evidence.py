@@ -208,6 +208,7 @@ class Evidence:
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
+        losses: The predictions and targets of losses in training.
         data: The samples of the batches.
     """
 
@@ -218,13 +219,14 @@ class Evidence:
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: History = field(default_factory=_none)
+    losses: History = field(default_factory=_none)
     data: DataFacts = field(default_factory=DataFacts)
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
         tables = {
             name: getattr(self, name).before(step)
-            for name in ("activations", "gradients", "parameters", "validation", "inputs")
+            for name in ("activations", "gradients", "parameters", "validation", "inputs", "losses")
         }
         return replace(self, **tables)
 

@@ -85,9 +85,15 @@ class RunHistory:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[str, str], History] = {}
+        self.losses = History(STATISTICS)
+        """The predictions and targets of losses in training."""
 
     def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
+        # Targets may be anything: the rules about layers do not apply to them.
+        record, sides = record.without_losses()
+        if sides is not None and record.stage == "train":
+            self.losses.add(sides)
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
             self._tables.setdefault((record.group, record.stage), History(STATISTICS)).add(outputs)
@@ -104,7 +110,7 @@ class RunHistory:
 
     def free(self) -> None:
         """Free the arrays that rules have read."""
-        for table in self._tables.values():
+        for table in (*self._tables.values(), self.losses):
             table.free()
 
 
@@ -160,6 +166,7 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
         parameters=parameters,
         validation=history.table("activations", "validate"),
         inputs=inputs,
+        losses=history.losses,
         wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
         coverage=facts.coverage,
         data=facts.data or DataFacts(),
@@ -168,9 +175,10 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
 
 def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
     """Return the findings from records: causes first, consequences merged into them."""
+    evidence = evidence.of_model()
     bad = first_bad_step(evidence)
     # After a NaN every other statistic is a consequence of it.
-    healthy = evidence.of_model() if bad is None else evidence.of_model().before(bad)
+    healthy = evidence if bad is None else evidence.before(bad)
     found: list[Finding] = []
     # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
     with np.errstate(all="ignore"):

@@ -43,7 +43,7 @@ class Wiring:
         self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
-            self.of_loss = frozenset(name for name in self.names if _computes_loss(name))
+            self.of_loss = frozenset(name for name in self.names if self._may_be_of_loss(name))
             self.names = [name for name in self.names if name not in self.of_loss]
             self.calls = self.names
             self.producers = [frozenset([place - 1]) for place in range(len(self.names))]
@@ -55,7 +55,8 @@ class Wiring:
         functions = {number: name for number, name in function_sites(graph).items() if name in names}
         losses = {number for number in functions if is_of_loss(graph[number])}
         layers = {functions[number] for number in functions.keys() - losses}
-        self.of_loss = frozenset(functions[number] for number in losses) - layers
+        others = {name for name in self.names if name not in functions.values() and self._may_be_of_loss(name)}
+        self.of_loss = frozenset(others.union(functions[number] for number in losses) - layers)
         owner = _innermost_calls(graph, names)
         for number in functions.keys() - losses:
             owner.setdefault(number, number)
@@ -82,6 +83,11 @@ class Wiring:
             else:
                 fed[place[call]] |= into
         self.producers = [frozenset(each) for each in fed]
+
+    def _may_be_of_loss(self, name: str) -> bool:
+        """Return True for a function that may compute the loss: a loss, or one that the model itself calls."""
+        function = None if name in self.types else function_of(name)
+        return function is not None and (function.kind == "losses" or "." not in name)
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
@@ -190,12 +196,6 @@ class Wiring:
         for place, name in enumerate([*self.calls, *self.names]):
             first.setdefault(name, place)
         return first
-
-
-def _computes_loss(name: str) -> bool:
-    """Return True if a name is that of a function that may compute the loss, as far as the name tells."""
-    function = None if "." in name else function_of(name)
-    return function is not None and function.kind == "losses"
 
 
 def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:

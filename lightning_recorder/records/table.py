@@ -24,6 +24,7 @@ __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "make_schema"]
 
 Floats = NDArray[np.float64]
 
+_SIDES = ("in.prediction", "in.target")
 _NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 _MOST_PARTS = 64  # schemas of parts that are kept
@@ -145,6 +146,12 @@ class Schema:
     @cached_property
     def _parts(self) -> dict[bytes, Schema]:
         return {}
+
+    @cached_property
+    def losses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of the other sites, and those of the predictions and targets of losses."""
+        are_sides = np.array([site.path.startswith(_SIDES) for site in self.sites], dtype=bool)
+        return np.flatnonzero(~are_sides), np.flatnonzero(are_sides)
 
     @cached_property
     def inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -361,6 +368,13 @@ class Table(Mapping[Site, SiteStatistics]):
         if order in ((), self.sites):
             return self
         return self.take(np.array([self.rows[site] for site in order], dtype=np.int64))
+
+    def without_losses(self) -> tuple[Table, Table | None]:
+        """Return the table without the sides of losses, and the table of the predictions and targets, if there are any."""
+        others, sides = self.schema.losses
+        if not len(sides) or self.group != "activations":
+            return self, None
+        return self.take(others), self.take(sides)
 
     def split(self) -> tuple[Table, Table | None]:
         """Return the table without the inputs of modules, and the table of the inputs alone, if there are any.

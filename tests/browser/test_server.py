@@ -45,7 +45,7 @@ def test_scalars_are_grouped_by_kind_and_layer(group: str, address: str) -> None
     """The tags are ``group/layer/statistic`` for every leaf, and a series has one point for each recorded step."""
     tags = [tag for tag in get_json(address, "scalars/tags")["version_0/recorder"] if tag.startswith(group)]
     statistics = ("max", "mean", "min", "rms", "std", "zero_fraction")
-    assert sorted(tags) == sorted(f"{group}/{name}/{statistic}" for name in LEAVES for statistic in statistics)
+    assert {f"{group}/{name}/{statistic}" for name in LEAVES for statistic in statistics} <= set(tags)
     series = get_json(address, "scalars/scalars", run="version_0/recorder", tag=f"{group}/head/rms")
     assert [step for _, step, _ in series] == STEPS
     assert all(value > 0 for _, _, value in series)
@@ -55,7 +55,7 @@ def test_scalars_are_grouped_by_kind_and_layer(group: str, address: str) -> None
 def test_histograms_hold_every_value(group: str, address: str) -> None:
     """A histogram's buckets add up to the number of values, 8 rows of 10 logits in each recorded step."""
     tags = [tag for tag in get_json(address, "histograms/tags")["version_0/recorder"] if tag.startswith(group)]
-    assert sorted(tags) == sorted(f"{group}/{name}/histogram" for name in LEAVES)
+    assert {f"{group}/{name}/histogram" for name in LEAVES} <= set(tags)
     series = get_json(address, "histograms/histograms", run="version_0/recorder", tag=f"{group}/head/histogram")
     assert [step for _, step, _ in series] == STEPS
     for _, _, buckets in series:

@@ -110,7 +110,7 @@ def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, 
     fit(given, tmp_path, callbacks, logger=False, max_epochs=2)
     for group in ("activations", "gradients"):
         tags = [tag for tag in sink.scalars if tag.startswith(f"{group}/") and tag.endswith("/mean")]
-        assert sorted(tags) == sorted(f"{group}/{name}/mean" for name in LEAVES)
+        assert {f"{group}/{name}/mean" for name in LEAVES} <= set(tags)  # and those of functions
         assert all(list(sink.scalars[tag]) == [0, 2, 5, 8, 11] for tag in tags)
     assert list(sink.scalars["parameters/encoder.conv1/weight/mean"]) == [0, 2, 5, 8, 11]
     graph = next(callback for callback in callbacks if isinstance(callback, GraphRecorder)).graph
@@ -294,9 +294,10 @@ def test_skip_is_nothing_to_a_model_that_is_not_compiled(kind: Any, tmp_path: Pa
     if isinstance(recorder, GraphRecorder):
         assert recorder.graph is not None
     else:
-        assert sorted({site.name for site in recorder.latest}) == sorted(
+        modules = (
             LEAVES if kind is not ParameterRecorder else ["encoder.conv1", "encoder.norm", "encoder.conv2", "head"]
         )
+        assert set(modules) <= {site.name for site in recorder.latest}
 
 
 class FlexAttention(nn.Module):
