@@ -119,7 +119,7 @@ def _validation_in_training(rule: Rule, evidence: Evidence) -> Iterator[Finding]
         return
     verdict = f"{share:.0%} of the samples of validation are also samples of training"
     one = _found(rule, verdict, found.step, found.step, share=share, common=found.common, compared=found.compared)
-    yield replace(one, severity="note") if found.is_same_dataset else one
+    yield replace(one, severity="note") if found.is_same_data else one
 
 
 def _sorted(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -208,8 +208,7 @@ RULES = (
         usual="0",
         why="The data were divided after samples were repeated, or the parts overlap.",
         next="Compare the indices of both parts; divide the data before samples are repeated.",
-        false_alarms="The same data set object in both loaders is a note. Samples with few possible values do not "
-        "count.",
+        false_alarms="The same data in both loaders are a note. Samples with few possible values do not count.",
         examine=_validation_in_training,
         is_lasting=True,
     ),
