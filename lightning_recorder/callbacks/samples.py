@@ -377,7 +377,8 @@ class WatchedSamples:
         validation, samples = self._validation, self._validation_samples
         found = [compare_validation(validation, samples, each.contents, each.last_step) for each in epochs]
         most = max(found, key=lambda each: each.common)
-        return replace(most, is_same_dataset=self._has_same_dataset())
+        is_same = any(validation.is_same_set(each.contents) for each in epochs)
+        return replace(most, is_same_data=is_same or self._has_same_dataset())
 
     def _has_same_dataset(self) -> bool:
         loaders: Any = self._trainer.val_dataloaders

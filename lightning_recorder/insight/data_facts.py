@@ -86,7 +86,7 @@ class ValidationFacts:
         compared: The number of samples that were looked for in an epoch of training.
         common: The number of these that were found.
         step: The step at which they were compared.
-        is_same_dataset: True if both loaders have the same data set object.
+        is_same_data: True if both loaders have the same data set object, or exactly the same samples.
     """
 
     samples: int
@@ -94,7 +94,7 @@ class ValidationFacts:
     compared: int
     common: int
     step: int
-    is_same_dataset: bool = False
+    is_same_data: bool = False
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ class Table(Mapping[Site, SiteStatistics]):
         return self.take(np.array([self.rows[site] for site in order], dtype=np.int64))
 
     def without_losses(self) -> tuple[Table, Table | None]:
-        """Return the table without the sides of losses, and the table of the predictions and targets, if there are any."""
+        """Return the table without the sides of losses, and that of the predictions and targets, if there are any."""
         others, sides = self.schema.losses
         if not len(sides) or self.group != "activations":
             return self, None

@@ -256,10 +256,9 @@ def test_workers_that_yield_all_samples(shares: bool, tmp_path: Path) -> None:
     assert found == ([] if shares else [("same-samples-by-workers", "warning", verdict)])
 
 
-def test_the_same_data_set_for_validation_is_a_note(tmp_path: Path) -> None:
-    """One data set object in both loaders is meant, as in a first try of a program."""
-    data = dataset()
-    found = findings(fit(tmp_path, DataLoader(data, 32, shuffle=True), DataLoader(data, 32)))
+def test_the_same_data_for_validation_are_a_note(tmp_path: Path) -> None:
+    """The same data in both loaders are meant, as in a first try of a program."""
+    found = findings(fit(tmp_path, DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(), 32)))
     assert [each[:2] for each in found] == [("validation-in-training", "note")]
 
 
@@ -365,7 +364,7 @@ def test_samples_of_two_ranks(tmp_path: Path) -> None:
         verdict = f"all 2 ranks get the same samples in each of {steps} compared steps"
         assert findings(open_recording(tmp_path / name).run) == [("same-samples-on-ranks", "warning", verdict)]
     (found,) = [each for each in open_recording(tmp_path / "row").run.findings if each.rule == "non-finite"]
-    assert "rank 1): NaN in batch[0]; row 1,031 of the training set makes it" in found.verdict
+    assert "rank 1): 8 NaN values in batch[0]; row 1,031 of the training set makes it" in found.verdict
     for rank in range(2):
         one, other = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("row", "bare"))
         assert all(

@@ -161,7 +161,7 @@ def few_samples(evidence: Evidence, *, unused: float = 20.0, times: float = 10.0
     usual="0",
     why="The data were divided after samples were repeated, or the parts overlap.",
     next="Compare the indices of both parts; divide the data before samples are repeated.",
-    false_alarms="The same data set object in both loaders is a note. Samples with few possible values do not count.",
+    false_alarms="The same data in both loaders are a note. Samples with few possible values do not count.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -177,7 +177,7 @@ def validation_in_training(
         verdict = f"{measured:.0%} of the samples of validation are also samples of training"
         numbers = {"share": measured, "common": found.common, "compared": found.compared}
         one = _found(evidence, verdict, found.step, found.step, **numbers)
-        yield replace(one, severity="note") if found.is_same_dataset else one
+        yield replace(one, severity="note") if found.is_same_data else one
 
 
 @rule(
