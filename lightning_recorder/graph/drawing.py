@@ -225,6 +225,8 @@ def draw(
     hide_module_functions: bool = True,
     hide_inner_tensors: bool = True,
     parameters: bool | None = None,
+    shapes: bool = False,
+    all: bool = False,  # noqa: A002 - the word that users expect
     roll: bool = False,
     fold: bool = True,
     max_nodes: int | None = 150,
@@ -257,6 +259,9 @@ def draw(
         hide_inner_tensors: Leave out the tensors between functions.
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules, such as a position embedding.
+        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``; without it, edges pass
+            them and the caption counts them.
+        all: Show these, and the functions whose results reach neither an output nor the loss.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`; ``None`` sets
@@ -298,6 +303,7 @@ def draw(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
+    options |= {"shapes": shapes, "all": all}
     whole = rolled(graph) if roll else graph
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
     check_measured(getattr(styler, "color_by", None), graph)
@@ -311,7 +317,7 @@ def draw(
         renderer = render(view_at_depth(whole, limit, **options))
     else:
         renderer = fitted_renderer(whole, render, max_nodes, limit, **options)
-    return Drawing(graph, renderer.graph, renderer.render())
+    return Drawing(graph, renderer.view, renderer.render())
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:

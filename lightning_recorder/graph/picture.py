@@ -42,10 +42,10 @@ def fitted_renderer(
     """
     best = render(fit_view(graph, max_nodes, depth, **options))
     if depth is None and best.crossing > _MOST_CROSSING:
-        least = len(drawn_nodes(best.graph)) * _LEAST_SHARE
-        for level in range(max(node.depth for node in best.graph.nodes) - 1, 0, -1):
+        least = len(drawn_nodes(best.view)) * _LEAST_SHARE
+        for level in range(max(node.depth for node in best.view.nodes) - 1, 0, -1):
             simpler = render(fit_view(graph, max_nodes, level, **options))
-            if best.crossing <= _MOST_CROSSING or len(drawn_nodes(simpler.graph)) < least:
+            if best.crossing <= _MOST_CROSSING or len(drawn_nodes(simpler.view)) < least:
                 break
             best = min(best, simpler, key=lambda each: each.crossing)
     return best

@@ -19,7 +19,7 @@ _BROAD = 2.2
 _ROUNDS = 24
 _WORTHWHILE = 0.9  # of the length that is left; a further column that saves less comes after one in the longest child
 # A picture whose longer side is shorter than this, in points, is shown in full anyway, and gets wider margins instead.
-_SMALL, _NARROW, _PAD = 620.0, 3.2, 0.2
+_PAGE, _NARROW, _PAD = 1800.0, 3.2, 0.2
 _RANK_GAP, _NODE_GAP, _COLUMN_GAP = 25.0, 18.0, 44.0  # points
 _FRAME_MARGIN = 16.0
 _LANE = 36.0
@@ -58,6 +58,11 @@ class Columns:
     crossing: frozenset[tuple[int, int]] = frozenset()
     places: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     padding: tuple[float, float] = (_PAD, _PAD)
+
+    def together(self, graph: Graph, one: int, other: int) -> bool:
+        """Return True if two nodes are in the same column of each call."""
+        ends = lifted(graph, Edge(one, other))
+        return all(self.column.get(first, 0) == self.column.get(second, 0) for _, first, second in ends)
 
     def within(self, graph: Graph, call: Node) -> Ends | None:
         """Return the nodes at the ends of the columns of a call; ``None`` if the call is not divided."""
@@ -180,7 +185,7 @@ class _Plan:
     def columns(self) -> Columns:
         root = self._graph.root
         whole = self._size(root)
-        if max(whole.along, whole.across) < _SMALL:
+        if max(whole.along, whole.across) < _PAGE:
             return Columns(padding=self._padding())
         best = self._ratio(), dict(self._parts), dict(self._rows)
         for _ in range(_ROUNDS):
@@ -214,7 +219,8 @@ class _Plan:
 
     def _divide(self, call: Node, *, long: bool) -> bool:
         """Divide the call that contributes most to the length, or to the breadth; return False if there is none."""
-        inner = [child for child in self._graph.children(call) if self._graph.children(child)]
+        # A block that is drawn once for several is read from top to bottom.
+        inner = [child for child in self._graph.children(call) if self._graph.children(child) and child.repeats == 1]
         extents = {child.id: self._extent(child, long) for child in inner}
         largest = max(inner, key=lambda child: extents[child.id], default=None)
         number = len(self._graph.children(call))

@@ -25,7 +25,9 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     small,
 )
 from lightning_recorder.graph.renderers.labels import short_name, shown_times
+from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.views.fit import drawn_nodes
+from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
@@ -102,6 +104,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         wrap: bool = True,
     ) -> None:
         super().__init__(graph)
+        self.view = graph
+        """The graph without the ports of the picture."""
         check_direction(direction)
         if styler is not None and not isinstance(styler, GraphvizStyler):
             raise ArgumentError(f"styler must be an instance of GraphvizStyler, got {_instead(styler)}")
@@ -112,6 +116,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.direction = direction
         self.frames = frames
         self.legend = legend
+        if frames:
+            self.graph = graph = with_ports(graph)
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
         self._around: list[tuple[str, str, dict[str, str]]] = []
@@ -138,6 +144,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas.attr(
             "graph",
             rankdir=self.direction,
+            # One ranking of all nodes: that of each frame by itself may place a node above its sources.
+            newrank="true",
             ranksep="0.35",
             nodesep="0.25",
             pad="{:.2f},{:.2f}".format(*self._columns.padding),
@@ -154,6 +162,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas.node(f"n{node.id}", **self._styles[node.id])
 
     def _style(self, node: Node) -> dict[str, str]:
+        if node.kind == "port":
+            # Not by a method of the user, which expects nodes with outputs.
+            return GraphvizStyler.style_node(self.styler, node, self.graph)
         if not self._omits_graph:
             return self.styler.style_node(node, self.graph)
         self.styler.graph = self.graph
@@ -192,8 +203,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     def _divided(self) -> Columns:
         """Return the division of the picture, based on estimated sizes."""
+        ports = {node.id for node in self.graph.nodes if node.kind == "port"}
         sizes = {
-            number: label_size(style.get("label", ""), NAME_PT, DETAIL_PT, ellipse=style.get("shape") == "ellipse")
+            number: (6.0, 6.0)
+            if number in ports
+            else label_size(style.get("label", ""), NAME_PT, DETAIL_PT, ellipse=style.get("shape") == "ellipse")
             for number, style in self._styles.items()
         }
         for call in self.graph.module_calls() if self.frames else ():
@@ -324,6 +338,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(one, other, **line)
         for first, second in self._columns.below:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
+        for first, second in constraints(self.graph):
+            if self._columns.together(self.graph, first, second):
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen="0")
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")

@@ -13,6 +13,7 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
 
 __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "Shapes", "small"]
@@ -38,7 +39,9 @@ LOOKS: dict[Kind, dict[str, str]] = {
     "tensor": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "ellipse", "style": "filled,dashed"},
     "backward": {"fillcolor": "#fbe0d3", "color": "#d55e00", "shape": "box", "style": "filled", "peripheries": "2"},
     "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
+    "port": {"fillcolor": "#5f5f5f", "color": "#5f5f5f", "shape": "circle", "style": "filled"},
 }
+_CHAIN = {"fillcolor": "#0072b2", "color": "#0072b2"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
@@ -125,6 +128,9 @@ class GraphvizStyler:
     @_with_graph
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of a node, including its label."""
+        if node.kind == "port":
+            size = {"label": "", "width": "0.08", "height": "0.08", "fixedsize": "true", "tooltip": " "}
+            return {**LOOKS["port"], **(_CHAIN if node.name == CHAIN else {}), **size}
         color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
             **LOOKS[node.kind],
@@ -144,8 +150,9 @@ class GraphvizStyler:
     def style_title(self, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
         name = graph.title
+        lines = (f"{_bold(name)}{small(labels.title(graph).removeprefix(name))}", small(labels.caption(graph)))
         return {
-            "label": f"<{_bold(name)}{small(labels.title(graph).removeprefix(name))}>",
+            "label": _stacked(lines if graph.left_out else lines[:1]),
             "tooltip": dot_attribute(name),
         }
 
