@@ -17,7 +17,6 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.picture import fitted_renderer
 from lightning_recorder.graph.record import check_model, record
 from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
@@ -25,7 +24,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.renderers.mermaid import to_mermaid
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.fit import view_at_depth
+from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
@@ -307,17 +306,14 @@ def draw(
     whole = rolled(graph) if roll else graph
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
     check_measured(getattr(styler, "color_by", None), graph)
-
-    def render(view: Graph) -> GraphvizRenderer:
-        view = view if hide_inner_tensors else show_tensors(view)
-        view = show_unused(view) if unused else view
-        return GraphvizRenderer(view, styler, direction=direction, frames=expand_nested, legend=legend)
-
     if limit == 0 or max_nodes is None or depth == math.inf:
-        renderer = render(view_at_depth(whole, limit, **options))
+        view = view_at_depth(whole, limit, **options)
     else:
-        renderer = fitted_renderer(whole, render, max_nodes, limit, **options)
-    return Drawing(graph, renderer.view, renderer.render())
+        view = fit_view(whole, max_nodes, limit, **options)
+    view = view if hide_inner_tensors else show_tensors(view)
+    view = show_unused(view) if unused else view
+    renderer = GraphvizRenderer(view, styler, direction=direction, frames=expand_nested, legend=legend)
+    return Drawing(graph, view, renderer.render())
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:

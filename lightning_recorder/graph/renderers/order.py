@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from lightning_recorder.graph.model import Graph, Node
 
@@ -57,16 +58,18 @@ class _Order:
         if not children:
             return
         entries = [self._entry(child) for child in children if child.kind == "module"]
-        wanted = list(zip(entries, entries[1:], strict=False))
+        wanted = list(pairwise(entries))
         if call.parent is not None:
             first = self._entry(call)
-            wanted += [(first, each) for each in self._starts(call) if each != first]
+            # A constant is drawn near its users.
+            wanted += [(first, each) for each in self._starts(call) if each != first and self._depth.get(each)]
         for one, other in wanted:
-            if one is not None and other is not None and not self._follows(one, other) and not self._follows(other, one):
+            if one is not None and other is not None and not self._related(one, other):
                 yield one, other
 
-    def _follows(self, one: int, other: int) -> bool:
-        return bool(self._behind[one] >> self._place[other] & 1)
+    def _related(self, one: int, other: int) -> bool:
+        """Return True if one of two nodes depends on the other."""
+        return bool(self._behind[one] >> self._place[other] & 1 or self._behind[other] >> self._place[one] & 1)
 
     def _starts(self, call: Node) -> list[int]:
         """Return the drawn nodes inside a call that take nothing from other nodes inside it."""

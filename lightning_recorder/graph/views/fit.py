@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Set
 from dataclasses import replace
 from itertools import count, takewhile
+from typing import Any
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
@@ -80,13 +81,14 @@ def fit_view(
     else:
         copied = with_copies(graph) if fold else graph
         if copied is not graph:
-            return fit_view(copied, max_nodes, depth, fold=fold, leaves=leaves, parameters=parameters, shapes=shapes, all=all)
+            more: dict[str, Any] = {"leaves": leaves, "parameters": parameters, "shapes": shapes, "all": all}
+            return fit_view(copied, max_nodes, depth, fold=fold, **more)
         return truncate(view, max_nodes)
     opened = frozenset[int]()
-    while depth is None and fits and (more := _largest(whole, level, opened)):
-        if sum(node.parent in more for node in deeper) > max_nodes:
+    while depth is None and fits and (largest := _largest(whole, level, opened)):
+        if sum(node.parent in largest for node in deeper) > max_nodes:
             break
-        opened |= more
+        opened |= largest
         further, fits = fitting(level, opened)
         view = further if fits else view
     if depth is None and fits and len(graph.nodes) <= _MOST_OPENED:
