@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from lightning_recorder.graph.model import Graph, Node
 
@@ -15,7 +16,7 @@ _PAGE = 1600.0  # points; a shorter picture is one sheet
 _RATIO = 3.0  # of the longer to the shorter side of a picture that is one sheet
 _GOAL = 1.7  # the same for several sheets
 _MOST = 8  # sheets
-_WORTHWHILE = 0.62  # of the length of the picture, for the longest of its sheets
+_WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
 _RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
 _LANE = 14.0  # the room of an edge beside a node
 # The mean width of a character of DejaVu Sans and the height of a line, as fractions of the font size.
@@ -64,7 +65,7 @@ class _Plan:
             edge for edge in graph.edges if not edge.relates("next") and place[edge.source] < place[edge.target]
         ]
         self._atom = {node.id: self._block(node) for node in self._nodes}
-        self._start, self._end = self._places()
+        self._start, self._end = self._places(in_turn=False)
 
     def _block(self, node: Node) -> int:
         """Return the outermost repeated call around a node, or the node itself."""
@@ -75,8 +76,12 @@ class _Plan:
         width, height = self._sizes.get(number, (0.0, 0.0))
         return width if self._flat else height
 
-    def _places(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the beginning and the end of each node along the flow, in points."""
+    def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the beginning and the end of each node along the flow, in points.
+
+        Args:
+            in_turn: Let each frame begin behind the frames that ran before it, even if it needs nothing of them.
+        """
         into: dict[int, list[int]] = {}
         users: dict[int, list[int]] = {}
         for edge in self._onward:
@@ -84,10 +89,20 @@ class _Plan:
             users.setdefault(edge.source, []).append(edge.target)
         start: dict[int, float] = {}
         end: dict[int, float] = {}
+        last: dict[int, tuple[int, float, float]] = {}
+        """The frame of each call that nodes are added to, the end of those before it, and the end of it."""
         for node in self._nodes:
-            before = (end[each] + _RANK_GAP + self._borders(each, node) for each in into.get(node.id, ()))
+            before = [end[each] + _RANK_GAP + self._borders(each, node) for each in into.get(node.id, ())]
+            frames = [*self._graph.ancestors(node)] if in_turn else []
+            for frame, around in pairwise(frames):
+                number, floor, bottom = last.get(around.id, (frame.id, 0.0, 0.0))
+                last[around.id] = (frame.id, bottom if number != frame.id else floor, bottom)
+                before.append(last[around.id][1])
             start[node.id] = max(before, default=0.0)
             end[node.id] = start[node.id] + self._along(node.id)
+            for frame, around in pairwise(frames):
+                number, floor, bottom = last[around.id]
+                last[around.id] = number, floor, max(bottom, end[node.id])
         # Graphviz draws a node far from its sources rather than from its users, if it has no fewer of these.
         for node in reversed(self._nodes):
             if len(users.get(node.id, ())) >= max(1, len(into.get(node.id, ()))):
@@ -132,6 +147,22 @@ class _Plan:
         if long <= _PAGE or long <= min(_RATIO * broad, 2 * _PAGE):
             return dict.fromkeys((node.id for node in self._nodes), 0)
         number = next((n for n in range(2, _MOST) if long / n <= _GOAL * n * broad), _MOST)
+        self._start, self._end = self._places(in_turn=True)
+        long = max(self._end.values())
+        options = (self._divided(long, each) for each in (number, number + 1, number + 2))
+        # A block that cannot be divided may be nearly as long as the picture.
+        found = (sheet for sheet in options if self._longest(sheet) <= _WORTHWHILE * long)
+        return next(found, dict.fromkeys((node.id for node in self._nodes), 0))
+
+    def _longest(self, sheet: Mapping[int, int]) -> float:
+        """Return the length of the longest sheet, in points."""
+        ends: dict[int, list[float]] = {}
+        for node, number in sheet.items():
+            ends.setdefault(number, []).extend((self._start[node], self._end[node]))
+        return max(max(each) - min(each) for each in ends.values())
+
+    def _divided(self, long: float, number: int) -> dict[int, int]:
+        """Return the sheet of each node if there are this many sheets, or fewer."""
         cuts = self._cuts(long, number)
         sheet = {node: sum(at >= cut for cut in cuts) for node, at in self._start.items()}
         first: dict[int, int] = {}
@@ -139,12 +170,6 @@ class _Plan:
             first[atom] = min(first.get(atom, sheet[node]), sheet[node])
         self._put_in_order(first)
         used = sorted(set(first.values()))
-        # A block that cannot be divided may be nearly as long as the picture.
-        ends = [
-            [(self._start[node], self._end[node]) for node in sheet if first[self._atom[node]] == each] for each in used
-        ]
-        if max(max(end for _, end in each) - min(start for start, _ in each) for each in ends) > _WORTHWHILE * long:
-            return dict.fromkeys(sheet, 0)
         return {node: used.index(first[atom]) for node, atom in self._atom.items()}
 
     def _put_in_order(self, sheet: dict[int, int]) -> None:
@@ -165,7 +190,7 @@ class _Plan:
             goal, near = long * part / number, 0.45 * long / number
             options = [at for at in starts if abs(at - goal) <= near and at > (cuts[-1] if cuts else 0.0)]
             if options:
-                cuts.append(min(options, key=lambda at: self._cost(at) + abs(at - goal) / near))
+                cuts.append(min(options, key=lambda at: self._cost(at) + 3 * ((at - goal) / near) ** 2))
         return cuts
 
     def _block_starts(self) -> list[float]:
