@@ -20,7 +20,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import check_model, record
 from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
-from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
+from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
 from lightning_recorder.graph.renderers.mermaid import to_mermaid
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
@@ -233,6 +233,7 @@ def draw(
     show_shapes: bool = True,
     legend: bool = False,
     link: str | None = SOURCE_LINK,
+    style: Literal["screen", "paper"] = "screen",
     styler: GraphvizStyler | None = None,
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
@@ -271,6 +272,7 @@ def draw(
         legend: Add a legend that explains the colors and shapes of the nodes.
         link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
             of code. Ignored if there is a ``styler``.
+        style: ``"screen"`` for colors, or ``"paper"`` for black and white. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.
 
     Raises:
@@ -304,7 +306,10 @@ def draw(
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
     options |= {"shapes": shapes, "all": all}
     whole = rolled(graph) if roll else graph
-    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
+    if style not in ("screen", "paper"):
+        raise ArgumentError(f"style must be 'screen' or 'paper', got {style!r}")
+    shown: Shapes = "nodes" if show_shapes else "none"
+    styler = styler or GraphvizStyler(shapes=shown, link=link, paper=style == "paper")
     check_measured(getattr(styler, "color_by", None), graph)
     if limit == 0 or max_nodes is None or depth == math.inf:
         view = view_at_depth(whole, limit, **options)

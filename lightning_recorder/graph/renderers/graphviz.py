@@ -253,7 +253,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         """Add the places where tensors leave a sheet for another one, and where they enter it."""
         for tensor, number in self._numbers.items():
             users = [edge for edge in self.graph.edges if self._crosses(edge) and self._origin(edge) == tensor]
-            color = _LINES[(number - 1) % len(_LINES)]
+            color = self._color(number)
             look = {"shape": "box", "style": "rounded", "color": color, "fontcolor": color, "height": "0.2"}
             if self._sheet[tensor[0]] == self._now:
                 places = dict.fromkeys(self._place(e.target, tensor[0]) for e in users)
@@ -261,6 +261,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             elif any(self._sheet[e.target] == self._now for e in users):
                 place = next(self._place(tensor[0], e.target) for e in users if self._sheet[e.target] == self._now)
                 canvas.node(f"in_{number}_{self._now}", **look, label=_connector(number, f"from {place}"))
+
+    def _color(self, number: int) -> str:
+        """Return the color of the lines of a tensor that continues on another sheet."""
+        return "#000000" if self.styler.paper else _LINES[(number - 1) % len(_LINES)]
 
     def _place(self, number: int, other: int) -> str:
         """Return a short name of a node, or of the call around it that does not contain another node."""
@@ -303,7 +307,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         start = f"n{edge.source}"
         if (sheet := self._sheet[edge.target]) != self._sheet[edge.source]:
             number = self._numbers[self._origin(edge)]
-            start, further = f"in_{number}_{sheet}", {**further, "color": _LINES[(number - 1) % len(_LINES)]}
+            start, further = f"in_{number}_{sheet}", {**further, "color": self._color(number)}
         elif edge in self._further_loops:
             side = "w" if self.direction in ("TB", "BT") else "s"
             further = {"tailport": side, "headport": side}
@@ -314,7 +318,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas = super().render()
         for (source, _), number in self._numbers.items():
             weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main) else "2"
-            canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=_LINES[(number - 1) % len(_LINES)])
+            canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=self._color(number))
         for first, second in self._rows:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         for first, second in constraints(self.graph):

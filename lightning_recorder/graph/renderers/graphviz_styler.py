@@ -13,6 +13,7 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.dense import DENSE
 from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
 
@@ -26,6 +27,7 @@ Shapes = Literal["nodes", "edges", "none"]
 FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
+SIGN_PT = 16
 
 # Fill, border and shape by kind. The hues are those of Okabe and Ito, which color-blind readers can distinguish; the
 # shapes differ for greyscale print.
@@ -59,6 +61,14 @@ _ATTRIBUTES = frozenset(
     )
 )
 
+# Black on white, for print.
+PAPER: dict[Kind, dict[str, str]] = {
+    kind: {**look, "fillcolor": {"port": "#000000", "module": "#f2f2f2"}.get(kind, "#ffffff"), "color": "#000000"}
+    for kind, look in LOOKS.items()
+}
+# The sum of two tensors, as it is drawn by hand.
+_SUM = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
+
 LOSS = "loss"  # prefix of the scopes of losses
 
 
@@ -91,6 +101,7 @@ class GraphvizStyler:
         link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
             the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
             opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
+        paper: Draw in black and white, for print.
         attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
@@ -105,6 +116,7 @@ class GraphvizStyler:
         details: Collection[str] = (),
         color_by: str | None = None,
         link: str | None = SOURCE_LINK,
+        paper: bool = False,
         **attributes: str,
     ) -> None:
         details = (details,) if isinstance(details, str) else tuple(details)
@@ -113,7 +125,7 @@ class GraphvizStyler:
         if shapes not in get_args(Shapes):
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
         for name in attributes.keys() - _ATTRIBUTES:
-            near = closest(name, (*_ATTRIBUTES, "shapes", "details", "color_by", "link"))
+            near = closest(name, (*_ATTRIBUTES, "shapes", "details", "color_by", "link", "paper"))
             raise UnknownArgumentError(
                 f"{type(self).__name__} has no argument {name}, nor has Graphviz such an attribute of nodes"
                 + (f": did you mean {near}?" if near else "")
@@ -122,22 +134,25 @@ class GraphvizStyler:
         self.details = details
         self.color_by = color_by
         self.link = link
+        self.paper = paper
         self.attributes = attributes
         self.graph: Graph | None = None
 
     @_with_graph
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of a node, including its label."""
+        looks = PAPER if self.paper else LOOKS
         if node.kind == "port":
             size = {"label": "", "width": "0.08", "height": "0.08", "fixedsize": "true", "tooltip": " "}
-            return {**LOOKS["port"], **(_CHAIN if node.name == CHAIN else {}), **size}
+            return {**looks["port"], **(_CHAIN if node.name == CHAIN and not self.paper else {}), **size}
         color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
-            **LOOKS[node.kind],
+            **looks[node.kind],
             **(_UNUSED if node.note == NEVER_CALLED else {}),
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
-            "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
+            **(_SUM if (is_sum := _is_sum(node, graph) and not self.details) else {}),
+            "label": _sign("+") if is_sum else _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
             **self.attributes,
@@ -165,8 +180,8 @@ class GraphvizStyler:
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
-            "bgcolor": _FRAMES[node.depth % 2],
-            "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
+            "bgcolor": "#ffffff" if self.paper else _FRAMES[node.depth % 2],
+            "color": "#000000" if self.paper else "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
             **(_FAILED if node.failed else {}),
         }
@@ -176,7 +191,7 @@ class GraphvizStyler:
         return {
             "label": f"<{small(scope)}>",
             "tooltip": dot_attribute(scope),
-            "color": "#d55e00",
+            "color": "#000000" if self.paper else "#d55e00",
             "style": "rounded,dashed",
         }
 
@@ -197,7 +212,19 @@ class GraphvizStyler:
         about += f", output {places}" if places else ""
         style = {"tooltip": dot_attribute(about)}
         style |= _NEXT if edge.relates("next") else {}
+        style |= {"color": "#000000"} if self.paper else {}
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
+
+
+def _is_sum(node: Node, graph: Graph) -> bool:
+    """Return True for a function that adds two tensors and has nothing else to show."""
+    into = graph.into(node)
+    several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
+    return node.kind == "op" and node.name == "add" and several and node.repeats == 1 and not node.parameters
+
+
+def _sign(text: str) -> str:
+    return f'<<font point-size="{SIGN_PT}">{text}</font>>'
 
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
@@ -206,7 +233,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
-    if node.note == NEVER_CALLED and "note" not in details:
+    if node.note.endswith((NEVER_CALLED, DENSE)) and "note" not in details:
         lines.append(small(node.note))
     if node.failed:
         lines.append(small("failed here"))

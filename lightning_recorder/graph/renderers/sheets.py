@@ -12,8 +12,8 @@ from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["extent", "label_size", "rows", "sheets"]
 
-_PAGE = 1600.0  # points; a shorter picture is one sheet
-_RATIO = 3.0  # of the longer to the shorter side of a picture that is one sheet
+_PAGE = 1800.0  # points; a shorter picture is one sheet
+_RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
 _GOAL = 1.7  # the same for several sheets
 _MOST = 8  # sheets
 _WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
@@ -100,7 +100,7 @@ class _Plan:
                 before.append(last[around.id][1])
             start[node.id] = max(before, default=0.0)
             end[node.id] = start[node.id] + self._along(node.id)
-            for frame, around in pairwise(frames):
+            for around in frames[1:]:
                 number, floor, bottom = last[around.id]
                 last[around.id] = number, floor, max(bottom, end[node.id])
         # Graphviz draws a node far from its sources rather than from its users, if it has no fewer of these.
@@ -146,7 +146,8 @@ class _Plan:
         long, broad = self.extent()
         if long <= _PAGE or long <= min(_RATIO * broad, 2 * _PAGE):
             return dict.fromkeys((node.id for node in self._nodes), 0)
-        number = next((n for n in range(2, _MOST) if long / n <= _GOAL * n * broad), _MOST)
+        most = min(_MOST, math.ceil(2 * long / _PAGE))
+        number = next((n for n in range(2, most) if long / n <= _GOAL * n * broad), most)
         self._start, self._end = self._places(in_turn=True)
         long = max(self._end.values())
         options = (self._divided(long, each) for each in (number, number + 1, number + 2))

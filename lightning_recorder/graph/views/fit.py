@@ -11,6 +11,7 @@ from typing import Any
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
@@ -39,8 +40,9 @@ def fit_view(
 
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed, and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used. Without ``depth``, a module with more than half of the parameters
-    is opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
+    the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed if
+    nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
+    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
     each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
     smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
     the functions that were removed.
@@ -69,6 +71,7 @@ def fit_view(
 
     def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
         closed = _essential(_closed(whole, level, leaves, parameters, opened), shapes=shapes or all, dead=all)
+        closed = closed if all or depth is not None else close_dense(closed)
         view = _folded(closed, whole, contents) if fold else drop_empty_calls(drop_isolated(closed))
         return view, len(drawn_nodes(view)) <= max_nodes
 
@@ -178,7 +181,9 @@ def _essential(graph: Graph, *, shapes: bool, dead: bool) -> Graph:
     """
     used = graph if dead else drop_dead_ends(graph)
     shown = used if shapes else hide(used)
-    counts = {"shape function": len(used.nodes) - len(shown.nodes), "unused result": len(graph.nodes) - len(used.nodes)}
+    # Others only update a buffer that is not shown, such as the number of batches.
+    computed = {edge.target for edge in graph.edges} - {node.id for node in used.nodes}
+    counts = {"shape function": len(used.nodes) - len(shown.nodes), "unused result": len(computed)}
     return replace(shown, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 
