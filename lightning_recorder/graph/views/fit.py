@@ -69,10 +69,13 @@ def fit_view(
     whole = gather(graph)
     contents: _Contents = {}
 
+    def folded(view: Graph) -> Graph:
+        return _folded(view, whole, contents) if fold else drop_empty_calls(drop_isolated(view))
+
     def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
-        closed = _essential(_closed(whole, level, leaves, parameters, opened), shapes=shapes or all, dead=all)
+        closed = _closed(whole, level, leaves, parameters, opened)
         closed = closed if all or depth is not None else close_dense(closed)
-        view = _folded(closed, whole, contents) if fold else drop_empty_calls(drop_isolated(closed))
+        view = _essential(closed, folded, shapes=shapes or all, dead=all)
         return view, len(drawn_nodes(view)) <= max_nodes
 
     deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
@@ -167,24 +170,32 @@ def view_at_depth(
 ) -> Graph:
     """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
     whole = gather(graph) if fold else graph
-    closed = _essential(_closed(whole, depth, leaves, parameters), shapes=shapes or all, dead=all)
-    return _folded(closed, whole, {}) if fold else drop_isolated(closed)
+
+    def folded(view: Graph) -> Graph:
+        return _folded(view, whole, {}) if fold else drop_isolated(view)
+
+    return _essential(_closed(whole, depth, leaves, parameters), folded, shapes=shapes or all, dead=all)
 
 
-def _essential(graph: Graph, *, shapes: bool, dead: bool) -> Graph:
-    """Return a view without functions that only change shapes, and without those with unused results; it counts them.
+def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool) -> Graph:
+    """Return a folded view without functions that only change shapes and those with unused results; it counts them.
 
     Args:
-        graph: A view.
+        graph: A view that is not folded.
+        folded: A function that folds it.
         shapes: Show the functions that only change shapes.
         dead: Show the functions whose results reach neither an output nor the loss.
     """
-    used = graph if dead else drop_dead_ends(graph)
-    shown = used if shapes else hide(used)
+    shown = graph if shapes else hide(graph)
+    used = shown if dead else drop_dead_ends(shown)
+    view = folded(used)
     # Others only update a buffer that is not shown, such as the number of batches.
-    computed = {edge.target for edge in graph.edges} - {node.id for node in used.nodes}
-    counts = {"shape function": len(used.nodes) - len(shown.nodes), "unused result": len(computed)}
-    return replace(shown, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
+    unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
+    if unused:
+        # A function may be unused in the last repetition only.
+        view = min(view, drop_empty_calls(drop_dead_ends(folded(shown))), key=lambda each: len(drawn_nodes(each)))
+    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
+    return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 
 def _closed(
