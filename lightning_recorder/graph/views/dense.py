@@ -47,6 +47,10 @@ def _dense_calls(graph: Graph) -> Iterator[tuple[Node, int]]:
                 break
     for call in graph.module_calls():
         parts = {child.id for child in graph.children(call) if child.kind == "module"}
-        joined = sum(source in parts and target in parts for source, target in pairs.get(call.id, ()))
+        inside = pairs.get(call.id, set())
+        cats = {child.id for child in graph.children(call) if child.name == "cat"}
+        # The results are joined in the call itself, or in each of its parts.
+        inside |= {(one, goal) for one, cat in inside if cat in cats for start, goal in inside if start == cat}
+        joined = sum(source in parts and target in parts for source, target in inside)
         if len(parts) >= _LEAST and joined >= _SHARE * len(parts) * (len(parts) - 1) / 2:
             yield call, len(parts)

@@ -56,7 +56,8 @@ def fit_view(
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules.
         shapes: Show the functions that only change shapes.
-        all: Show these, and the functions whose results reach neither an output nor the loss.
+        all: Show these, and the functions whose results reach neither an output nor the loss. With all ``parameters``,
+            the latter are shown too, since they may update a buffer.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -75,7 +76,7 @@ def fit_view(
     def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
         closed = _closed(whole, level, leaves, parameters, opened)
         closed = closed if all or depth is not None else close_dense(closed)
-        view = _essential(closed, folded, shapes=shapes or all, dead=all)
+        view = _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
         return view, len(drawn_nodes(view)) <= max_nodes
 
     deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
@@ -174,7 +175,8 @@ def view_at_depth(
     def folded(view: Graph) -> Graph:
         return _folded(view, whole, {}) if fold else drop_isolated(view)
 
-    return _essential(_closed(whole, depth, leaves, parameters), folded, shapes=shapes or all, dead=all)
+    closed = _closed(whole, depth, leaves, parameters)
+    return _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
 
 
 def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool) -> Graph:
