@@ -17,15 +17,14 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.picture import fitted_renderer
 from lightning_recorder.graph.record import check_model, record
 from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
-from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
+from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
 from lightning_recorder.graph.renderers.mermaid import to_mermaid
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.fit import view_at_depth
+from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
@@ -225,6 +224,8 @@ def draw(
     hide_module_functions: bool = True,
     hide_inner_tensors: bool = True,
     parameters: bool | None = None,
+    shapes: bool = False,
+    all: bool = False,  # noqa: A002 - the word that users expect
     roll: bool = False,
     fold: bool = True,
     max_nodes: int | None = 150,
@@ -232,6 +233,7 @@ def draw(
     show_shapes: bool = True,
     legend: bool = False,
     link: str | None = SOURCE_LINK,
+    style: Literal["screen", "paper"] = "screen",
     styler: GraphvizStyler | None = None,
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
@@ -257,6 +259,9 @@ def draw(
         hide_inner_tensors: Leave out the tensors between functions.
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules, such as a position embedding.
+        shapes: Show the functions that only change shapes or types, such as ``view`` and ``to``; without it, edges pass
+            them and the caption counts them.
+        all: Show these, and the functions whose results reach neither an output nor the loss.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`; ``None`` sets
@@ -267,6 +272,7 @@ def draw(
         legend: Add a legend that explains the colors and shapes of the nodes.
         link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
             of code. Ignored if there is a ``styler``.
+        style: ``"screen"`` for colors, or ``"paper"`` for black and white. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.
 
     Raises:
@@ -298,20 +304,21 @@ def draw(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
+    options |= {"shapes": shapes, "all": all}
     whole = rolled(graph) if roll else graph
-    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
+    if style not in ("screen", "paper"):
+        raise ArgumentError(f"style must be 'screen' or 'paper', got {style!r}")
+    shown: Shapes = "nodes" if show_shapes else "none"
+    styler = styler or GraphvizStyler(shapes=shown, link=link, paper=style == "paper")
     check_measured(getattr(styler, "color_by", None), graph)
-
-    def render(view: Graph) -> GraphvizRenderer:
-        view = view if hide_inner_tensors else show_tensors(view)
-        view = show_unused(view) if unused else view
-        return GraphvizRenderer(view, styler, direction=direction, frames=expand_nested, legend=legend)
-
     if limit == 0 or max_nodes is None or depth == math.inf:
-        renderer = render(view_at_depth(whole, limit, **options))
+        view = view_at_depth(whole, limit, **options)
     else:
-        renderer = fitted_renderer(whole, render, max_nodes, limit, **options)
-    return Drawing(graph, renderer.graph, renderer.render())
+        view = fit_view(whole, max_nodes, limit, **options)
+    view = view if hide_inner_tensors else show_tensors(view)
+    view = show_unused(view) if unused else view
+    renderer = GraphvizRenderer(view, styler, direction=direction, frames=expand_nested, legend=legend)
+    return Drawing(graph, view, renderer.render())
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:

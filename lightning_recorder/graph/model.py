@@ -18,7 +18,7 @@ from lightning_recorder.untrusted import check_fields
 
 __all__ = ["Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
 
-Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
+Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer", "port"]
 """The kind of a node:
 
 ``module``
@@ -35,7 +35,9 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
 ``backward``
     a backward pass, named ``backward`` or, for ``torch.autograd.grad``, ``grad``; its inputs are the losses;
 ``optimizer``
-    one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
+    one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses;
+``port``
+    only in a picture: the place where a tensor that is used more than once enters a frame.
 """
 
 Repetition = Literal["first", "next", "all", "same", "each"]
@@ -231,6 +233,7 @@ class Graph:
         modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are not compared
             and not part of a copy, a pickle or the JSON form.
         unused: The parts of the model that were not used or not trained.
+        left_out: Only in a view: what a caption says about the nodes that it leaves out; not compared.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -252,6 +255,7 @@ class Graph:
     name: str = ""
     modules: Mapping[str, weakref.ref[Any]] = field(default_factory=dict, compare=False)
     unused: Unused = field(default_factory=Unused)
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "modules": {}}

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_recorder.errors import RenderError
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
-from lightning_recorder.graph.views.fit import drawn_nodes, fit_view
+from lightning_recorder.graph.views.fit import fit_view
 from lightning_recorder.graph.views.show_unused import show_unused
 
-__all__ = ["GraphPicture", "fitted_renderer"]
+__all__ = ["GraphPicture"]
 
 # If dot cannot lay out a graph in time, it lays out a third of its nodes in a tenth of that time.
 _SHARES = (1.0, 0.35, 0.1)
 # The fraction of the remaining time that each attempt except the last may take.
 _PATIENCE = 0.6
-_MOST_CROSSING = 2  # edges between columns
-_LEAST_SHARE = 1 / 3  # of the nodes, in a view at a smaller depth
-
-
-def fitted_renderer(
-    graph: Graph, render: Callable[[Graph], GraphvizRenderer], max_nodes: int, depth: int | None, **options: Any
-) -> GraphvizRenderer:
-    """Return a renderer of the most detailed view that is easy to read.
-
-    If more than two edges would cross the columns of a picture, calls are closed at a smaller depth, unless that does
-    not help or would remove more than two thirds of the nodes.
-
-    Args:
-        graph: The whole graph.
-        render: Return the renderer of a view.
-        max_nodes: As for :func:`fit_view`.
-        depth: As for :func:`fit_view`; the depth is not changed if it is given.
-        options: Further arguments of :func:`fit_view`.
-    """
-    best = render(fit_view(graph, max_nodes, depth, **options))
-    if depth is None and best.crossing > _MOST_CROSSING:
-        least = len(drawn_nodes(best.graph)) * _LEAST_SHARE
-        for level in range(max(node.depth for node in best.graph.nodes) - 1, 0, -1):
-            simpler = render(fit_view(graph, max_nodes, level, **options))
-            if best.crossing <= _MOST_CROSSING or len(drawn_nodes(simpler.graph)) < least:
-                break
-            best = min(best, simpler, key=lambda each: each.crossing)
-    return best
 
 
 class GraphPicture:
@@ -104,12 +75,9 @@ class GraphPicture:
 
     def _try_next(self) -> None:
         budget = self._budgets.pop(0)
-
-        def render(view: Graph) -> GraphvizRenderer:
-            view = show_unused(view) if self._unused else view
-            return GraphvizRenderer(view, self._styler, direction=self._direction, legend=self._legend)
-
-        renderer = fitted_renderer(self._graph, render, budget, self._depth)
+        view = fit_view(self._graph, budget, self._depth)
+        view = show_unused(view) if self._unused else view
+        renderer = GraphvizRenderer(view, self._styler, direction=self._direction, legend=self._legend)
         self._document.write_text(renderer.render().source, encoding="utf-8")
         if not self._formats:
             self._result = []

@@ -231,7 +231,7 @@ def _filled(vector: Tensor | None, size: int) -> NDArray[np.float64]:
 
 def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
     """Return a graph; the modules that some record shows as called are not listed as never called."""
-    view = view_at_depth(graph, None, fold=False)
+    view = view_at_depth(graph, None, fold=False, all=True)
     numbers = forms(view, MutableGraph(view))
     around = {".".join(parts[: end + 1]) for parts in (name.split(".") for name in called) for end in range(len(parts))}
     unused = [name for name in graph.unused.modules if name not in around]

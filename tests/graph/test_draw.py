@@ -25,6 +25,7 @@ from lightning_recorder.graph import (
     to_mermaid,
 )
 from lightning_recorder.graph.views.fit import drawn_nodes
+from lightning_recorder.graph.views.ports import with_ports
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
 from tests.graph.svg import Picture, read_svg
@@ -349,7 +350,8 @@ def test_the_picture_is_the_view(tmp_path: Path) -> None:
     """The picture has the name of the graph, a node for each drawn node and a frame for each open call."""
     drawing = draw(residual(), X, graph_name="mine")
     picture = _picture(drawing, tmp_path)
-    assert {item.name for item in picture.nodes()} == {f"n{node.id}" for node in drawn_nodes(drawing.view)}
+    drawn = drawn_nodes(with_ports(drawing.view))
+    assert {item.name for item in picture.nodes()} == {f"n{node.id}" for node in drawn}
     frames = [item.lines[0].strip() for item in picture.items if item.kind == "cluster"]
     assert sorted(frames) == ["body", "inner"]
     assert picture.texts[0].content == "mine"
@@ -361,7 +363,7 @@ def test_without_frames(tmp_path: Path) -> None:
     framed, bare = (draw(residual(), X, expand_nested=expand) for expand in (True, False))
     assert framed.view == bare.view
     assert [item for item in _picture(bare, tmp_path).items if item.kind == "cluster"] == []
-    assert len(_picture(bare, tmp_path).nodes()) == len(_picture(framed, tmp_path).nodes())
+    assert len(_picture(bare, tmp_path).nodes()) == len(drawn_nodes(framed.view))
 
 
 @pytest.mark.parametrize("direction", get_args(Direction))

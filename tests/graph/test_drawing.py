@@ -46,15 +46,25 @@ def small() -> nn.Module:
 
 
 def sketch(source: str, graph: Graph) -> str:
-    """Return the contents of a DOT document: nodes indented by their frames, then edges, with names from a graph."""
+    """Return the contents of a DOT document: nodes indented by their frames, then edges, with names from a graph.
+
+    An edge through ports is an edge from the node before them.
+    """
     lines, edges, depth = [], [], 0
+    ports = set(re.findall(r"^\s*n(\d+) \[.*width=0\.08", source, re.MULTILINE))
+    before = {target: one for one, target in re.findall(r"n(\d+) -> n(\d+)", source) if target in ports}
     for line in source.splitlines():
+        if re.match(rf"\s*n({'|'.join(ports) or '-'}) \[|.* -> n({'|'.join(ports) or '-'}) |.*style=invis", line):
+            continue
         node, edge, frame = (
             re.match(pattern, line.strip())
             for pattern in (r"n(\d+) \[", r"n(\d+) -> n(\d+)", r"subgraph cluster_(\d+)")
         )
         if edge:
-            edges.append(" -> ".join(graph[int(end)].name for end in edge.groups()))
+            one, other = edge.groups()
+            while one in ports:
+                one = before[one]
+            edges.append(f"{graph[int(one)].name} -> {graph[int(other)].name}")
         elif node or frame:
             assert (node or frame) is not None
             number = int((node or frame)[1])  # type: ignore[index]  # one of the two

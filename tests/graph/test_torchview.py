@@ -239,7 +239,7 @@ def ours(case: Case, **options: Any) -> Drawn:
     """Return the drawing by this package, with the labels of torchview."""
     with torch.no_grad():
         whole: dict[str, Any] = {"fold": False, "max_nodes": None, "parameters": False, **options}
-        view = draw(case.make(), case.args, input_kwargs=case.kwargs, mode=case.mode, **whole).view
+        view = draw(case.make(), case.args, input_kwargs=case.kwargs, mode=case.mode, all=True, **whole).view
     labels = {node.id: _KINDS.get(node.kind, node.type_name or node.name) for node in drawn_nodes(view)}
     edges: Counter[tuple[str, str]] = Counter()
     for edge in view.edges:

@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
-from lightning_recorder.graph.renderers.columns import Columns, label_size, split
-from lightning_recorder.graph.renderers.escape import dot_attribute
+from lightning_recorder.graph.renderers.escape import dot_label
 from lightning_recorder.graph.renderers.graphviz_styler import (
     DETAIL_PT,
     FONT,
@@ -25,7 +24,10 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     small,
 )
 from lightning_recorder.graph.renderers.labels import short_name, shown_times
+from lightning_recorder.graph.renderers.order import constraints
+from lightning_recorder.graph.renderers.sheets import extent, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
+from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
@@ -47,12 +49,10 @@ _NOT_IN_FILES = r'[\x00-\x1f<>:"/\\|?*]'
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
 
-# The colors of edges between columns, which are dark on white and differ for color-blind readers.
-_LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2")
-
-_INVISIBLE = {"style": "invis", "shape": "point", "width": "0.01", "height": "0.01", "label": ""}
-
-_HIDDEN = {"style": "invis", "weight": "8"}
+# The colors of edges between sheets, which are dark on white and differ for color-blind readers.
+_LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2", "#0072b2", "#8c564b", "#c0392b", "#556b2f")
+# A page is at most this many times as long as it is broad, or as broad as it is long; it gets margins.
+_NARROW, _PAD = 3.0, 0.2
 
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
@@ -76,8 +76,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around the contents of an open module call.
         legend: Add a legend that explains the colors and shapes.
-        wrap: Divide a long chain into columns, and a broad row into several, if the sides of the picture would differ
-            by more than a factor of about 3.
+        wrap: Divide a picture that is longer than a page into sheets beside each other, below each other if the data
+            flows across the page. A tensor that continues on another sheet has the same number on both.
 
     Raises:
         ArgumentError: If the direction is not one of the four, or the styler is not a :class:`GraphvizStyler`.
@@ -112,22 +112,34 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.direction = direction
         self.frames = frames
         self.legend = legend
+        if frames:
+            self.graph = graph = with_ports(graph)
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
-        self._around: list[tuple[str, str, dict[str, str]]] = []
-        self._entries: dict[tuple[int, int], str] = {}
-        """The invisible node through which an edge into a divided call is led; dot would draw it around the columns."""
-        self._colors: dict[int, str] = {}
-        """The color of the edges that leave a node and cross columns."""
-        self._columns = self._divided() if wrap else Columns()
+        self._sizes = self._estimated()
+        flat = direction in ("LR", "RL")
+        drawn = [node.id for node in drawn_nodes(graph)]
+        self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
+        self._rows = rows(graph, self._sizes, flat=flat) if wrap else []
+        self._sheets_of: dict[int, set[int]] = {}
+        """The sheets on which each node, or anything inside it, is drawn."""
+        for number in drawn:
+            for around in (graph[number], *graph.ancestors(graph[number])):
+                self._sheets_of.setdefault(around.id, set()).add(self._sheet[number])
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        """The number of each tensor that continues on another sheet."""
+        for edge in graph.edges:
+            if self._crosses(edge):
+                self._numbers.setdefault(self._origin(edge), len(self._numbers) + 1)
+        self._now = 0
+        """The sheet to which nodes are added."""
         loops = {edge.source: edge for edge in reversed(graph.edges) if edge.source == edge.target}
         self._further_loops = {edge for edge in graph.edges if edge.source == edge.target} - set(loops.values())
         """The loops of nodes that have another one, which dot would draw at the same place."""
 
-    @property
-    def crossing(self) -> int:
-        """The number of edges across the columns of the picture, whose ends are hard to find."""
-        return sum((e.source, e.target) in self._columns.crossing and not e.relates("next") for e in self.graph.edges)
+    def first_sheet(self, node: Node) -> int | None:
+        """Return the number of the first sheet on which a node is drawn; ``None`` if it is not drawn."""
+        return min(self._sheets_of.get(node.id, ()), default=None)
 
     @override
     def make_canvas(self) -> Digraph:
@@ -138,9 +150,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas.attr(
             "graph",
             rankdir=self.direction,
+            # One ranking of all nodes: that of each frame by itself may place a node above its sources.
+            newrank="true",
             ranksep="0.35",
             nodesep="0.25",
-            pad="{:.2f},{:.2f}".format(*self._columns.padding),
+            pad="{:.2f},{:.2f}".format(*self._padding()),
             fontname=FONT,
             fontsize=str(NAME_PT),
         )
@@ -154,6 +168,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         canvas.node(f"n{node.id}", **self._styles[node.id])
 
     def _style(self, node: Node) -> dict[str, str]:
+        if node.kind == "port":
+            # Not by a method of the user, which expects nodes with outputs.
+            return GraphvizStyler.style_node(self.styler, node, self.graph)
         if not self._omits_graph:
             return self.styler.style_node(node, self.graph)
         self.styler.graph = self.graph
@@ -186,82 +203,91 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         if not self.frames:
             self.render_contents(canvas, node)
             return
-        with canvas.subgraph(name=f"cluster_{node.id}") as frame:
-            frame.attr(**_movable(self.styler.style_frame(node, self.graph)))
+        style = self.styler.style_frame(node, self.graph)
+        first = min(self._sheets_of[node.id])
+        if self._now > first:
+            style = {**style, "label": style.get("label", "").replace("</b>", "</b> (continued)", 1)}
+        with canvas.subgraph(name=f"cluster_{node.id}{f'_{self._now}' if self._now > first else ''}") as frame:
+            frame.attr(**_movable(style))
             self.render_contents(frame, node)
 
-    def _divided(self) -> Columns:
-        """Return the division of the picture, based on estimated sizes."""
+    def _estimated(self) -> dict[int, tuple[float, float]]:
+        """Return the estimated width and height of each node and of the title of each frame, in points."""
         sizes = {
             number: label_size(style.get("label", ""), NAME_PT, DETAIL_PT, ellipse=style.get("shape") == "ellipse")
             for number, style in self._styles.items()
         }
+        sizes |= {node.id: (6.0, 6.0) for node in self.graph.nodes if node.kind == "port"}
         for call in self.graph.module_calls() if self.frames else ():
             if call.id not in sizes:
                 label = self.styler.style_frame(call, self.graph).get("label", "")
                 sizes[call.id] = label_size(label, NAME_PT, DETAIL_PT)
-        title = label_size(self.styler.style_title(self.graph).get("label", ""), NAME_PT, DETAIL_PT)
-        return split(self.graph, sizes, title, flat=self.direction in ("LR", "RL"))
-
-    def _render_columns(self, canvas: Digraph, call: Node) -> None:
-        """Add what keeps the columns of a call side by side: invisible nodes at their heads, and the detours."""
-        ends = self._columns.within(self.graph, call)
-        if ends is None:
-            return
-        tops: list[str] = []
-        for number in range(ends.number):
-            tops += [f"top_{call.id}_{number}"]
-            tops += [f"top_{source}" for source, column in ends.detours.items() if column == number]
-        bottoms = [name.replace("top", "bottom") for name in tops]
-        for names in (tops, bottoms):
-            with canvas.subgraph() as row:
-                row.attr(rank="same")
-                for name in names:
-                    row.node(name, **_INVISIBLE)
-                for one, other in pairwise(names):
-                    row.edge(one, other, style="invis")
-        for around in (call, *self.graph.ancestors(call)):
-            if (column := self._columns.column.get(around.id)) is not None:  # inside a column of another call
-                canvas.edge(f"top_{around.parent}_{column}", tops[0], **_HIDDEN)
-                canvas.edge(bottoms[0], f"bottom_{around.parent}_{column}", **_HIDDEN)
-                break
-        # From outside, an edge into the middle of a column would be led around all columns.
-        entries = {
-            edge: f"top_{call.id}_{number}" for edge, number in ends.entries.items() if edge not in self._entries
-        }
-        self._entries |= entries
-        for source, top in dict.fromkeys((source, top) for (source, _), top in entries.items()):
-            is_main = any(one == source and self._entries.get((one, other)) == top for one, other in self._main)
-            weight = _MAIN_WEIGHT if is_main else "8" if top == tops[0] else "1"
-            self._around.append((f"n{source}", top, {"dir": "none", "headclip": "false", "weight": weight}))
-        for node, number in ends.first:
-            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="24")
-        for node, number in ends.last:
-            canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", **_HIDDEN)
-        for source in ends.detours:
-            line = {"dir": "none", "headclip": "false", **self._detour(source)}
-            canvas.edge(f"n{source}", f"bottom_{source}", weight="8", **line)
-            canvas.edge(f"top_{source}", f"bottom_{source}", tailclip="false", weight="50", **line)
-        # Outside of the frame, since Graphviz would move the other node into it.
-        led = {source for (source, _), top in entries.items() if top == tops[0]}
-        self._around += [(f"n{source}", tops[0], _HIDDEN) for source in ends.before if source not in led]
-        bottom = f"bottom_{call.id}_{ends.number - 1}"
-        self._around += [(bottom, f"n{target}", _HIDDEN) for target in ends.after]
+        return sizes
 
     @override
     def render_contents(self, canvas: Digraph, node: Node) -> None:
-        self._render_columns(canvas, node)
-        columns: dict[int, list[Node]] = {}
-        for child in self.graph.children(node):
-            columns.setdefault(self._columns.column.get(child.id, 0), []).append(child)
-        for number, children in columns.items():
-            if len(columns) == 1:
-                self._render_part(canvas, node, children)
-                continue
-            # An invisible frame keeps the nodes of a column together.
-            with canvas.subgraph(name=f"cluster_column_{node.id}_{number}") as column:
-                column.attr(label="", bgcolor="transparent", peripheries="0", margin="2")
-                self._render_part(column, node, children, f"_{number}" if number else "")
+        if node is not self.graph.root or max(self._sheet.values(), default=0) == 0:
+            self._render_part(canvas, node, self._here(node))
+            return
+        order = range(max(self._sheet.values()) + 1)
+        # Graphviz draws across the page from the bottom up.
+        for number in reversed(order) if self.direction in ("LR", "RL") else order:
+            self._now = number
+            # An invisible frame keeps the nodes of a sheet together.
+            with canvas.subgraph(name=f"cluster_sheet_{self._now}") as sheet:
+                sheet.attr(label="", bgcolor="transparent", peripheries="0", margin="10")
+                self._render_part(sheet, node, self._here(node), f"_{self._now}" if self._now else "")
+                self._render_connectors(sheet)
+
+    def _crosses(self, edge: Edge) -> bool:
+        """Return True if an edge is drawn in two pieces, on two sheets."""
+        return self._sheet[edge.source] != self._sheet[edge.target]
+
+    def _origin(self, edge: Edge) -> tuple[int, tuple[int, ...]]:
+        """Return the node that computes the tensor of an edge, before any port, and its outputs."""
+        while self.graph[edge.source].kind == "port":
+            edge = self.graph.into(self.graph[edge.source])[0]
+        return edge.source, edge.outputs
+
+    def _here(self, call: Node) -> list[Node]:
+        """Return the children of a call that are on the sheet to which nodes are added."""
+        return [child for child in self.graph.children(call) if self._now in self._sheets_of[child.id]]
+
+    def _render_connectors(self, canvas: Digraph) -> None:
+        """Add the places where tensors leave a sheet for another one, and where they enter it."""
+        for tensor, number in self._numbers.items():
+            users = [edge for edge in self.graph.edges if self._crosses(edge) and self._origin(edge) == tensor]
+            color = self._color(number)
+            look = {"shape": "box", "style": "rounded", "color": color, "fontcolor": color, "height": "0.2"}
+            if self._sheet[tensor[0]] == self._now:
+                places = dict.fromkeys(self._place(e.target, tensor[0]) for e in users)
+                canvas.node(f"out_{number}", **look, label=_connector(number, f"to {', '.join(places)}"))
+            elif any(self._sheet[e.target] == self._now for e in users):
+                place = next(self._place(tensor[0], e.target) for e in users if self._sheet[e.target] == self._now)
+                canvas.node(f"in_{number}_{self._now}", **look, label=_connector(number, f"from {place}"))
+
+    def _color(self, number: int) -> str:
+        """Return the color of the lines of a tensor that continues on another sheet."""
+        return "#000000" if self.styler.paper else _LINES[(number - 1) % len(_LINES)]
+
+    def _place(self, number: int, other: int) -> str:
+        """Return a short name of a node, or of the call around it that does not contain another node."""
+        around = {each.id for each in self.graph.ancestors(self.graph[other])}
+        path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
+        node = next(each for each, outer in pairwise(path) if outer.id in around)
+        return short_name(node, self.graph) or shown_times(node) or node.kind
+
+    def _padding(self) -> tuple[float, float]:
+        """Return the margins of the page at the sides and above, in inches, with which it is not too narrow."""
+        if max(self._sheet.values(), default=0):
+            return _PAD, _PAD
+        along, across = extent(self.graph, self._sizes, flat=self.direction in ("LR", "RL"))
+        width, height = (along, across) if self.direction in ("LR", "RL") else (across, along)
+
+        def margin(own: float, other: float) -> float:
+            return max(_PAD, (other / _NARROW - own) / 144 + _PAD)
+
+        return margin(width, height), margin(height, width)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""
@@ -283,47 +309,25 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         ends = edge.source, edge.target
         further = {"weight": _MAIN_WEIGHT} if ends in self._main else {}
         start = f"n{edge.source}"
-        if ends in self._columns.detours:
-            start, further = f"top_{edge.source}", {"weight": "2", "tailclip": "false", **self._detour(edge.source)}
-        elif ends in self._entries:
-            start, further = self._entries[ends], {**further, "tailclip": "false"}
-        elif ends in self._columns.crossing:
-            further = {"constraint": "false", **({} if edge.relates("next") else self._marks(edge))}
+        if (sheet := self._sheet[edge.target]) != self._sheet[edge.source]:
+            number = self._numbers[self._origin(edge)]
+            start, further = f"in_{number}_{sheet}", {**further, "color": self._color(number)}
         elif edge in self._further_loops:
             side = "w" if self.direction in ("TB", "BT") else "s"
             further = {"tailport": side, "headport": side}
         canvas.edge(start, f"n{edge.target}", **{**further, **self._style_edge(edge)})
 
-    def _detour(self, source: int) -> dict[str, str]:
-        """Return the color of the edges of a node that are led around, unless one continues the main path."""
-        main = any(one == source and (one, other) in self._columns.detours for one, other in self._main)
-        return {} if main else self._colored(source)
-
-    def _colored(self, source: int) -> dict[str, str]:
-        """Return the color of the edges between columns that leave a node."""
-        color = self._colors.setdefault(source, _LINES[len(self._colors) % len(_LINES)])
-        return {"color": color, "fontcolor": color, "penwidth": "1.5"}
-
-    def _marks(self, edge: Edge) -> dict[str, str]:
-        """Return the labels of an edge that crosses columns; each end names the other one."""
-        source, target = (self._place(number) for number in self._columns.places[edge.source, edge.target])
-        marks = {"taillabel": f"to {target}", "headlabel": f"from {source}"}
-        # In units of 10 points: far enough that the longer label, which is centered there, lies beside the node.
-        away = label_size(max(marks.values(), key=len), DETAIL_PT, DETAIL_PT)[0] / 20
-        place = {"labeldistance": f"{away:.1f}", "labelangle": "15"}
-        return {**self._colored(edge.source), **{name: dot_attribute(text) for name, text in marks.items()}, **place}
-
-    def _place(self, number: int) -> str:
-        node = self.graph[number]
-        return short_name(node, self.graph) or shown_times(node) or node.kind
-
     @override
     def render(self) -> Digraph:
         canvas = super().render()
-        for one, other, line in self._around:
-            canvas.edge(one, other, **line)
-        for first, second in self._columns.below:
+        for (source, _), number in self._numbers.items():
+            weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main) else "2"
+            canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=self._color(number))
+        for first, second in self._rows:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
+        for first, second in constraints(self.graph):
+            if self._sheet[first] == self._sheet[second]:
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen="0")
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")
@@ -374,6 +378,10 @@ def check_direction(direction: str, name: str = "direction") -> None:
     """
     if direction not in get_args(Direction):
         raise ArgumentError(f"{name} must be one of {', '.join(get_args(Direction))}, got {direction!r}")
+
+
+def _connector(number: int, text: str) -> str:
+    return f'<<font point-size="{DETAIL_PT}"><b>{number}</b> {dot_label(text)}</font>>'
 
 
 def _movable(style: dict[str, str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.dense import DENSE
+from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
 
 __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "Shapes", "small"]
@@ -25,6 +27,7 @@ Shapes = Literal["nodes", "edges", "none"]
 FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
+SIGN_PT = 16
 
 # Fill, border and shape by kind. The hues are those of Okabe and Ito, which color-blind readers can distinguish; the
 # shapes differ for greyscale print.
@@ -38,7 +41,9 @@ LOOKS: dict[Kind, dict[str, str]] = {
     "tensor": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "ellipse", "style": "filled,dashed"},
     "backward": {"fillcolor": "#fbe0d3", "color": "#d55e00", "shape": "box", "style": "filled", "peripheries": "2"},
     "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
+    "port": {"fillcolor": "#5f5f5f", "color": "#5f5f5f", "shape": "circle", "style": "filled"},
 }
+_CHAIN = {"fillcolor": "#0072b2", "color": "#0072b2"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
@@ -55,6 +60,14 @@ _ATTRIBUTES = frozenset(
         *("sortv", "style", "target", "tooltip", "URL", "vertices", "width", "xlabel", "xlp", "z"),
     )
 )
+
+# Black on white, for print.
+PAPER: dict[Kind, dict[str, str]] = {
+    kind: {**look, "fillcolor": {"port": "#000000", "module": "#f2f2f2"}.get(kind, "#ffffff"), "color": "#000000"}
+    for kind, look in LOOKS.items()
+}
+# The sum of two tensors, as it is drawn by hand.
+_SUM = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
 
 LOSS = "loss"  # prefix of the scopes of losses
 
@@ -88,6 +101,7 @@ class GraphvizStyler:
         link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
             the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
             opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
+        paper: Draw in black and white, for print.
         attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
@@ -102,6 +116,7 @@ class GraphvizStyler:
         details: Collection[str] = (),
         color_by: str | None = None,
         link: str | None = SOURCE_LINK,
+        paper: bool = False,
         **attributes: str,
     ) -> None:
         details = (details,) if isinstance(details, str) else tuple(details)
@@ -110,7 +125,7 @@ class GraphvizStyler:
         if shapes not in get_args(Shapes):
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
         for name in attributes.keys() - _ATTRIBUTES:
-            near = closest(name, (*_ATTRIBUTES, "shapes", "details", "color_by", "link"))
+            near = closest(name, (*_ATTRIBUTES, "shapes", "details", "color_by", "link", "paper"))
             raise UnknownArgumentError(
                 f"{type(self).__name__} has no argument {name}, nor has Graphviz such an attribute of nodes"
                 + (f": did you mean {near}?" if near else "")
@@ -119,19 +134,25 @@ class GraphvizStyler:
         self.details = details
         self.color_by = color_by
         self.link = link
+        self.paper = paper
         self.attributes = attributes
         self.graph: Graph | None = None
 
     @_with_graph
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of a node, including its label."""
+        looks = PAPER if self.paper else LOOKS
+        if node.kind == "port":
+            size = {"label": "", "width": "0.08", "height": "0.08", "fixedsize": "true", "tooltip": " "}
+            return {**looks["port"], **(_CHAIN if node.name == CHAIN and not self.paper else {}), **size}
         color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
-            **LOOKS[node.kind],
+            **looks[node.kind],
             **(_UNUSED if node.note == NEVER_CALLED else {}),
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
-            "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
+            **(_SUM if (is_sum := _is_sum(node, graph) and not self.details) else {}),
+            "label": _sign("+") if is_sum else _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
             **self.attributes,
@@ -144,8 +165,9 @@ class GraphvizStyler:
     def style_title(self, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
         name = graph.title
+        lines = (f"{_bold(name)}{small(labels.title(graph).removeprefix(name))}", small(labels.caption(graph)))
         return {
-            "label": f"<{_bold(name)}{small(labels.title(graph).removeprefix(name))}>",
+            "label": _stacked(lines if graph.left_out else lines[:1]),
             "tooltip": dot_attribute(name),
         }
 
@@ -158,8 +180,8 @@ class GraphvizStyler:
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
-            "bgcolor": _FRAMES[node.depth % 2],
-            "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
+            "bgcolor": "#ffffff" if self.paper else _FRAMES[node.depth % 2],
+            "color": "#000000" if self.paper else "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
             **(_FAILED if node.failed else {}),
         }
@@ -169,7 +191,7 @@ class GraphvizStyler:
         return {
             "label": f"<{small(scope)}>",
             "tooltip": dot_attribute(scope),
-            "color": "#d55e00",
+            "color": "#000000" if self.paper else "#d55e00",
             "style": "rounded,dashed",
         }
 
@@ -190,7 +212,19 @@ class GraphvizStyler:
         about += f", output {places}" if places else ""
         style = {"tooltip": dot_attribute(about)}
         style |= _NEXT if edge.relates("next") else {}
+        style |= {"color": "#000000"} if self.paper else {}
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
+
+
+def _is_sum(node: Node, graph: Graph) -> bool:
+    """Return True for a function that adds two tensors and has nothing else to show."""
+    into = graph.into(node)
+    several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
+    return node.kind == "op" and node.name == "add" and several and node.repeats == 1 and not node.parameters
+
+
+def _sign(text: str) -> str:
+    return f'<<font point-size="{SIGN_PT}">{text}</font>>'
 
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
@@ -199,7 +233,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
-    if node.note == NEVER_CALLED and "note" not in details:
+    if node.note.endswith((NEVER_CALLED, DENSE)) and "note" not in details:
         lines.append(small(node.note))
     if node.failed:
         lines.append(small("failed here"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = [
+    "caption",
     "class_and_size",
     "full_name",
     "own_name",
@@ -28,6 +29,11 @@ def title(graph: Graph) -> str:
     size = f" · {_counts(graph.parameters, graph.root.used_parameters)}" if graph.parameters else ""
     failed = " · it raised" if graph.root.failed else ""
     return f"{graph.title}.{graph.scope}{size}{failed}".removeprefix(".")
+
+
+def caption(graph: Graph) -> str:
+    """Return what a view leaves out, such as ``not shown: 12 shape functions``; empty if that is nothing."""
+    return f"not shown: {', '.join(graph.left_out)}" if graph.left_out else ""
 
 
 def short_name(node: Node, graph: Graph) -> str:

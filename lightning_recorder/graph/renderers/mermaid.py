@@ -33,6 +33,7 @@ _LOOKS: dict[Kind, tuple[str, str, str]] = {
     "tensor": ("([", "])", "fill:#ffffff,stroke:#8c8c8c,stroke-dasharray:4 3"),
     "backward": ("[[", "]]", "fill:#fbe0d3,stroke:#d55e00"),
     "optimizer": ("{{", "}}", "fill:#ffffff,stroke:#d55e00,stroke-width:2px"),
+    "port": ("((", "))", "fill:#5f5f5f,stroke:#5f5f5f"),
 }
 _FRAMES = ("fill:#f6f6f6,stroke:#bdbdbd", "fill:#ededed,stroke:#bdbdbd")
 _REPEATED = "stroke:#0072b2,stroke-width:2px"

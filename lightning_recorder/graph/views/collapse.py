@@ -9,7 +9,7 @@ from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, Tensor
 from lightning_recorder.graph.views.rebuild import joined_outputs, rebuilt
 from lightning_recorder.inputs import checked_depth
 
-__all__ = ["closed_calls", "collapse"]
+__all__ = ["close_calls", "closed_calls", "collapse"]
 
 
 def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
@@ -31,7 +31,11 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
     limit = checked_depth("depth", depth)
     if limit == 0:
         return collapse(_in_a_box(graph), 1)
-    closed = closed_calls(graph, limit, leaves=leaves, opened=opened)
+    return close_calls(graph, closed_calls(graph, limit, leaves=leaves, opened=opened))
+
+
+def close_calls(graph: Graph, closed: Set[int]) -> Graph:
+    """Draw calls without their contents, as :func:`collapse`."""
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
     counted: set[tuple[int, str]] = set()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import get_args
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.graph.model import Graph, Kind
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["PLUMBING", "drop_dead_ends", "drop_empty_calls", "drop_isolated", "hide", "without"]
@@ -43,6 +43,16 @@ PLUMBING = frozenset(
         "half",
         "double",
         "bfloat16",
+        "view_as",
+        "reshape_as",
+        "swapaxes",
+        "swapdims",
+        "movedim",
+        "moveaxis",
+        "narrow",
+        "select",
+        "unbind",
+        "ravel",
     )
 )
 """Functions that move or rename values without computing any."""
@@ -65,23 +75,42 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     """Remove the ops with certain names and connect their input directly to their users.
 
     An op that takes several tensors stays, such as ``getitem`` with a computed index, since each of its inputs matters.
-    An op of a folded view that passes a tensor from one repetition to another stays as well.
+    An op of a folded view that passes a tensor from one repetition to another stays as well, and so does an op with a
+    note, such as a ``detach`` that stops the gradient.
     """
     names = (names,) if isinstance(names, str) else names
-    sources: dict[int, list[int]] = {}
+    # A tensor without elements adds nothing, such as the initial cache to which keys and values are appended.
+    empty = {node.id for node in graph.nodes if node.kind in ("op", "tensor") and _is_empty(node)}
+    entering: dict[int, list[Edge]] = {}
     for edge in graph.edges:
-        sources.setdefault(edge.target, []).append(edge.source)
-    past: dict[int, int] = {}
+        if edge.source not in empty:
+            entering.setdefault(edge.target, []).append(edge)
+    users: dict[int, list[int]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, []).append(edge.target)
+    past: dict[int, Edge] = {}
+    """The edge of the shown node by which the values enter each hidden node."""
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     for node in graph.nodes:
-        entering = sources.get(node.id, [])
-        if node.kind == "op" and node.name in names and len(entering) == 1 and node.id not in related:
-            past[node.id] = past.get(entering[0], entering[0])
-    kept = [node for node in graph.nodes if node.id not in past]
-    edges = [
-        replace(edge, source=past.get(edge.source, edge.source)) for edge in graph.edges if edge.target not in past
-    ]
+        into = entering.get(node.id, [])
+        known = node.name in names or (node.name == "cat" and len(into) < len(graph.into(node)))
+        hidden = node.kind == "op" and known and not node.note and not node.failed
+        if hidden and len(into) == 1 and node.id not in related:
+            past[node.id] = past.get(into[0].source, into[0])
+    gone = past.keys() | {node for node in empty if all(user in past for user in users.get(node, ()))}
+    kept = [node for node in graph.nodes if node.id not in gone]
+    edges = [_led_past(edge, past) for edge in graph.edges if edge.target not in gone]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
+
+
+def _is_empty(node: Node) -> bool:
+    return bool(node.outputs) and all(0 in meta.shape for meta in node.outputs)
+
+
+def _led_past(edge: Edge, past: Mapping[int, Edge]) -> Edge:
+    """Return an edge from the shown node that computes its values; its tensor is still the one that enters."""
+    shown = past.get(edge.source)
+    return edge if shown is None else replace(edge, source=shown.source, outputs=shown.outputs)
 
 
 def drop_isolated(graph: Graph) -> Graph:

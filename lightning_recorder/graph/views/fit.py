@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set
+from dataclasses import replace
 from itertools import count, takewhile
+from typing import Any
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
@@ -17,8 +20,6 @@ from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
-# The number of nodes up to which a picture is easy to read and has room for functions that only move values.
-_COMFORTABLE = 60
 # The number of closed calls that are opened as examples, and the size of a graph up to which this takes little time.
 _MOST_TRIALS, _MOST_OPENED = 8, 4000
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
@@ -32,15 +33,19 @@ def fit_view(
     fold: bool = True,
     leaves: bool = True,
     parameters: bool | None = None,
+    shapes: bool = False,
+    all: bool = False,  # noqa: A002 - the word that users expect
 ) -> Graph:
     """Return the most detailed view with a limited number of nodes.
 
-    Isolated tensors, and the parameters and buffers of closed calls, are removed and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used. Without ``depth``, a module with more than half of the parameters
-    is opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
-    each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If a view has
-    more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are hidden and ops with unused results are
-    removed. If not even the smallest view fits, a parameter or buffer that two loops use is drawn in each of them.
+    Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
+    functions whose results reach neither an output nor the loss are removed, and repeated blocks are folded. Then
+    the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed if
+    nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
+    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
+    each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
+    smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
+    the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -50,6 +55,9 @@ def fit_view(
         leaves: Draw a module that calls no other module as one node; otherwise its functions are shown.
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules.
+        shapes: Show the functions that only change shapes.
+        all: Show these, and the functions whose results reach neither an output nor the loss. With all ``parameters``,
+            the latter are shown too, since they may update a buffer.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -62,13 +70,14 @@ def fit_view(
     whole = gather(graph)
     contents: _Contents = {}
 
+    def folded(view: Graph) -> Graph:
+        return _folded(view, whole, contents) if fold else drop_empty_calls(drop_isolated(view))
+
     def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
         closed = _closed(whole, level, leaves, parameters, opened)
-        for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
-            view = _folded(simpler, whole, contents) if fold else drop_empty_calls(drop_isolated(simpler))
-            if len(drawn_nodes(view)) <= limit:
-                return view, True
-        return view, False
+        closed = closed if all or depth is not None else close_dense(closed)
+        view = _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
+        return view, len(drawn_nodes(view)) <= max_nodes
 
     deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
     for level in range(depth or deepest, 0, -1):
@@ -79,13 +88,14 @@ def fit_view(
     else:
         copied = with_copies(graph) if fold else graph
         if copied is not graph:
-            return fit_view(copied, max_nodes, depth, fold=fold, leaves=leaves, parameters=parameters)
+            more: dict[str, Any] = {"leaves": leaves, "parameters": parameters, "shapes": shapes, "all": all}
+            return fit_view(copied, max_nodes, depth, fold=fold, **more)
         return truncate(view, max_nodes)
     opened = frozenset[int]()
-    while depth is None and fits and (more := _largest(whole, level, opened)):
-        if sum(node.parent in more for node in deeper) > max_nodes:
+    while depth is None and fits and (largest := _largest(whole, level, opened)):
+        if sum(node.parent in largest for node in deeper) > max_nodes:
             break
-        opened |= more
+        opened |= largest
         further, fits = fitting(level, opened)
         view = further if fits else view
     if depth is None and fits and len(graph.nodes) <= _MOST_OPENED:
@@ -150,12 +160,44 @@ def _largest(graph: Graph, level: int, opened: Set[int]) -> set[int]:
 
 
 def view_at_depth(
-    graph: Graph, depth: int | None, *, fold: bool = True, leaves: bool = True, parameters: bool | None = None
+    graph: Graph,
+    depth: int | None,
+    *,
+    fold: bool = True,
+    leaves: bool = True,
+    parameters: bool | None = None,
+    shapes: bool = False,
+    all: bool = False,  # noqa: A002 - as for fit_view
 ) -> Graph:
     """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
     whole = gather(graph) if fold else graph
+
+    def folded(view: Graph) -> Graph:
+        return _folded(view, whole, {}) if fold else drop_isolated(view)
+
     closed = _closed(whole, depth, leaves, parameters)
-    return _folded(closed, whole, {}) if fold else drop_isolated(closed)
+    return _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
+
+
+def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool) -> Graph:
+    """Return a folded view without functions that only change shapes and those with unused results; it counts them.
+
+    Args:
+        graph: A view that is not folded.
+        folded: A function that folds it.
+        shapes: Show the functions that only change shapes.
+        dead: Show the functions whose results reach neither an output nor the loss.
+    """
+    shown = graph if shapes else hide(graph)
+    used = shown if dead else drop_dead_ends(shown)
+    view = folded(used)
+    # Others only update a buffer that is not shown, such as the number of batches.
+    unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
+    if unused:
+        # A function may be unused in the last repetition only.
+        view = min(view, drop_empty_calls(drop_dead_ends(folded(shown))), key=lambda each: len(drawn_nodes(each)))
+    counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
+    return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 
 
 def _closed(

@@ -19,6 +19,7 @@ from lightning_recorder.graph import (
     GraphCapture,
     capture_graph,
     fit_view,
+    record,
     truncate,
     without,
 )
@@ -103,7 +104,6 @@ def test_fit_of_a_small_model() -> None:
             block.inner.0: Linear <- input[0]
             block.inner.1: ReLU <- block.inner.0
           add <- input[0], block.inner.1
-        view <- add
         """
     )
 
@@ -217,18 +217,76 @@ def test_fit_takes_a_depth() -> None:
     assert [node.name for node in fit_view(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
 
 
-def test_fit_hides_plumbing_in_larger_views() -> None:
-    """Functions that only move values are drawn in a view of up to 60 nodes and hidden in a larger one."""
+def test_fit_leaves_out_shape_functions_and_unused_results() -> None:
+    """By default both are left out and counted; ``shapes`` shows the first ones, and ``all`` both."""
 
-    def forward(_: Net, x: Tensor, rounds: int) -> Tensor:
-        for index in range(rounds):
-            # The functions follow no period, so nothing is folded.
-            x = (x.exp() if bin(index).count("1") % 2 else x.sin()).view(2, 4)
-        return x
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x.exp().sum()
+        return x.sin().view(2, 2, 2).transpose(0, 1).cos()
 
-    small, large = (fit_view(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
-    assert [node.name for node in small.nodes].count("view") == 29  # 59 nodes with the input
-    assert [node.name for node in large.nodes].count("view") == 0  # there would be 61 nodes
+    graph = _with_output(Net(forward))
+    names = {
+        "by default": [node.name for node in fit_view(graph).nodes[1:]],
+        "shapes": [node.name for node in fit_view(graph, shapes=True).nodes[1:]],
+        "all": [node.name for node in fit_view(graph, all=True).nodes[1:]],
+    }
+    assert names == {
+        "by default": ["input", "sin", "cos", "output"],
+        "shapes": ["input", "sin", "view", "transpose", "cos", "output"],
+        "all": ["input", "exp", "sum", "sin", "view", "transpose", "cos", "output"],
+    }
+    assert fit_view(graph).left_out == ("2 shape functions", "2 unused results")
+    assert fit_view(graph, shapes=True).left_out == ("2 unused results",)
+    assert fit_view(graph, all=True).left_out == ()
+
+
+def test_an_empty_tensor_is_left_out_with_its_concatenation() -> None:
+    """A cache that begins as a tensor without elements is not drawn, nor is the function that appends to it."""
+    net = Net(lambda _, x: torch.cat([torch.zeros(0, 4), x.sin()]).cos())
+    assert [node.name for node in fit_view(_with_output(net)).nodes[1:]] == ["input", "sin", "cos", "output"]
+
+
+def test_a_detached_tensor_is_not_a_shape_function() -> None:
+    """A function that stops the gradient stays."""
+    graph = _with_output(Net(lambda net, x: net.fc(x).detach().view(-1).cos(), fc=nn.Linear(4, 4)))
+    assert [node.name for node in fit_view(graph).nodes[1:]] == ["input", "fc", "detach", "cos", "output"]
+
+
+def test_a_result_that_only_the_last_repetition_does_not_use_is_drawn() -> None:
+    """A loop is folded although the state that it computes last is thrown away."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        total = x
+        for _ in range(6):
+            total = total + x.sin()
+            x = x.cos().exp()
+        return total
+
+    view = fit_view(_with_output(Net(forward)))
+    assert [node.repeats for node in view.module_calls()] == [6]
+    assert {"sin", "cos", "exp", "add"} <= {node.name for node in view.nodes}
+
+
+@pytest.mark.parametrize("layers", [4, 6])
+def test_a_dense_block_is_one_node(layers: int) -> None:
+    """A block of five or more parts, each of which takes the results of all before it, is closed and says so."""
+
+    def block(net: Any, x: Tensor) -> Tensor:
+        kept = [x]
+        for part in net.children():
+            kept.append(part(torch.cat(kept, 1)))
+        return torch.cat(kept, 1)
+
+    parts = {f"part{at}": nn.Sequential(nn.Linear(4 * at + 4, 4), nn.ReLU()) for at in range(layers)}
+    view = fit_view(_with_output(Net(lambda net, x: net.block(x), block=Net(block, **parts))))
+    notes = [node.note for node in view.nodes if node.note]
+    assert notes == (["6 parts, each takes all before it"] if layers > 4 else [])
+    assert ("part0" in {node.name.rpartition(".")[2] for node in view.nodes}) == (layers == 4)
+
+
+def _with_output(net: nn.Module) -> Graph:
+    """Return the graph of a model with its output."""
+    return record(net, "net", input_data=(X,))
 
 
 def _chain_of_ops(_: Net, x: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""The division of a picture that is longer than a page into sheets beside each other."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from lightning_recorder.graph.model import Graph, Node
+
+__all__ = ["extent", "label_size", "rows", "sheets"]
+
+_PAGE = 1800.0  # points; a shorter picture is one sheet
+_RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
+_GOAL = 1.7  # the same for several sheets
+_MOST = 8  # sheets
+_WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
+_RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
+_LANE = 14.0  # the room of an edge beside a node
+# The mean width of a character of DejaVu Sans and the height of a line, as fractions of the font size.
+_REGULAR, _BOLD, _LINE = 0.6, 0.69, 1.17
+
+
+def label_size(label: str, name_pt: float, detail_pt: float, *, ellipse: bool = False) -> tuple[float, float]:
+    """Return the estimated width and height of a node with a label of text or of Graphviz's HTML, in points."""
+    width = height = 0.0
+    for row in re.split(r"</tr>|<br\s*/?>|\\n|\n", label):
+        text = html.unescape(re.sub(r"<[^>]*>", "", row)).strip("<> ")
+        if text:
+            size = detail_pt if "point-size" in row else name_pt
+            width = max(width, len(text) * size * (_BOLD if "<b>" in row else _REGULAR))
+            height += size * _LINE + 2
+    stretch = math.sqrt(2) if ellipse else 1.0
+    return width * stretch + 20, height * stretch + 9
+
+
+def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> dict[int, int]:
+    """Return the sheet of each drawn node, starting at 0; there is one unless the picture is longer than a page.
+
+    No sheet needs a tensor of a later one. A frame of repeated blocks is on one sheet, and so is a tensor that is not
+    computed with the first node that uses it.
+
+    Args:
+        graph: The graph that is drawn, with its ports.
+        sizes: The width and height of each drawn node and of the title of each frame, in points.
+        flat: True if the data flows across the page.
+    """
+    return _Plan(graph, sizes, flat).sheets()
+
+
+def extent(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> tuple[float, float]:
+    """Return the estimated length of a picture along the flow of the data, and its breadth, in points."""
+    return _Plan(graph, sizes, flat).extent()
+
+
+class _Plan:
+    def __init__(self, graph: Graph, sizes: Mapping[int, tuple[float, float]], flat: bool) -> None:
+        self._graph, self._sizes, self._flat = graph, sizes, flat
+        self._nodes = [node for node in graph.nodes[1:] if not graph.children(node)]
+        place = {node.id: number for number, node in enumerate(graph.nodes)}
+        # In a view of merged calls, an edge may go back.
+        self._onward = [
+            edge for edge in graph.edges if not edge.relates("next") and place[edge.source] < place[edge.target]
+        ]
+        self._atom = {node.id: self._block(node) for node in self._nodes}
+        self._start, self._end = self._places(in_turn=False)
+
+    def _block(self, node: Node) -> int:
+        """Return the outermost repeated call around a node, or the node itself."""
+        around = [each.id for each in self._graph.ancestors(node) if each.repeats > 1]
+        return around[-1] if around else node.id
+
+    def _along(self, number: int) -> float:
+        width, height = self._sizes.get(number, (0.0, 0.0))
+        return width if self._flat else height
+
+    def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the beginning and the end of each node along the flow, in points.
+
+        Args:
+            in_turn: Let each frame begin behind the frames that ran before it, even if it needs nothing of them.
+        """
+        into: dict[int, list[int]] = {}
+        users: dict[int, list[int]] = {}
+        for edge in self._onward:
+            into.setdefault(edge.target, []).append(edge.source)
+            users.setdefault(edge.source, []).append(edge.target)
+        start: dict[int, float] = {}
+        end: dict[int, float] = {}
+        last: dict[int, tuple[int, float, float]] = {}
+        """The frame of each call that nodes are added to, the end of those before it, and the end of it."""
+        for node in self._nodes:
+            before = [end[each] + _RANK_GAP + self._borders(each, node) for each in into.get(node.id, ())]
+            frames = [*self._graph.ancestors(node)] if in_turn else []
+            for frame, around in pairwise(frames):
+                number, floor, bottom = last.get(around.id, (frame.id, 0.0, 0.0))
+                last[around.id] = (frame.id, bottom if number != frame.id else floor, bottom)
+                before.append(last[around.id][1])
+            start[node.id] = max(before, default=0.0)
+            end[node.id] = start[node.id] + self._along(node.id)
+            for around in frames[1:]:
+                number, floor, bottom = last[around.id]
+                last[around.id] = number, floor, max(bottom, end[node.id])
+        # Graphviz draws a node far from its sources rather than from its users, if it has no fewer of these.
+        for node in reversed(self._nodes):
+            if len(users.get(node.id, ())) >= max(1, len(into.get(node.id, ()))):
+                after = min(start[each] - self._borders(node.id, self._graph[each]) for each in users[node.id])
+                start[node.id] = max(start[node.id], after - self._along(node.id) - _RANK_GAP)
+                end[node.id] = start[node.id] + self._along(node.id)
+        return start, end
+
+    def _borders(self, source: int, target: Node) -> float:
+        """Return the room of the borders and titles of frames between two nodes, in points."""
+        around = {each.id for each in self._graph.ancestors(self._graph[source])}
+        inside = [each.id for each in self._graph.ancestors(target)]
+        entered = [each for each in inside if each not in around]
+        left = len(around) - (len(inside) - len(entered))
+        return sum(_FRAME + (0 if self._flat else self._along(each)) for each in entered) + _FRAME * left
+
+    def extent(self) -> tuple[float, float]:
+        """Return the length along the flow and the breadth."""
+        return max(self._end.values(), default=0.0), self._across()
+
+    def _across(self) -> float:
+        """Return the estimated breadth, in points."""
+        changes: list[tuple[float, float]] = []
+        for node in self._nodes:
+            width, height = self._sizes.get(node.id, (0.0, 0.0))
+            wide = (height if self._flat else width) + _NODE_GAP
+            changes += [(self._start[node.id], wide), (self._end[node.id], -wide)]
+        lanes: dict[int, float] = {}
+        for edge in self._onward:
+            lanes[edge.source] = max(lanes.get(edge.source, 0.0), self._start[edge.target])
+        for source, last in lanes.items():
+            if last - self._end[source] > 3 * _RANK_GAP:
+                changes += [(self._end[source], _LANE), (last, -_LANE)]
+        now = most = 0.0
+        for _, change in sorted(changes):
+            now += change
+            most = max(most, now)
+        return most + 2 * _FRAME
+
+    def sheets(self) -> dict[int, int]:
+        long, broad = self.extent()
+        if long <= _PAGE or long <= min(_RATIO * broad, 2 * _PAGE):
+            return dict.fromkeys((node.id for node in self._nodes), 0)
+        most = min(_MOST, math.ceil(2 * long / _PAGE))
+        number = next((n for n in range(2, most) if long / n <= _GOAL * n * broad), most)
+        self._start, self._end = self._places(in_turn=True)
+        long = max(self._end.values())
+        options = (self._divided(long, each) for each in (number, number + 1, number + 2))
+        # A block that cannot be divided may be nearly as long as the picture.
+        found = (sheet for sheet in options if self._longest(sheet) <= _WORTHWHILE * long)
+        return next(found, dict.fromkeys((node.id for node in self._nodes), 0))
+
+    def _longest(self, sheet: Mapping[int, int]) -> float:
+        """Return the length of the longest sheet, in points."""
+        ends: dict[int, list[float]] = {}
+        for node, number in sheet.items():
+            ends.setdefault(number, []).extend((self._start[node], self._end[node]))
+        return max(max(each) - min(each) for each in ends.values())
+
+    def _divided(self, long: float, number: int) -> dict[int, int]:
+        """Return the sheet of each node if there are this many sheets, or fewer."""
+        cuts = self._cuts(long, number)
+        sheet = {node: sum(at >= cut for cut in cuts) for node, at in self._start.items()}
+        first: dict[int, int] = {}
+        for node, atom in self._atom.items():
+            first[atom] = min(first.get(atom, sheet[node]), sheet[node])
+        self._put_in_order(first)
+        used = sorted(set(first.values()))
+        return {node: used.index(first[atom]) for node, atom in self._atom.items()}
+
+    def _put_in_order(self, sheet: dict[int, int]) -> None:
+        """Move blocks and nodes to the sheets behind which none of their sources is."""
+        changed = True
+        while changed:
+            changed = False
+            for edge in self._onward:
+                source, target = self._atom[edge.source], self._atom[edge.target]
+                if sheet[target] < sheet[source]:
+                    sheet[target], changed = sheet[source], True
+
+    def _cuts(self, long: float, number: int) -> list[float]:
+        """Return the places at which sheets begin: near equal parts, where few tensors and frames are cut."""
+        starts = self._block_starts()
+        cuts: list[float] = []
+        for part in range(1, number):
+            goal, near = long * part / number, 0.45 * long / number
+            options = [at for at in starts if abs(at - goal) <= near and at > (cuts[-1] if cuts else 0.0)]
+            if options:
+                cuts.append(min(options, key=lambda at: self._cost(at) + 3 * ((at - goal) / near) ** 2))
+        return cuts
+
+    def _block_starts(self) -> list[float]:
+        first: dict[int, float] = {}
+        for node, atom in self._atom.items():
+            first[atom] = min(first.get(atom, math.inf), self._start[node])
+        return sorted(set(first.values()))
+
+    def _cost(self, at: float) -> float:
+        """Return the cost of a cut: the tensors and the frames that it goes through."""
+        tensors = {e.source for e in self._onward if self._start[e.source] < at <= self._start[e.target]}
+        before, after = set[int](), set[int]()
+        for node in self._nodes:
+            around = {each.id for each in self._graph.ancestors(node)}
+            (before if self._start[node.id] < at else after).update(around)
+        return len(tensors) / 2 + len(before & after) / 2
+
+
+def rows(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> list[tuple[int, int]]:
+    """Return pairs of parallel nodes of which the second one is drawn behind the first one, in a picture that is broad.
+
+    Args:
+        graph: The graph that is drawn, with its ports.
+        sizes: The width and height of each drawn node, in points.
+        flat: True if the data flows across the page.
+    """
+    level: dict[int, int] = {}
+    for edge in graph.edges:
+        if not edge.relates("next"):
+            level[edge.target] = max(level.get(edge.target, 0), level.get(edge.source, 0) + 1)
+    found: dict[tuple[int | None, int], list[int]] = {}
+    for node in graph.nodes[1:]:
+        if not graph.children(node):
+            found.setdefault((node.parent, level.get(node.id, 0)), []).append(node.id)
+    abreast = max(found.values(), key=len, default=[])
+    widths, heights = ([sizes.get(each, (0.0, 0.0))[side] for each in abreast] for side in (0, 1))
+    broad, deep = (heights, widths) if flat else (widths, heights)
+    across, along = sum(broad) + _NODE_GAP * len(abreast), max(deep, default=0.0) + _RANK_GAP
+    whole = along * (1 + max(level.values(), default=0))
+    if across <= max(_PAGE, _RATIO * whole):
+        return []
+    each = math.ceil(len(abreast) / max(2, round(math.sqrt(across / (_GOAL * along)))))
+    return _pairs(abreast, each)
+
+
+def _pairs(abreast: Sequence[int], each: int) -> list[tuple[int, int]]:
+    return list(zip(abreast, abreast[each:], strict=False))
