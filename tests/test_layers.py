@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("wrapped",),
     ("outputs", "watch"),
+    ("check",),
     ("callbacks", "commands", "testing"),
     ("__main__", "entry_point", "tensorboard_tab"),
 )
