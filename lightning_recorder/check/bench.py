@@ -105,7 +105,7 @@ class Bench:
         self.spent = 0.0
         """The work so far, in training steps."""
         self._end = time.monotonic() + seconds
-        self._evaluations = 0
+        self._seed = 0
 
     @property
     def seconds_left(self) -> float:
@@ -191,6 +191,7 @@ class Bench:
         training: bool = True,
         keep: Callable[[Tensor], Tensor | None] | None = None,
         gradients: bool = False,
+        other_numbers: bool = False,
     ) -> Pass:
         """Run a forward pass of the training step and return the observations.
 
@@ -199,8 +200,11 @@ class Bench:
             training: Leave the modules in their modes; otherwise put all of them into evaluation mode.
             keep: A function that returns the part of a module's input or output to keep, or None.
             gradients: Keep the graph of autograd. Otherwise all tensors are detached.
+            other_numbers: Begin with other random numbers than all other passes.
         """
         with self.restored(training=training):
+            if other_numbers:
+                self._draw_other_numbers()
             return self.forward(self.batch if batch is None else batch, keep=keep, gradients=gradients)
 
     def forward(
@@ -215,27 +219,21 @@ class Bench:
         return seen if gradients else detached(seen)
 
     def evaluate(self, batch: Any) -> Pass:
-        """Run the validation step of a batch in evaluation mode, with random numbers that go on from the last call."""
+        """Run the validation step of a batch in evaluation mode, each time with other random numbers."""
         evaluate = self.functions.evaluate
         if evaluate is None:
             raise NoAnswerError("there is no validation step")
-        with self.restored(training=False), torch.no_grad(), self._other_numbers():
+        with self.restored(training=False), torch.no_grad():
+            self._draw_other_numbers()
             with Observation(self.net) as observation:
                 evaluate(own(batch))
         self.spent += FORWARD
         return detached(observation.seen)
 
-    def evaluate_first(self) -> Pass:
-        """Run the training step of the first batch in evaluation mode, as :meth:`evaluate` does."""
-        with self.restored(training=False), self._other_numbers():
-            return self.forward(self.batch, gradients=False)
-
-    @contextmanager
-    def _other_numbers(self) -> Iterator[None]:
-        """Begin with random numbers that differ from those of the last such block."""
-        self._evaluations += 1
-        torch.manual_seed(self._evaluations)
-        yield
+    def _draw_other_numbers(self) -> None:
+        """Continue with random numbers that differ from those of all other passes. It belongs into :meth:`restored`."""
+        self._seed += 1
+        torch.manual_seed(self._seed)
 
     def gradients(self, loss: Tensor | None, batch: Any = None) -> dict[str, Tensor | None]:
         """Return the gradient of each parameter, without hooks of parameters and without the scale of the loss.

@@ -21,7 +21,9 @@ __all__ = ["Influence", "Influences", "by_row", "change_of", "find_influences", 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE = 0.05  # for half precision
 _NEGLIGIBLE = 1e-7
+_HUGE = 1e30
 _MOST_TENSORS = 8
+_FEWEST = 4  # elements that show an order
 
 
 def tolerance(tensor: Tensor) -> float:
@@ -33,7 +35,10 @@ def change_of(before: Tensor, after: Tensor) -> float:
     """Return the root mean square of a change relative to that of the values; infinity for other shapes."""
     if before.shape != after.shape:
         return float("inf")
-    one, other = before.double(), after.double()
+    # A masked score is infinite in both.
+    one, other = (torch.nan_to_num(each.double(), posinf=_HUGE, neginf=-_HUGE) for each in (before, after))
+    same = one == other
+    one, other = one.masked_fill(same & (one.abs() >= _HUGE), 0), other.masked_fill(same & (other.abs() >= _HUGE), 0)
     size = float(one.square().mean().sqrt()) if one.numel() else 0.0
     change = float((one - other).square().mean().sqrt()) if one.numel() else 0.0
     return change / size if size else change
@@ -102,7 +107,9 @@ def find_influences(bench: Bench) -> Influences:
     varied = {path: each for path, each in named_tensors(batch).items() if each.dim() and _varies(each)}
     for path in list(varied)[:_MOST_TENSORS]:
         other = bench.observe(changed(batch, _rolled(path)), training=False)
-        on_loss = other.loss is None or is_changed([base.loss], [other.loss])
+        # A target may change a large loss by less than its last digit.
+        on_target = is_changed([each.target for each in base.losses], [each.target for each in other.losses])
+        on_loss = on_target or other.loss is None or is_changed([base.loss], [other.loss])
         found[path] = Influence(is_changed(base.predictions, other.predictions), on_loss)
     return Influences(base, found, batch)
 
@@ -141,14 +148,16 @@ def _is_flat(call: LossCall, rows: int, batch: Any) -> bool:
 
 
 def agreement(target: Tensor, tensor: Tensor, shift: int, ignored: int = -100) -> float:
-    """Return the share of targets ``[:, t]`` that equal ``tensor[:, t + shift]``, without ignored ones."""
+    """Return the share of targets ``[:, t]`` that equal ``tensor[:, t + shift]``, of those that show the shift."""
     if target.dim() < 2 or tensor.dim() < 2 or target.shape[2:] != tensor.shape[2:]:
         return 0.0
     length = min(target.shape[1], tensor.shape[1] - shift)
     if length < 2 or abs(target.shape[1] - tensor.shape[1]) > 1:
         return 0.0
     one, other = target[:, :length], tensor[:, shift : shift + length]
-    counted = one != ignored
-    if not bool(counted.any()) or not _varies(other):
+    # Where an element equals the one beside it, a shifted target cannot be told from one that is not.
+    beside = tensor.roll(1, 1)[:, shift : shift + length] if shift else tensor.roll(-1, 1)[:, :length]
+    counted = (one != ignored) & (other != beside)
+    if int(counted.sum()) < _FEWEST:
         return 0.0
     return float((one == other)[counted].double().mean())

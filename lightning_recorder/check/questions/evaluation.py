@@ -30,7 +30,9 @@ def answer(bench: Bench) -> Answer:
     """Evaluate a batch twice, and look at the modes of the modules."""
     batch = bench.validation_batch
     has_step = bench.functions.evaluate is not None and batch is not None
-    first, second = (bench.evaluate(batch) if has_step else bench.evaluate_first() for _ in range(2))
+    first, second = (
+        bench.evaluate(batch) if has_step else bench.observe(training=False, other_numbers=True) for _ in range(2)
+    )
     if not first.modules and not first.losses:
         raise NoAnswerError("no module was called in evaluation")
     if first.dropouts:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QUESTION"]
 
-_LITTLE = 1e-3  # of the loss at the start
+_LITTLE = 1e-4  # of the loss at the start
 _FLOOR = 1e-6
 
 

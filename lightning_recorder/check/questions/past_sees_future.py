@@ -34,10 +34,7 @@ def answer(bench: Bench) -> Answer:
     if call is None:
         return _of_copied_target(bench, rows)
     shifts = _shifts(call, batch, rows)
-    middle = min(each.shape[1] for name, each in named_tensors(batch).items() if name in shifts[1]) // 2
-    other = bench.observe(changed(batch, lambda name, each: _later(name, each, shifts, middle)), training=False)
-    before, after = (_by_position(each, rows) for each in (call, other.losses[place]))
-    share = _leak(before, after, middle)
+    share, middle = _changed_later(bench, place, shifts, rows)
     numbers = {"share of the future": share, "position": middle}
     if share > tolerance(call.prediction):
         text = f"the prediction at position {middle} depends on later elements, which it has to predict"
@@ -46,13 +43,19 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_copied_target(bench: Bench, rows: int) -> Answer:
-    """Return an answer for tokens whose target is the element at the same place of the input."""
+    """Return an answer for tokens whose target is the element at the same place of the input.
+
+    The decoder of a translation receives its target, but only the elements before.
+    """
     found = bench.influences
-    for call in found.base.losses:
+    for place, call in enumerate(found.base.losses):
         copies = [name for name in _shifts(call, bench.few, rows).get(0, []) if name in found.inputs]
         if call.has_classes and copies:
-            text = f"the target is {copies[0]} at the same position, which the model receives: the target is not shifted"
-            return Answer("look", text, line=call.line)
+            share, _ = _changed_later(bench, place, {0: copies}, rows)
+            if share > tolerance(call.prediction):
+                text = f"the target is {copies[0]} at the same position, which the prediction depends on: is it shifted?"
+                return Answer("look", text, {"share of the future": share}, call.line)
+            return Answer("ok", "predictions do not depend on their targets or later ones", line=call.line)
     raise NoAnswerError("no loss has the next element of a sequence as its target")
 
 
@@ -71,6 +74,16 @@ def _shifts(call: LossCall, batch: Any, rows: int) -> dict[int, list[str]]:
                     found.setdefault(shift, []).append(name)
                     break
     return found
+
+
+def _changed_later(bench: Bench, place: int, shifts: dict[int, list[str]], rows: int) -> tuple[float, int]:
+    """Return the change of earlier predictions when later elements change, relative to that of the later ones."""
+    batch = bench.few
+    first = min(shifts, key=lambda shift: -shift)
+    middle = min(each.shape[1] for name, each in named_tensors(batch).items() if name in shifts[first]) // 2
+    other = bench.observe(changed(batch, lambda name, each: _later(name, each, shifts, middle)), training=False)
+    before, after = (_by_position(each, rows) for each in (bench.influences.base.losses[place], other.losses[place]))
+    return _leak(before, after, middle), middle
 
 
 def _later(name: str, tensor: Tensor, shifts: dict[int, list[str]], middle: int) -> Tensor:

@@ -3,7 +3,8 @@
 The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The same with the
 last sample, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is intended.
 In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch, and a
-recurrence or an attention whose sequence is the batch.
+recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in that
+order: a positional encoding along the batch depends on the place of a sample.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
 from lightning_recorder.check.batches import named_tensors, rows_of, take_rows
-from lightning_recorder.check.influence import by_row, tolerance
+from lightning_recorder.check.influence import by_row, change_of, tolerance
 from lightning_recorder.check.passes import ModuleCall, Pass
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def answer(bench: Bench) -> Answer:
         return Answer("look", text, numbers, line, culprit.name)
     if share:
         return _wrong(bench, culprit, numbers, line)
+    if _depends_on_place(bench, rows):
+        is_certain = _is_known(bench) and bench.functions.is_automatic
+        text = "the prediction of a sample depends on its place in the batch: is something added along the batch?"
+        return Answer("wrong" if is_certain else "look", text, numbers, line)
     in_training = _mixing(bench, rows, training=True)
     if in_training is None or not in_training[0]:
         return Answer("ok", "the prediction of a sample depends on that sample alone", numbers)
@@ -56,7 +61,7 @@ def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], 
     It is certain only if the first dimension is known to be that of the samples, and if a module mixes them. The
     training step itself may mix them on purpose, as mixup does.
     """
-    is_known = bench.batch_size == bench.rows or any(each.dim() == 1 for each in named_tensors(bench.batch).values())
+    is_known = _is_known(bench)
     if culprit is None:
         text = "samples mix between the modules, in the code of the step or of forward"
         return Answer("look", f"{text}; mixup would be intended", numbers, line)
@@ -64,6 +69,31 @@ def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], 
     is_certain = is_known and bench.functions.is_automatic
     text += "" if is_known else ", if the first dimension is that of the samples"
     return Answer("wrong" if is_certain else "look", text, numbers, line, culprit.name)
+
+
+def _is_known(bench: Bench) -> bool:
+    """Return True if the first dimension is known to be that of the samples, and not that of time."""
+    return bench.batch_size == bench.rows or any(each.dim() == 1 for each in named_tensors(bench.batch).values())
+
+
+def _depends_on_place(bench: Bench, rows: int) -> bool:
+    """Return True if samples in another order have other predictions, and no random numbers explain it."""
+    order = [*range(1, rows), 0]
+    base, rolled, random = (
+        [each for each in _predictions(seen, rows, bench) if each is not None]
+        for seen in (
+            bench.observe(bench.few, training=False),
+            bench.observe(take_rows(bench.few, order), training=False),
+            bench.observe(bench.few, training=False, other_numbers=True),
+        )
+    )
+    if not len(base) == len(rolled) == len(random) or any(map(_is_far, base, random)):
+        return False
+    return any(_is_far(one[order], other) for one, other in zip(base, rolled, strict=True))
+
+
+def _is_far(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() and change_of(one, other) > tolerance(one)
 
 
 def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCall | None, str] | None:
@@ -134,5 +164,5 @@ QUESTION = Question(
     "Do samples mix?",
     "the prediction of a sample depends on no other sample of its batch; in training, BatchNorm may mix them",
     answer,
-    steps=2.0,
+    steps=2.5,
 )
