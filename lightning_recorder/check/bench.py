@@ -208,11 +208,23 @@ class Bench:
             return self.forward(self.batch if batch is None else batch, keep=keep, gradients=gradients)
 
     def forward(
-        self, batch: Any, *, keep: Callable[[Tensor], Tensor | None] | None = None, gradients: bool = True
+        self,
+        batch: Any,
+        *,
+        keep: Callable[[Tensor], Tensor | None] | None = None,
+        gradients: bool = True,
+        is_own: bool = False,
     ) -> Pass:
-        """Run a forward pass without restoring anything. It belongs into :meth:`restored`."""
+        """Run a forward pass without restoring anything. It belongs into :meth:`restored`.
+
+        Args:
+            batch: The batch.
+            keep: A function that returns the part of a module's input or output to keep, or None.
+            gradients: Keep the graph of autograd. Otherwise all tensors are detached.
+            is_own: Pass this batch to the step instead of a copy.
+        """
         with Observation(self.net, keep) as observation:
-            loss = self.functions.train(own(batch))
+            loss = self.functions.train(batch if is_own else own(batch))
         self.spent += FORWARD * self._share(batch)
         seen = observation.seen
         seen.loss = loss
@@ -355,7 +367,7 @@ def _digest(tensor: Tensor) -> Tensor | None:
     """Return two numbers that change if the tensor does."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
-    values = torch.nan_to_num(tensor.double())
+    values = torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0)
     return torch.stack([values.sum(), values.square().sum()])
 
 

@@ -57,10 +57,12 @@ class Influence:
 
     Args:
         on_prediction: True if the prediction depends on its values.
+        on_target: True if the target of a loss function depends on its values.
         on_loss: True if the loss depends on its values.
     """
 
     on_prediction: bool
+    on_target: bool
     on_loss: bool
 
 
@@ -110,7 +112,7 @@ def find_influences(bench: Bench) -> Influences:
         # A target may change a large loss by less than its last digit.
         on_target = is_changed([each.target for each in base.losses], [each.target for each in other.losses])
         on_loss = on_target or other.loss is None or is_changed([base.loss], [other.loss])
-        found[path] = Influence(is_changed(base.predictions, other.predictions), on_loss)
+        found[path] = Influence(is_changed(base.predictions, other.predictions), on_target, on_loss)
     return Influences(base, found, batch)
 
 
@@ -122,12 +124,17 @@ def _rolled(path: str) -> Callable[[str, Tensor], Tensor]:
     return lambda name, tensor: tensor.roll(1, 0) if name == path else tensor.clone()
 
 
-def by_row(call: LossCall, rows: int, batch: Any) -> Tensor | None:
+def by_row(prediction: Tensor, call: LossCall, rows: int, batch: Any) -> Tensor | None:
     """Return a prediction with the samples as its first dimension, or None if they cannot be told apart.
 
     A prediction in which all samples are compared with each other has another dimension of their number.
+
+    Args:
+        prediction: The prediction, of a pass with any batch.
+        call: The same call in the pass with ``batch``, whose target shows the order of the samples.
+        rows: The number of samples.
+        batch: The batch.
     """
-    prediction = call.prediction
     if prediction.dim() and prediction.shape[0] == rows:
         return None if rows in prediction.shape[1:] else prediction
     if not prediction.dim() or prediction.shape[0] % rows or not _is_flat(call, rows, batch):

@@ -230,7 +230,7 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "optimizer of one head": (lambda: detection(optimizer=lambda net: torch.optim.Adam(net.classes.parameters())), "parameters-learn"),
     # VAE.
     "mixing decoder": (lambda: vae(decoder=nn.Sequential(nn.Linear(3, 16), BatchSoftmax(), nn.Linear(16, 10))), "samples-mix"),
-    "data not normalized": (lambda: vae(elbo, x=normal(COUNT, 10) * 1e4), "same-data"),
+    "data not normalized": (lambda: vae(elbo, x=normal(COUNT, 10) * 1e4), "loss-at-start"),
     # GAN.
     "generator gets no gradient": (lambda: gan(detached=True), "parameters-learn"),
     "mixing critic": (lambda: gan(norm=nn.BatchNorm1d(16, track_running_stats=False)), "samples-mix"),
@@ -238,7 +238,7 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "views of nothing": (lambda: contrastive(contrastive_of_constant), "input-is-used"),
     "head without gradient": (lambda: contrastive(net=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8).requires_grad_(True), nn.Hardtanh(9, 10))), "parameters-learn"),
     # Graphs.
-    "mean over graphs": (lambda: graph(along=0), "samples-mix"),
+    "attention over graphs": (lambda: graph(along=0), "samples-mix"),
     "edges are not used": (lambda: graph(uses_graph=False), "input-is-used"),
     # Diffusion.
     "noisy input is lost": (lambda: diffusion(bad_time), "input-is-used"),

@@ -304,7 +304,8 @@ class Gcn(nn.Module):
         if not self.uses_graph:
             return self.two(self.one(x).relu()).mean(1)  # type: ignore[no-any-return]  # a tensor
         hidden = self.one(adjacency @ x).relu()
-        return self.two(adjacency @ hidden).mean(self.along)  # type: ignore[no-any-return]  # a tensor
+        weights = hidden.mean(-1, keepdim=True).softmax(self.along)
+        return self.two(adjacency @ (weights * hidden)).mean(1)  # type: ignore[no-any-return]  # a tensor
 
 
 def graph(loss: Callable[..., Tensor] | None = None, **options: Any) -> Program:

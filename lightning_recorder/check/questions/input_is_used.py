@@ -32,6 +32,8 @@ def answer(bench: Bench) -> Answer:
         raise NoAnswerError("the samples of the batch are all equal")
     if not found.base.predictions:
         raise NoAnswerError("no prediction was seen")
+    if not all(bool(torch.isfinite(each).any()) for each in found.base.predictions):
+        raise NoAnswerError("the prediction is not finite")
     line = found.base.losses[0].line if found.base.losses else ""
     if not found.inputs:
         text = "the prediction is the same whatever the batch contains: the model does not use its input"
@@ -41,7 +43,7 @@ def answer(bench: Bench) -> Answer:
         return Answer("look", "no influence on the prediction: " + "; ".join(unused), line=line)
     names = ", ".join(found.inputs)
     ignored = [name for name in found.unused if named_tensors(found.batch)[name].dim() > 1]
-    if ignored and all(named_tensors(found.batch)[name].is_floating_point() for name in ignored):
+    if ignored:
         return Answer("look", f"no influence on prediction or loss: {', '.join(ignored)}", line=line)
     return Answer("ok", f"the prediction depends on {names}", line=line)
 
@@ -73,7 +75,7 @@ def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
 
     try:
         with bench.restored(training=False):
-            seen = bench.forward(changed(found.batch, watched))
+            seen = bench.forward(changed(found.batch, watched), is_own=True)
             predictions = [each for each in seen.predictions if each.requires_grad]
             total = sum(each.double().square().sum() for each in predictions)
             (gradient,) = torch.autograd.grad(total, leaves[-1:], allow_unused=True) if predictions else (None,)

@@ -39,6 +39,9 @@ def answer(bench: Bench) -> Answer:
     if rise > _WORSE and loss > 0 and min(lowers, default=1.0) < 1.0:
         text = f"one step raises the loss from {loss:.4g} to {after[1.0]:.4g}, and {best:g}× the rate lowers it"
         return Answer("look", text, numbers)
+    if rise > _WORSE and loss > 0 and not lowers:
+        text = f"one step raises the loss from {loss:.4g} to {after[1.0]:.4g}, and even 0.01× the rate raises it"
+        return Answer("look", text, numbers)
     if all(abs(value - loss) < _NOTHING * size for value in after.values()):
         text = f"one step changes the loss by less than {_NOTHING:g} of it, even with 100× the rate"
         return Answer("look", text, numbers)

@@ -33,11 +33,12 @@ def answer(bench: Bench) -> Answer:
     parts = [take_rows(bench.few, list(range(half))), take_rows(bench.few, list(range(half, 2 * half)))]
     whole = _gradient(bench, take_rows(bench.few, list(range(2 * half))))
     one, other = (_gradient(bench, each) for each in parts)
-    if not float(whole.norm()):
-        raise NoAnswerError("the gradient is zero")
+    size = float(whole.norm())
+    if not 0 < size < float("inf"):
+        raise NoAnswerError("the gradient is zero" if size == 0 else "the gradient is not finite")
     solution = torch.linalg.lstsq(torch.stack([one, other], 1), whole[:, None]).solution
     weights = solution.flatten().tolist()
-    residual = float((whole - weights[0] * one - weights[1] * other).norm() / whole.norm())
+    residual = float((whole - weights[0] * one - weights[1] * other).norm() / size)
     numbers = {"first half": weights[0], "second half": weights[1], "rest": residual}
     if residual > _SMALL or min(weights) <= 0:
         raise NoAnswerError("the loss of a sample depends on the other samples of its batch")

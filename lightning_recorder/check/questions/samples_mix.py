@@ -79,13 +79,13 @@ def _is_known(bench: Bench) -> bool:
 def _depends_on_place(bench: Bench, rows: int) -> bool:
     """Return True if samples in another order have other predictions, and no random numbers explain it."""
     order = [*range(1, rows), 0]
+    passes = [
+        bench.observe(bench.few, training=False),
+        bench.observe(take_rows(bench.few, order), training=False),
+        bench.observe(bench.few, training=False, other_numbers=True),
+    ]
     base, rolled, random = (
-        [each for each in _predictions(seen, rows, bench) if each is not None]
-        for seen in (
-            bench.observe(bench.few, training=False),
-            bench.observe(take_rows(bench.few, order), training=False),
-            bench.observe(bench.few, training=False, other_numbers=True),
-        )
+        [each for each in _predictions(seen, passes[0], rows, bench) if each is not None] for seen in passes
     )
     if not len(base) == len(rolled) == len(random) or any(map(_is_far, base, random)):
         return False
@@ -110,7 +110,8 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         bench.observe(bench.few if index is None else take_rows(bench.few, [index] * rows), training=training, keep=kept)
         for index in (None, 0, rows - 1)
     )
-    found = [_leak(*each) for each in zip(*(_predictions(seen, rows, bench) for seen in (base, first, last)), strict=False)]
+    predictions = (_predictions(seen, base, rows, bench) for seen in (base, first, last))
+    found = [_leak(*each) for each in zip(*predictions, strict=False)]
     known = [each for each in found if each is not None]
     if not known:
         return None
@@ -121,9 +122,11 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
     return share, _culprit(base, first, last), line
 
 
-def _predictions(seen: Pass, rows: int, bench: Bench) -> list[Tensor | None]:
+def _predictions(seen: Pass, base: Pass, rows: int, bench: Bench) -> list[Tensor | None]:
+    """Return the predictions of a pass by sample; ``base`` is the pass with the samples as they are."""
     if seen.losses:
-        return [by_row(each, rows, bench.few) for each in seen.losses]
+        pairs = zip(seen.losses, base.losses, strict=False)
+        return [by_row(each.prediction, known, rows, bench.few) for each, known in pairs]
     return [each if each.shape[0] == rows and rows not in each.shape[1:] else None for each in seen.outputs]
 
 
@@ -142,12 +145,12 @@ def _leak(base: Tensor | None, first: Tensor | None, last: Tensor | None) -> flo
 
 
 def _culprit(base: Pass, first: Pass, last: Pass) -> ModuleCall | None:
-    """Return the first module whose output for a sample changes although its inputs for that sample do not."""
+    """Return the innermost module whose output for a sample changes although its inputs for that sample do not."""
     for calls in zip(base.modules, first.modules, last.modules, strict=False):
         for index, other in ((0, calls[1]), (1, calls[2])):
-            if _differ(calls[0].outputs, other.outputs, index):
-                # A module that receives mixed samples does not mix them itself.
-                return None if _differ(calls[0].inputs, other.inputs, index) else calls[0]
+            is_known = bool(calls[0].inputs) and not _differ(calls[0].inputs, other.inputs, index)
+            if is_known and _differ(calls[0].outputs, other.outputs, index):
+                return calls[0]
     return None
 
 
@@ -155,7 +158,7 @@ def _differ(one: tuple[Tensor, ...], other: tuple[Tensor, ...], index: int) -> b
     return any(
         not torch.allclose(a[index].double(), b[index].double(), rtol=tolerance(a), atol=tolerance(a) * 0.1)
         for a, b in zip(one, other, strict=False)
-        if a.shape == b.shape and a.is_floating_point()
+        if a.shape == b.shape
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
 from lightning_recorder.check.batches import named_tensors, rows_of
@@ -97,18 +98,16 @@ def _idle(found: Influences) -> Answer | None:
     rows = rows_of(found.batch)
     supervised = [each for each in found.base.losses if each.prediction.dim() and rows not in each.prediction.shape[1:]]
     tensors = named_tensors(found.batch)
-    idle = [name for name in found.unused if tensors[name].dim() <= 2]
-    if not found.targets and idle and supervised and not _is_reconstruction(found):
+    idle = [name for name in found.unused if _could_be_target(tensors[name], supervised)]
+    is_reconstruction = any(each.on_target for each in found.tensors.values())
+    if not found.targets and idle and supervised and not is_reconstruction:
         text = f"neither loss nor prediction depends on {', '.join(idle)}, and nothing else is a target"
         return Answer("look", text, line=_line(found.base))
     return None
 
 
-def _is_reconstruction(found: Influences) -> bool:
-    """Return True if the target of a loss is an input."""
-    tensors = [named_tensors(found.batch)[name] for name in found.inputs]
-    targets = [each.target for each in found.base.losses]
-    return any(one.numel() == other.numel() for one in tensors for other in targets)
+def _could_be_target(tensor: Tensor, calls: list[LossCall]) -> bool:
+    return tensor.dim() == 1 or any(tensor.shape == each.target.shape for each in calls)
 
 
 def _line(seen: Pass) -> str:
