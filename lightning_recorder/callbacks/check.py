@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
@@ -182,7 +181,7 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
     size = getattr(loader, "batch_size", None)
     functions = StepFunctions(
         train=partial(_train, trainer, pl_module),
-        evaluate=partial(_evaluate, trainer, pl_module) if is_overridden("validation_step", pl_module) else None,
+        evaluate=partial(_evaluate, trainer, pl_module) if _has_validation(pl_module) else None,
         unchanged=lambda: unchanged(trainer, pl_module, list(parameters_of(pl_module)), pl_module.device),
         optimizers=list(trainer.optimizers),
         clip=partial(_clip, trainer),
@@ -199,6 +198,11 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
         seconds=seconds,
         loader=loader,
     )
+
+
+def _has_validation(pl_module: LightningModule) -> bool:
+    """Return True if the model has a validation step of its own, with either name of Lightning."""
+    return not pl_module.validation_step.__qualname__.startswith("LightningModule.")
 
 
 def _train(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:

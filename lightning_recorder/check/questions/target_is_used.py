@@ -96,7 +96,8 @@ def _leaked(found: Influences) -> Answer | None:
 def _idle(found: Influences) -> Answer | None:
     """Return an answer if a tensor that looks like a target has no influence."""
     rows = rows_of(found.batch)
-    supervised = [each for each in found.base.losses if each.prediction.dim() and rows not in each.prediction.shape[1:]]
+    # A square prediction compares the samples with each other.
+    supervised = [each for each in found.base.losses if len({*each.prediction.shape[:2], rows}) > 1]
     tensors = named_tensors(found.batch)
     idle = [name for name in found.unused if _could_be_target(tensors[name], supervised)]
     is_reconstruction = any(each.on_target for each in found.tensors.values())
