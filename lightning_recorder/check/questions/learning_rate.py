@@ -53,5 +53,5 @@ QUESTION = Question(
     "Is the learning rate in range?",
     "one step does not spoil the loss, and 100 times the rate has an effect",
     answer,
-    steps=3.0,
+    steps=2.7,
 )

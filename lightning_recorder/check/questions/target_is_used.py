@@ -120,5 +120,5 @@ QUESTION = Question(
     "Does the loss use its target?",
     "the loss depends on the target of each sample, and the prediction does not",
     answer,
-    steps=1.0,
+    steps=0.0,
 )
