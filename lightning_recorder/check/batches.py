@@ -50,6 +50,7 @@ def rows_of(batch: Any) -> int:
 
 def take_rows(batch: Any, indices: Tensor | list[int]) -> Any:
     """Return a copy of a batch with the samples of these indices."""
+
     def taken(_: str, tensor: Tensor) -> Tensor:
         return tensor[torch.as_tensor(indices, device=tensor.device)] if tensor.dim() else tensor.clone()
 

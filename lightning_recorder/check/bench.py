@@ -397,4 +397,3 @@ def _twin(optimizer: Optimizer, factor: float) -> Optimizer:
         rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)), float(group.get("max_lr", 0.0)))
         group["lr"] = torch.as_tensor(rate * factor) if isinstance(group["lr"], Tensor) else rate * factor
     return twin
-

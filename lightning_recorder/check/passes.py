@@ -124,12 +124,12 @@ class Observation(TorchFunctionMode):
                 after = module.register_forward_hook(partial(self._leave_module, name))
                 self._stack.callback(before.remove)
                 self._stack.callback(after.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # of torch
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # of torch
         self._stack.close()
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:

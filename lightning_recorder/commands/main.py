@@ -116,7 +116,9 @@ def _add_check(commands: Any) -> None:
     )
     check.usage = f"{_PROGRAM} check [-h] [-m] PROGRAM ARGS"  # argparse shows only dots for a remainder
     check.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    check.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS", help="the program and its arguments")
+    check.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS", help="the program and its arguments"
+    )
 
 
 def _add_run(commands: Any) -> None:

@@ -38,8 +38,8 @@ def start(arguments: Namespace, value: str, out: TextIO) -> int:
     """
     program: list[str] = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
-        command = f"lightning-recorder {arguments.command}"
-        raise ArgumentError(f"give a program: {command} train.py, or {command} -m package.train")
+        name = f"lightning-recorder {arguments.command}"
+        raise ArgumentError(f"give a program: {name} train.py, or {name} -m package.train")
     os.environ[VARIABLE] = value
     _check_installed()
     command = [sys.executable, *_interpreter_options(), *(["-m"] if arguments.module else []), *program]

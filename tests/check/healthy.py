@@ -39,7 +39,9 @@ from tests.check.programs import (
 )
 
 
-def named(loss: Callable[[nn.Module, Any], Tensor], net: nn.Module, optimizer: Any = None, **tensors: Tensor) -> Program:
+def named(
+    loss: Callable[[nn.Module, Any], Tensor], net: nn.Module, optimizer: Any = None, **tensors: Tensor
+) -> Program:
     """Return a program whose batches are dictionaries."""
     rows = [{name: each[index] for name, each in tensors.items()} for index in range(COUNT)]
     return Program(Lit(net, loss, optimizer), DataLoader(rows, batch_size=6))  # type: ignore[arg-type]  # a list is a data set
@@ -85,7 +87,9 @@ def bert() -> Program:
     )
     ids = integers(50, COUNT, 12)
     mask = torch.ones_like(ids)
-    return named(own_loss, BertForSequenceClassification(config), input_ids=ids, attention_mask=mask, labels=integers(3, COUNT))
+    return named(
+        own_loss, BertForSequenceClassification(config), input_ids=ids, attention_mask=mask, labels=integers(3, COUNT)
+    )
 
 
 def masked_bert() -> Program:
@@ -94,7 +98,9 @@ def masked_bert() -> Program:
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     ids = integers(50, COUNT, 12)
     masked = normal(COUNT, 12) > 0.8
-    return named(own_loss, BertForMaskedLM(config), input_ids=ids.masked_fill(masked, 4), labels=ids.masked_fill(~masked, -100))
+    return named(
+        own_loss, BertForMaskedLM(config), input_ids=ids.masked_fill(masked, 4), labels=ids.masked_fill(~masked, -100)
+    )
 
 
 def t5() -> Program:
@@ -102,7 +108,10 @@ def t5() -> Program:
 
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     return named(
-        own_loss, T5ForConditionalGeneration(config), input_ids=integers(50, COUNT, 12), labels=integers(50, COUNT, 9, seed=3)
+        own_loss,
+        T5ForConditionalGeneration(config),
+        input_ids=integers(50, COUNT, 12),
+        labels=integers(50, COUNT, 9, seed=3),
     )
 
 
@@ -110,16 +119,29 @@ def vit() -> Program:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
         num_labels=5,
     )
-    return named(own_loss, ViTForImageClassification(config), pixel_values=normal(COUNT, 3, 16, 16), labels=integers(5, COUNT))
+    return named(
+        own_loss, ViTForImageClassification(config), pixel_values=normal(COUNT, 3, 16, 16), labels=integers(5, COUNT)
+    )
 
 
 def clip() -> Program:
     from transformers import CLIPConfig, CLIPModel
 
-    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     text |= {"eos_token_id": 49, "projection_dim": 8, "max_position_embeddings": 16}
     image = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     image |= {"intermediate_size": 32, "projection_dim": 8}
@@ -138,9 +160,19 @@ def wav2vec() -> Program:
     from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
     config = Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8),
-        conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2, num_labels=3, mask_time_prob=0.0, classifier_proj_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(4, 2),
+        conv_kernel=(8, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_labels=3,
+        mask_time_prob=0.0,
+        classifier_proj_size=8,
     )
     net = Wav2Vec2ForSequenceClassification(config)
     return named(own_loss, net, input_values=normal(COUNT, 400) * 0.1, labels=integers(3, COUNT))
@@ -160,22 +192,34 @@ def timm_model(name: str, **options: Any) -> Program:
     import timm
 
     net = timm.create_model(name, num_classes=5, **options)
-    return Program(Lit(net, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])), loader(normal(COUNT, 3, 32, 32), integers(5, COUNT), rows=6))
+    return Program(
+        Lit(net, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])),
+        loader(normal(COUNT, 3, 32, 32), integers(5, COUNT), rows=6),
+    )
 
 
 def flow() -> Program:
     import zuko
 
     net = zuko.flows.NSF(4, context=2, transforms=2, hidden_features=[16])
-    return Program(Lit(net, lambda net, batch: -net(batch[1]).log_prob(batch[0]).mean()), loader(normal(COUNT, 4), normal(COUNT, 2)))
+    return Program(
+        Lit(net, lambda net, batch: -net(batch[1]).log_prob(batch[0]).mean()),
+        loader(normal(COUNT, 4), normal(COUNT, 2)),
+    )
 
 
 def unet() -> Program:
     from diffusers import DDPMScheduler, UNet2DModel
 
     net = UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=4,
     )
     schedule = DDPMScheduler(num_train_timesteps=100)
@@ -195,7 +239,10 @@ def metric_learning(kind: str) -> Program:
     if kind == "arcface":
         criterion: Any = losses.ArcFaceLoss(4, 8)
         whole = Function(lambda self, x: self.body(x), body=net, criterion=criterion)
-        return Program(Lit(whole, lambda net, batch: net.criterion(net(batch[0]), batch[1])), loader(normal(COUNT, 8), integers(4, COUNT)))
+        return Program(
+            Lit(whole, lambda net, batch: net.criterion(net(batch[0]), batch[1])),
+            loader(normal(COUNT, 8), integers(4, COUNT)),
+        )
     triplet, miner = losses.TripletMarginLoss(), miners.MultiSimilarityMiner()
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
@@ -211,10 +258,16 @@ def geometric() -> Program:
     from torch_geometric.loader import DataLoader as GraphLoader
     from torch_geometric.nn import GCNConv, global_mean_pool
 
-    graphs = [Data(x=normal(5, 4, seed=i), edge_index=integers(5, 2, 8, seed=i), y=torch.tensor(i % 3)) for i in range(COUNT)]
+    graphs = [
+        Data(x=normal(5, 4, seed=i), edge_index=integers(5, 2, 8, seed=i), y=torch.tensor(i % 3)) for i in range(COUNT)
+    ]
     net = Function(
-        lambda self, data: self.head(global_mean_pool(self.two(self.one(data.x, data.edge_index).relu(), data.edge_index), data.batch)),
-        one=GCNConv(4, 8), two=GCNConv(8, 8), head=nn.Linear(8, 3),
+        lambda self, data: self.head(
+            global_mean_pool(self.two(self.one(data.x, data.edge_index).relu(), data.edge_index), data.batch)
+        ),
+        one=GCNConv(4, 8),
+        two=GCNConv(8, 8),
+        head=nn.Linear(8, 3),
     )
     return Program(Lit(net, lambda net, batch: F.cross_entropy(net(batch), batch.y)), GraphLoader(graphs, batch_size=6))
 
@@ -223,7 +276,9 @@ def time_major() -> Program:
     """Batches ``[time, samples]`` of a recurrent language model."""
     net = Function(
         lambda self, ids: self.head(self.rnn(self.embed(ids))[0]),
-        embed=nn.Embedding(20, 8), rnn=nn.LSTM(8, 16), head=nn.Linear(16, 20),
+        embed=nn.Embedding(20, 8),
+        rnn=nn.LSTM(8, 16),
+        head=nn.Linear(16, 20),
     )
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
@@ -252,7 +307,9 @@ def segmentation() -> Program:
 
 def autoencoder() -> Program:
     net = nn.Sequential(nn.Linear(10, 4), nn.ReLU(), nn.Linear(4, 10))
-    return Program(Lit(net, lambda net, batch: F.mse_loss(net(batch[0]), batch[0])), loader(normal(COUNT, 10), integers(3, COUNT)))
+    return Program(
+        Lit(net, lambda net, batch: F.mse_loss(net(batch[0]), batch[0])), loader(normal(COUNT, 10), integers(3, COUNT))
+    )
 
 
 def forecast() -> Program:

@@ -26,7 +26,6 @@ from tests.check.programs import (
     language,
     loader,
     mlp,
-    mse,
     normal,
     regression,
     reinforcement,
@@ -150,13 +149,17 @@ def shared_noise() -> Program:
 
 
 def functional_dropout() -> Program:
-    net = Function(lambda self, x: self.two(F.dropout(self.one(x).relu(), 0.5)), one=nn.Linear(8, 16), two=nn.Linear(16, 4))
+    net = Function(
+        lambda self, x: self.two(F.dropout(self.one(x).relu(), 0.5)), one=nn.Linear(8, 16), two=nn.Linear(16, 4)
+    )
     return mlp(net=net)
 
 
 def forgotten_layers() -> Program:
     blocks = [nn.Linear(16, 16) for _ in range(2)]
-    net = Function(lambda self, x: self.two(blocks[1](blocks[0](self.one(x).relu()))), one=nn.Linear(8, 16), two=nn.Linear(16, 4))
+    net = Function(
+        lambda self, x: self.two(blocks[1](blocks[0](self.one(x).relu()))), one=nn.Linear(8, 16), two=nn.Linear(16, 4)
+    )
     net.register_module("unused", nn.Linear(16, 16))
     return mlp(net=net)
 
@@ -186,10 +189,19 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "softmax before cross entropy": (lambda: mlp(net=layers(nn.Softmax(-1))), "loss-at-start"),
     "relu before cross entropy": (lambda: mlp(net=layers(nn.ReLU())), "loss-at-start"),
     "logits into nll": (lambda: mlp(lambda net, b: F.nll_loss(net(b[0]), b[1])), "loss-at-start"),
-    "log softmax of the batch": (lambda: mlp(lambda net, b: F.nll_loss(net(b[0]), b[1]), net=layers(nn.LogSoftmax(0))), "samples-mix"),
+    "log softmax of the batch": (
+        lambda: mlp(lambda net, b: F.nll_loss(net(b[0]), b[1]), net=layers(nn.LogSoftmax(0))),
+        "samples-mix",
+    ),
     "view for permute": (lambda: mlp(net=nn.Sequential(nn.Linear(8, 16), Viewed(), nn.Linear(16, 4))), "samples-mix"),
-    "attention over the batch": (lambda: mlp(net=nn.Sequential(nn.Linear(8, 16), BatchSoftmax(), nn.Linear(16, 4))), "samples-mix"),
-    "norm without running statistics": (lambda: cnn(batch_norm=lambda: nn.BatchNorm2d(6, track_running_stats=False)), "samples-mix"),
+    "attention over the batch": (
+        lambda: mlp(net=nn.Sequential(nn.Linear(8, 16), BatchSoftmax(), nn.Linear(16, 4))),
+        "samples-mix",
+    ),
+    "norm without running statistics": (
+        lambda: cnn(batch_norm=lambda: nn.BatchNorm2d(6, track_running_stats=False)),
+        "samples-mix",
+    ),
     "divided twice": (lambda: cnn(scale=1 / 255), "same-data"),
     "loaded for inference": (asleep, "evaluation"),
     "functional dropout": (functional_dropout, "evaluation"),
@@ -199,7 +211,10 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "rate too large": (lambda: mlp(optimizer=sgd(300.0)), "learning-rate"),
     "rate too small": (lambda: mlp(optimizer=sgd(1e-8)), "learning-rate"),
     "loss is maximized": (lambda: mlp(optimizer=flipped), "overfits-one-batch"),
-    "labels in the input": (lambda: mlp(leaking, net=nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))), "target-is-used"),
+    "labels in the input": (
+        lambda: mlp(leaking, net=nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))),
+        "target-is-used",
+    ),
     "all targets ignored": (lambda: mlp(ignored), "target-is-used"),
     "targets of zeros": (lambda: mlp(zero_targets), "target-is-used"),
     "wrong custom gradient": (custom_function, "custom-gradients"),
@@ -208,7 +223,10 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "broadcast of the target": (lambda: regression(lambda net, b: F.mse_loss(net(b[0]), b[1])), "target-is-used"),
     "broadcast in own loss": (lambda: regression(whole_tensor), "target-is-used"),
     "targets of another scale": (lambda: regression(scale=1e5), "loss-at-start"),
-    "softmax of one unit": (lambda: regression(net=nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1), nn.Softmax(-1))), "input-is-used"),
+    "softmax of one unit": (
+        lambda: regression(net=nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1), nn.Softmax(-1))),
+        "input-is-used",
+    ),
     "a rate of zero": (lambda: regression(optimizer=sgd(0.0)), "overfits-one-batch"),
     # Language models.
     "no mask": (lambda: language(mask=None), "past-sees-future"),
@@ -218,7 +236,10 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "detached body": (lambda: language(detach=True), "parameters-learn"),
     # Sequences.
     "not batch first": (lambda: sequences(batch_first=False), "samples-mix"),
-    "reshaped sequences": (lambda: sequences(reshape=lambda x: x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)), "samples-mix"),
+    "reshaped sequences": (
+        lambda: sequences(reshape=lambda x: x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)),
+        "samples-mix",
+    ),
     "cut sequences": (first_steps, "input-is-used"),
     # Seq2seq.
     "decoder without mask": (lambda: seq2seq(causal=False), "past-sees-future"),
@@ -227,16 +248,27 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     # Several losses.
     "body without gradient": (lambda: detection(frozen_body), "parameters-learn"),
     "one loss is forgotten": (lambda: detection(one_loss), "parameters-learn"),
-    "optimizer of one head": (lambda: detection(optimizer=lambda net: torch.optim.Adam(net.classes.parameters())), "parameters-learn"),
+    "optimizer of one head": (
+        lambda: detection(optimizer=lambda net: torch.optim.Adam(net.classes.parameters())),
+        "parameters-learn",
+    ),
     # VAE.
-    "mixing decoder": (lambda: vae(decoder=nn.Sequential(nn.Linear(3, 16), BatchSoftmax(), nn.Linear(16, 10))), "samples-mix"),
+    "mixing decoder": (
+        lambda: vae(decoder=nn.Sequential(nn.Linear(3, 16), BatchSoftmax(), nn.Linear(16, 10))),
+        "samples-mix",
+    ),
     "data not normalized": (lambda: vae(elbo, x=normal(COUNT, 10) * 1e4), "loss-at-start"),
     # GAN.
     "generator gets no gradient": (lambda: gan(detached=True), "parameters-learn"),
     "mixing critic": (lambda: gan(norm=nn.BatchNorm1d(16, track_running_stats=False)), "samples-mix"),
     # Contrastive.
     "views of nothing": (lambda: contrastive(contrastive_of_constant), "input-is-used"),
-    "head without gradient": (lambda: contrastive(net=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8).requires_grad_(True), nn.Hardtanh(9, 10))), "parameters-learn"),
+    "head without gradient": (
+        lambda: contrastive(
+            net=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8).requires_grad_(True), nn.Hardtanh(9, 10))
+        ),
+        "parameters-learn",
+    ),
     # Graphs.
     "attention over graphs": (lambda: graph(along=0), "samples-mix"),
     "edges are not used": (lambda: graph(uses_graph=False), "input-is-used"),
@@ -246,7 +278,10 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     # Tabular.
     "validation not scaled": (lambda: tabular(scale=255.0), "same-data"),
     "numbers are cut": (lambda: tabular(numbers=slice(3)), "input-is-used"),
-    "sigmoid before logits": (lambda: tabular(lambda net, b: F.binary_cross_entropy_with_logits(net(b[0], b[1]).sigmoid(), b[2])), "loss-at-start"),
+    "sigmoid before logits": (
+        lambda: tabular(lambda net, b: F.binary_cross_entropy_with_logits(net(b[0], b[1]).sigmoid(), b[2])),
+        "loss-at-start",
+    ),
     # Reinforcement.
     "values and targets broadcast": (lambda: reinforcement(td_with_wrong_shape), "target-is-used"),
     "policy of raw scores": (lambda: reinforcement(raw_policy), "loss-at-start"),

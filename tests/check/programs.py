@@ -83,12 +83,19 @@ def xent(net: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-def mlp(loss: Callable[..., Tensor] = xent, *, net: nn.Module | None = None, optimizer: Any = None, x: Any = None) -> Program:
+def mlp(
+    loss: Callable[..., Tensor] = xent, *, net: nn.Module | None = None, optimizer: Any = None, x: Any = None
+) -> Program:
     net = net or nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     return Program(Lit(net, loss, optimizer), loader(normal(COUNT, 8) if x is None else x, integers(4, COUNT)))
 
 
-def cnn(last: nn.Module | None = None, *, batch_norm: Callable[[], nn.Module] = lambda: nn.BatchNorm2d(6), scale: float = 1.0) -> Program:
+def cnn(
+    last: nn.Module | None = None,
+    *,
+    batch_norm: Callable[[], nn.Module] = lambda: nn.BatchNorm2d(6),
+    scale: float = 1.0,
+) -> Program:
     body = [nn.Conv2d(3, 6, 3, padding=1), batch_norm(), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2), nn.Flatten()]
     net = nn.Sequential(*body, nn.Linear(6 * 16, 4), last or nn.Identity())
     x = normal(COUNT, 3, 8, 8)
@@ -102,7 +109,9 @@ def mse(net: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(net(batch[0]).squeeze(-1), batch[1])
 
 
-def regression(loss: Callable[..., Tensor] = mse, *, optimizer: Any = None, scale: float = 1.0, net: Any = None) -> Program:
+def regression(
+    loss: Callable[..., Tensor] = mse, *, optimizer: Any = None, scale: float = 1.0, net: Any = None
+) -> Program:
     x = normal(COUNT, 5)
     y = (x[:, 0] - 2 * x[:, 1]).tanh() * scale
     net = net or nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -152,7 +161,9 @@ def language(loss: Callable[..., Tensor] = next_token, **options: Any) -> Progra
 class Tagger(nn.Module):
     """A recurrent net with a class per sequence."""
 
-    def __init__(self, kind: Any = nn.LSTM, *, batch_first: bool = True, reshape: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, kind: Any = nn.LSTM, *, batch_first: bool = True, reshape: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.rnn, self.head = kind(6, 12, batch_first=batch_first), nn.Linear(12, 3)
         self.reshape = reshape
@@ -336,7 +347,9 @@ def diffusion(loss: Callable[..., Tensor] = denoise, *, net: nn.Module | None = 
 class Tabular(nn.Module):
     """Embeddings of categories beside numbers."""
 
-    def __init__(self, *, numbers: slice = slice(None), uses_categories: bool = True, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, *, numbers: slice = slice(None), uses_categories: bool = True, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(9, 4), norm or nn.BatchNorm1d(6)
         width = len(range(6)[numbers])
@@ -355,7 +368,9 @@ def binary(net: nn.Module, batch: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(net(batch[0], batch[1]), batch[2])
 
 
-def tabular(loss: Callable[..., Tensor] = binary, *, optimizer: Any = None, scale: float = 1.0, **options: Any) -> Program:
+def tabular(
+    loss: Callable[..., Tensor] = binary, *, optimizer: Any = None, scale: float = 1.0, **options: Any
+) -> Program:
     x, y = normal(COUNT, 6), (integers(2, COUNT, seed=4)).float()
     data = loader(x, integers(9, COUNT, seed=3), y)
     validation = loader(x * scale, integers(9, COUNT, seed=3), y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recorder import ArgumentError, Check
 from lightning_recorder.check import QUESTIONS, Answer, Bench, Question, Result
-from tests.check.programs import COUNT, Function, Lit, Program, cnn, gan, integers, loader, mlp, normal, regression
+from tests.check.programs import COUNT, Function, Lit, Program, cnn, gan, integers, mlp, normal, regression
 from tests.entry_points import ROOT, write_entry_points
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(shuffle|workers|Using a target size)")
@@ -46,6 +47,12 @@ def test_every_question_is_described() -> None:
     assert all(each.asks.endswith("?") and each.expects for each in QUESTIONS)
     assert all(sys.modules[each.answer.__module__].__doc__ for each in QUESTIONS)
     assert sum(each.steps for each in QUESTIONS) <= 30
+
+
+def test_every_question_is_in_the_documentation() -> None:
+    """The page about checks has a row for each question, in the order in which they are asked."""
+    page = (ROOT / "docs" / "how-to" / "check.md").read_text()
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == [each.name for each in QUESTIONS]
 
 
 def test_questions_can_be_chosen_and_added(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def initialized(optimizer: type[torch.optim.Optimizer]) -> Callable[[nn.Module],
 
 def with_workers() -> Program:
     program = cnn()
-    program.loader = loader(normal(COUNT, 3, 8, 8), integers(4, COUNT), shuffle=True, num_workers=1, persistent_workers=True)
+    program.loader = loader(
+        normal(COUNT, 3, 8, 8), integers(4, COUNT), shuffle=True, num_workers=1, persistent_workers=True
+    )
     return program
 
 
@@ -111,8 +113,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "seq2seq": seq2seq,
     "q learning": reinforcement,
     "lstm": lambda: Program(
-        Lit(Function(lambda self, x: self.rnn(x)[0][:, -1], rnn=nn.LSTM(6, 3, dropout=0.2, num_layers=2, batch_first=True)),
-            lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])),
+        Lit(
+            Function(
+                lambda self, x: self.rnn(x)[0][:, -1], rnn=nn.LSTM(6, 3, dropout=0.2, num_layers=2, batch_first=True)
+            ),
+            lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]),
+        ),
         loader(normal(COUNT, 10, 6), integers(3, COUNT)),
     ),
 }
@@ -133,7 +139,7 @@ def outcome(program: Program, folder: Path, callbacks: list[Callback]) -> dict[s
         "numpy": np.random.get_state()[1],  # noqa: NPY002 - the global generator
         "modes": [each.training for each in model.modules()],
         "attributes": {name: getattr(model, name) for name in ("count", "seen") if hasattr(model, name)},
-        "names": {name: 0 for name in vars(model)},
+        "names": dict.fromkeys(vars(model), 0),
         "hooks": [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()],
         "metrics": dict(trainer.callback_metrics),
         "steps": trainer.global_step,

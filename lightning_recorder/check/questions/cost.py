@@ -42,4 +42,6 @@ def _now(devices: set[torch.device]) -> float:
     return time.perf_counter()
 
 
-QUESTION = Question("cost", "What will it cost?", "no expectation: a measurement", answer, steps=1.0, needs_repetition=False)
+QUESTION = Question(
+    "cost", "What will it cost?", "no expectation: a measurement", answer, steps=1.0, needs_repetition=False
+)

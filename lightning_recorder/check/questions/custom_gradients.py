@@ -1,8 +1,8 @@
 """Do custom gradients hold?
 
 Each ``torch.autograd.Function`` of the step is called again with the tensors that it received, in float64. Its backward
-pass is compared with a difference quotient along a random direction. A function that changes nothing in its forward pass,
-or only in steps, has another gradient on purpose: gradient reversal, clipping, and straight-through estimators.
+pass is compared with a difference quotient along a random direction. A function that changes nothing in its forward
+pass, or only in steps, has another gradient on purpose: gradient reversal, clipping, and straight-through estimators.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def answer(bench: Bench) -> Answer:
 
 def _functions(loss: Tensor | None) -> set[Any]:
     """Return the custom autograd functions in the graph of a loss."""
-    todo, seen, found = [] if loss is None or loss.grad_fn is None else [loss.grad_fn], set(), set()
+    todo: list[Any] = [] if loss is None else [loss.grad_fn]
+    seen, found = {None}, set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         kind = getattr(type(node), "_forward_cls", None)
@@ -106,7 +107,7 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
     found = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
     directions = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.device) for each in leaves]
-    known = [(g, d, p) for g, d, p in zip(found, directions, places, strict=True) if g is not None]
+    known: list[Any] = [each for each in zip(found, directions, places, strict=True) if _is_known(each[0])]
     if not known:
         return "it has no gradient"
     analytic = sum(float((gradient * direction).sum()) for gradient, direction, _ in known)
@@ -119,6 +120,10 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
     if abs(numeric - analytic) > _CLOSE * max(abs(numeric), abs(analytic)):
         return f"the gradient is {analytic:.4g} along a direction in which the function changes by {numeric:.4g}"
     return "its gradient is that of its forward pass"
+
+
+def _is_known(gradient: Tensor | None) -> bool:  # autograd.grad is not declared to return None
+    return gradient is not None
 
 
 def _moved(kind: Any, given: list[Any], known: list[tuple[Tensor, Tensor, int]], weight: Tensor, size: float) -> float:

@@ -1,7 +1,7 @@
 """Is the step deterministic?
 
-The same step with the same random numbers must have the same loss and the same gradients to the bit. Otherwise the first
-module with another output is named. If the step cannot be repeated at all, the other questions have no answer.
+The same step with the same random numbers must have the same loss and the same gradients to the bit. Otherwise the
+first module with another output is named. If the step cannot be repeated at all, the other questions have no answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def answer(bench: Bench) -> Answer:
         None,
     )
     if place is not None:
-        return Answer("look", f"the output of {place.name} ({place.kind}) differs when the step is repeated", module=place.name)
+        return Answer(
+            "look", f"the output of {place.name} ({place.kind}) differs when the step is repeated", module=place.name
+        )
     if _loss(first) != _loss(second):
         return Answer("look", f"the loss differs when the step is repeated: {_loss(first)} and {_loss(second)}")
     if first.loss is None:

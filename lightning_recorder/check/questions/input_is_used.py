@@ -70,15 +70,16 @@ def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
         copy = tensor.clone()
         if path == name:
             leaves.append(copy.requires_grad_())
-            return copy
         return copy
 
     try:
         with bench.restored(training=False):
             seen = bench.forward(changed(found.batch, watched), is_own=True)
             predictions = [each for each in seen.predictions if each.requires_grad]
-            total = sum(each.double().square().sum() for each in predictions)
-            (gradient,) = torch.autograd.grad(total, leaves[-1:], allow_unused=True) if predictions else (None,)
+            if not predictions:
+                return []
+            total = torch.stack([each.double().square().sum() for each in predictions]).sum()
+            (gradient,) = torch.autograd.grad(total, leaves[-1:], allow_unused=True)
     except RuntimeError:  # an operation in place, or one without a gradient
         return []
     if gradient is None:

@@ -45,7 +45,9 @@ def answer(bench: Bench) -> Answer:
     if all(abs(value - loss) < _NOTHING * size for value in after.values()):
         text = f"one step changes the loss by less than {_NOTHING:g} of it, even with 100× the rate"
         return Answer("look", text, numbers)
-    return Answer("ok", f"one step changes the loss from {loss:.4g} to {after[1.0]:.4g}; {best:g}× the rate is best", numbers)
+    return Answer(
+        "ok", f"one step changes the loss from {loss:.4g} to {after[1.0]:.4g}; {best:g}× the rate is best", numbers
+    )
 
 
 QUESTION = Question(

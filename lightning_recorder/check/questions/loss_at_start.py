@@ -92,7 +92,9 @@ def _of_classes(call: LossCall, prediction: Tensor) -> Answer | None:
     numbers = {"loss": loss, "expected": expected}
     if loss > _WIDE * expected + 1.0:
         size = float(prediction.std())
-        text = f"the cross entropy is {loss:.3g} instead of {expected:.3g}: the logits have a standard deviation of {size:.3g}"
+        text = (
+            f"the cross entropy is {loss:.3g} instead of {expected:.3g}: logits have a standard deviation of {size:.3g}"
+        )
         return Answer("look", text, {**numbers, "logits std": size}, call.line)
     return Answer("ok", f"the cross entropy is {loss:.3g}, and {expected:.3g} without knowledge", numbers, call.line)
 

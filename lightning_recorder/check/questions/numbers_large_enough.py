@@ -1,7 +1,7 @@
 """Are the numbers large enough?
 
-The gradients in the chosen precision against those without autocast, with the same random numbers. Gradients that become
-zero are an underflow, gradients that are not finite an overflow.
+The gradients in the chosen precision against those without autocast, with the same random numbers. Gradients that
+become zero are an underflow, gradients that are not finite an overflow.
 """
 
 from __future__ import annotations

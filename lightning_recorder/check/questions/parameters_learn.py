@@ -1,8 +1,8 @@
 """Does every trained parameter learn?
 
-A parameter that requires a gradient must be in an optimizer, must get a gradient other than zero in one of a dozen steps,
-and must change in its number format. A gradient that is zero in the first step only is no fault: the first matrix of
-LoRA and the blocks behind a projection that begins at zero have one.
+A parameter that requires a gradient must be in an optimizer, must get a gradient other than zero in one of a dozen
+steps, and must change in its number format. A gradient that is zero in the first step only is no fault: the first
+matrix of LoRA and the blocks behind a projection that begins at zero have one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def _of_copied_target(bench: Bench, rows: int) -> Answer:
         if call.has_classes and copies:
             share, _ = _changed_later(bench, place, {0: copies}, rows)
             if share > tolerance(call.prediction):
-                text = f"the target is {copies[0]} at the same position, which the prediction depends on: is it shifted?"
+                text = (
+                    f"the target is {copies[0]} at the same position, which the prediction depends on: is it shifted?"
+                )
                 return Answer("look", text, {"share of the future": share}, call.line)
             return Answer("ok", "predictions do not depend on their targets or later ones", line=call.line)
     raise NoAnswerError("no loss has the next element of a sequence as its target")

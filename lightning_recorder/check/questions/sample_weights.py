@@ -1,7 +1,8 @@
 """Does one sample weigh as another?
 
-The gradient of a batch against those of its two halves, in evaluation mode. A mean over samples gives each half a weight
-of one half, a sum gives each a weight of one. Other weights mean that samples count by their length or by their padding.
+The gradient of a batch against those of its two halves, in evaluation mode. A mean over samples gives each half a
+weight of one half, a sum gives each a weight of one. Other weights mean that samples count by their length or by their
+padding.
 """
 
 from __future__ import annotations
@@ -43,17 +44,24 @@ def answer(bench: Bench) -> Answer:
     if residual > _SMALL or min(weights) <= 0:
         raise NoAnswerError("the loss of a sample depends on the other samples of its batch")
     if max(weights) > _UNEVEN * min(weights):
-        text = f"halves of the batch weigh {weights[0]:.2f} and {weights[1]:.2f}: samples count by their length or padding"
+        text = (
+            f"halves of the batch weigh {weights[0]:.2f} and {weights[1]:.2f}: samples count by their length or padding"
+        )
         return Answer("look", text, numbers)
     if min(weights) > 0.8:
-        return Answer("ok", "the loss is a sum over samples: the learning rate depends on the size of the batch", numbers)
+        return Answer(
+            "ok", "the loss is a sum over samples: the learning rate depends on the size of the batch", numbers
+        )
     return Answer("ok", "the gradient of a batch is the mean over its samples", numbers)
 
 
 def _gradient(bench: Bench, batch: object) -> Tensor:
     with bench.restored(training=False):
         found = bench.gradients(bench.forward(batch).loss, batch)
-    return torch.cat([each.double().flatten() for name in found if (each := found[name]) is not None] or [torch.zeros(1, device="cpu")])
+    return torch.cat(
+        [each.double().flatten() for name in found if (each := found[name]) is not None]
+        or [torch.zeros(1, device="cpu")]
+    )
 
 
 QUESTION = Question(

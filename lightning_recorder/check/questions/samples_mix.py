@@ -107,7 +107,9 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         return tensor[[0, -1]] if has_rows else None
 
     base, first, last = (
-        bench.observe(bench.few if index is None else take_rows(bench.few, [index] * rows), training=training, keep=kept)
+        bench.observe(
+            bench.few if index is None else take_rows(bench.few, [index] * rows), training=training, keep=kept
+        )
         for index in (None, 0, rows - 1)
     )
     predictions = (_predictions(seen, base, rows, bench) for seen in (base, first, last))

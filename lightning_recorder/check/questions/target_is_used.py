@@ -1,7 +1,7 @@
 """Does the loss use its target?
 
-The targets are exchanged among the samples. Then the loss must change, and the prediction must not. Shapes of prediction
-and target that broadcast, targets that are all ignored, and targets of a single class are found as well.
+The targets are exchanged among the samples. Then the loss must change, and the prediction must not. Shapes of
+prediction and target that broadcast, targets that are all ignored, and targets of a single class are found as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _leaked(found: Influences) -> Answer | None:
             tensor = tensors[name]
             is_target = tensor.shape == call.target.shape and torch.equal(tensor, call.target.to(tensor.dtype))
             has_other = any(other != name for other in found.inputs)
-            if is_target and has_other and (call.has_classes and tensor.dim() == 1 or call.name in _FLOATS):
+            if is_target and has_other and ((call.has_classes and tensor.dim() == 1) or call.name in _FLOATS):
                 text = f"the prediction depends on {name}, which is its target"
                 return Answer("look", f"{text}; a loss with margins does so on purpose", line=call.line)
     return None

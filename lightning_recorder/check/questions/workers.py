@@ -1,7 +1,7 @@
 """Are workers told apart?
 
-Each worker of a loader has a copy of an iterable data set. Unless it asks which worker it is, every sample is loaded once
-per worker.
+Each worker of a loader has a copy of an iterable data set. Unless it asks which worker it is, every sample is loaded
+once per worker.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ def answer(bench: Bench) -> Answer:
         return Answer("ok", f"a sampler divides the samples among {workers} workers")
     if getattr(bench.loader, "worker_init_fn", None) is not None or _asks(dataset):
         return Answer("ok", f"the data set asks which of {workers} workers it is in")
-    text = f"{type(dataset).__name__} does not ask which worker it is in: each of {workers} workers may load all samples"
+    text = (
+        f"{type(dataset).__name__} does not ask which worker it is in: each of {workers} workers may load all samples"
+    )
     return Answer("look", text)
 
 
 def _asks(dataset: Any) -> bool:
     """Return True if the code of the data set or of one that it wraps mentions workers, or if it cannot be read."""
-    if type(dataset).__module__.partition(".")[0] in ("torch", "torchdata", "datasets", "webdataset", "streaming", "litdata"):
+    if type(dataset).__module__.partition(".")[0] in (
+        "torch",
+        "torchdata",
+        "datasets",
+        "webdataset",
+        "streaming",
+        "litdata",
+    ):
         return True
     try:
         text = inspect.getsource(type(dataset))
