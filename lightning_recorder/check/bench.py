@@ -258,7 +258,8 @@ class Bench:
         if not loss.requires_grad:
             raise NoAnswerError("the loss depends on no parameter")
         try:
-            found = torch.autograd.grad(
+            # Not declared to return None, which it does for what the loss does not depend on.
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 loss * self.functions.loss_scale, list(self.parameters.values()), allow_unused=True
             )
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What will it cost? The time of the parts of a step, and the memory at its peak."""
+"""Measure the time of the parts of a step, and the memory at its peak."""
 
 from __future__ import annotations
 

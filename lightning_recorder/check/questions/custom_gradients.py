@@ -1,4 +1,4 @@
-"""Do custom gradients hold?
+"""Find custom functions with a wrong gradient.
 
 Each ``torch.autograd.Function`` of the step is called again with the tensors that it received, in float64. Its backward
 pass is compared with a difference quotient along a random direction. A function that changes nothing in its forward
@@ -105,9 +105,10 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
         out = _first(kind.apply(*given))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-    found = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
+    # Not declared to return None, which it does for what the function does not depend on.
+    found: tuple[Tensor | None, ...] = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
     directions = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.device) for each in leaves]
-    known: list[Any] = [each for each in zip(found, directions, places, strict=True) if _is_known(each[0])]
+    known = [(g, d, p) for g, d, p in zip(found, directions, places, strict=True) if g is not None]
     if not known:
         return "it has no gradient"
     analytic = sum(float((gradient * direction).sum()) for gradient, direction, _ in known)
@@ -120,10 +121,6 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
     if abs(numeric - analytic) > _CLOSE * max(abs(numeric), abs(analytic)):
         return f"the gradient is {analytic:.4g} along a direction in which the function changes by {numeric:.4g}"
     return "its gradient is that of its forward pass"
-
-
-def _is_known(gradient: Tensor | None) -> bool:  # autograd.grad is not declared to return None
-    return gradient is not None
 
 
 def _moved(kind: Any, given: list[Any], known: list[tuple[Tensor, Tensor, int]], weight: Tensor, size: float) -> float:

@@ -1,4 +1,4 @@
-"""Is the step deterministic?
+"""Find the first thing that differs when the step is repeated.
 
 The same step with the same random numbers must have the same loss and the same gradients to the bit. Otherwise the
 first module with another output is named. If the step cannot be repeated at all, the other questions have no answer.

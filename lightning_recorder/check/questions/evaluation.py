@@ -1,4 +1,4 @@
-"""Is evaluation evaluation?
+"""Find evaluations that train, and trainings that evaluate.
 
 In evaluation mode, no dropout may be active and every module must be in evaluation mode. In training, modules with
 parameters, dropout or BatchNorm must be in training mode: a model that was loaded for inference is not. Two evaluations

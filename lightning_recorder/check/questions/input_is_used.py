@@ -1,4 +1,4 @@
-"""Does the model use its input, all of it?
+"""Find inputs, channels and positions that the model does not use.
 
 Each tensor of the batch is exchanged among the samples. Then the prediction must change, for at least one of them. For
 floating-point inputs, the gradient names channels and features without influence, and a second pass in which only they
@@ -79,7 +79,7 @@ def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
             if not predictions:
                 return []
             total = torch.stack([each.double().square().sum() for each in predictions]).sum()
-            (gradient,) = torch.autograd.grad(total, leaves[-1:], allow_unused=True)
+            gradient: Tensor | None = torch.autograd.grad(total, leaves[-1:], allow_unused=True)[0]
     except RuntimeError:  # an operation in place, or one without a gradient
         return []
     if gradient is None:

@@ -1,4 +1,4 @@
-"""Is the learning rate in range?
+"""Find a learning rate out of range.
 
 The loss of the first batch after one step with 0.01 to 100 times the learning rate, each on a copy. A rate that a
 scheduler raises from a small one is replaced by its base rate. A rate is too large if one step spoils the loss while a

@@ -1,4 +1,4 @@
-"""Is the loss right at the start?
+"""Compare the loss at the start with that of a model without knowledge.
 
 A new classifier knows nothing, so its cross entropy is near the logarithm of the number of classes. A new regression is
 near the spread of its targets. A much larger loss means outputs or targets of another size. The function that made the

@@ -1,4 +1,4 @@
-"""Are the numbers large enough?
+"""Find numbers that are too small or too large for the precision.
 
 The gradients in the chosen precision against those without autocast, with the same random numbers. Gradients that
 become zero are an underflow, gradients that are not finite an overflow.

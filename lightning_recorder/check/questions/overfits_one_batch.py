@@ -1,4 +1,4 @@
-"""Can the model overfit one batch?
+"""Overfit one batch.
 
 A few steps on a copy of the parameters, all with the same batch and the same random numbers. A loss that does not fall
 at all is the usual sign of a gradient, an optimizer or a learning rate that does not work.

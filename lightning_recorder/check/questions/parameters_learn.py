@@ -1,4 +1,4 @@
-"""Does every trained parameter learn?
+"""Find trained parameters that do not learn.
 
 A parameter that requires a gradient must be in an optimizer, must get a gradient other than zero in one of a dozen
 steps, and must change in its number format. A gradient that is zero in the first step only is no fault: the first

@@ -1,4 +1,4 @@
-"""Does the past see the future?
+"""Find predictions that see the future.
 
 If the target of a sequence is its own next element, the prediction at a position may not depend on later elements. They
 are replaced by those of another sample. A missing or shifted causal mask is the usual cause.

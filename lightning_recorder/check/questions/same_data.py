@@ -1,4 +1,4 @@
-"""Do training and validation batches agree?
+"""Compare the batches of training and validation.
 
 Their tensors must have the same formats and the same scale. Inputs must have a size that a model can use: images that
 were divided by 255 twice have values of 0.002.

@@ -1,4 +1,4 @@
-"""Does one sample weigh as another?
+"""Find samples that weigh more than others.
 
 The gradient of a batch against those of its two halves, in evaluation mode. A mean over samples gives each half a
 weight of one half, a sum gives each a weight of one. Other weights mean that samples count by their length or by their

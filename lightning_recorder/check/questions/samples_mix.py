@@ -1,4 +1,4 @@
-"""Do samples mix?
+"""Find samples of a batch that mix.
 
 The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The same with the
 last sample, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is intended.

@@ -1,4 +1,4 @@
-"""Does the loss use its target?
+"""Find a loss that does not use its target, and a prediction that does.
 
 The targets are exchanged among the samples. Then the loss must change, and the prediction must not. Shapes of
 prediction and target that broadcast, targets that are all ignored, and targets of a single class are found as well.

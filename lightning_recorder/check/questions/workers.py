@@ -1,4 +1,4 @@
-"""Are workers told apart?
+"""Find workers that load the same samples.
 
 Each worker of a loader has a copy of an iterable data set. Unless it asks which worker it is, every sample is loaded
 once per worker.
