@@ -316,8 +316,7 @@ class Bench:
             raise NoAnswerError("the optimizer needs a closure") from error
 
     def _loss(self) -> float:
-        with torch.no_grad():
-            loss = self.forward(self.batch, gradients=False).loss
+        loss = self.forward(self.batch, gradients=False).loss  # with autograd, which a gradient penalty needs
         return float("nan") if loss is None else float(loss)
 
     @cached_property

@@ -318,6 +318,45 @@ def forecast() -> Program:
     return Program(Lit(net, lambda net, batch: F.mse_loss(net(batch[0][:, :-1]), batch[0][:, 1:])), loader(x))
 
 
+def gradient_penalty() -> Program:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        scores = net(x)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores.mean() + 10 * (gradient.norm(dim=1) - 1).square().mean()
+
+    return Program(Lit(nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 1)), loss), loader(normal(COUNT, 6)))
+
+
+def padded() -> Program:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        x, lengths, target = batch
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return F.cross_entropy(net.head(net.rnn(packed)[1][0]), target)
+
+    net = Function(lambda self, x: x, rnn=nn.GRU(6, 12, batch_first=True), head=nn.Linear(12, 3))
+    return Program(Lit(net, loss), loader(normal(COUNT, 12, 6), integers(4, COUNT) + 2, integers(3, COUNT)))
+
+
+def clipped_policy() -> Program:
+    """A policy and a value function with advantages that are normalized along the batch."""
+    heads = {
+        name: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size)) for name, size in (("pi", 3), ("v", 1))
+    }
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        state, action, old, advantage, value = batch
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        chosen = torch.distributions.Categorical(logits=net.pi(state), validate_args=False)
+        ratio = (chosen.log_prob(action) - old).exp()
+        policy = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        return 0.5 * F.mse_loss(net.v(state).squeeze(-1), value) - policy - 0.01 * chosen.entropy().mean()
+
+    old = torch.full((COUNT,), -1.1)
+    data = loader(normal(COUNT, 4), integers(3, COUNT), old, normal(COUNT, seed=2), normal(COUNT, seed=3))
+    return Program(Lit(Function(lambda self, x: x, **heads), loss), data)
+
+
 def warmup() -> Program:
     def optimizer(net: nn.Module) -> Any:
         made = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -351,6 +390,9 @@ HEALTHY: dict[str, Callable[[], Program]] = {
     "autoencoder": autoencoder,
     "forecast": forecast,
     "warmup": warmup,
+    "gradient penalty": gradient_penalty,
+    "padded": padded,
+    "clipped policy": clipped_policy,
     "gpt2": gpt2,
     "gpt2 with padding": gpt2_padded,
     "llama": llama,

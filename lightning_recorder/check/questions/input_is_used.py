@@ -104,12 +104,13 @@ def _matters(bench: Bench, found: Influences, name: str, places: list[int]) -> b
 
 def _unused_positions(bench: Bench, found: Influences) -> list[str]:
     """Return the blocks of positions of sequences without influence. Masks and lengths make them intended."""
-    names = list(found.tensors)
-    if any(word in name.lower() for name in names for word in ("mask", "length", "len")):
+    tensors = named_tensors(found.batch)
+    has_lengths = any(tensors[name].dim() == 1 and not tensors[name].is_floating_point() for name in found.inputs)
+    if has_lengths or any("mask" in name.lower() for name in tensors):
         return []
     texts = []
     for name in found.inputs[:1]:
-        tensor = named_tensors(found.batch)[name]
+        tensor = tensors[name]
         is_sequence = tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
         if is_sequence and tensor.shape[1] >= 2 * _BLOCKS:
             for block in torch.arange(tensor.shape[1], device="cpu").chunk(_BLOCKS):
