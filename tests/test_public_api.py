@@ -41,6 +41,7 @@ HEAVY = (
 # The subpackages that users import from, in addition to the root.
 SUBPACKAGES = (
     "callbacks",
+    "check",
     "dumps",
     "errors",
     "graph",

@@ -21,8 +21,10 @@ from typing_extensions import override
 from lightning_recorder.callbacks.guard import GuardedCallback, guarded
 from lightning_recorder.callbacks.replay import run_manual, training_step, unchanged
 from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
-from lightning_recorder.check import Answer, Bench, Question, Result, StepFunctions, chosen_questions, examine
+from lightning_recorder.check import Answer, Bench, Question, Result
 from lightning_recorder.check.batches import named_tensors
+from lightning_recorder.check.bench import StepFunctions
+from lightning_recorder.check.examination import chosen_questions, examine
 from lightning_recorder.errors import check_bool, check_number
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
