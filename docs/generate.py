@@ -24,6 +24,7 @@ CALLBACKS = {
     "graph": "GraphRecorder",
     "dumper": "TensorDumper",
     "watch": "StepWatch",
+    "check": "Check",
 }
 """The short name of each callback in the table of arguments."""
 
@@ -43,7 +44,7 @@ the full description.
 
 The column *taken by* uses short names: *activations* is `ActivationRecorder`, *gradients* is `GradientRecorder`,
 *parameters* is `ParameterRecorder`, and *statistics* are these three; *graph* is `GraphRecorder`, *dumper* is
-`TensorDumper` and *watch* is `StepWatch`.
+`TensorDumper`, *watch* is `StepWatch` and *check* is `Check`.
 
 {callbacks}
 
@@ -64,7 +65,7 @@ Pass `outputs=Outputs(…)`, here with the defaults of `Outputs`.
 
 | variable | meaning |
 |---|---|
-| `LIGHTNING_RECORDER` | `on`, `off`, or a YAML file with recorders: see [any program](how-to/any-program.md) |
+| `LIGHTNING_RECORDER` | `on`, `off`, `check`, or a YAML file with recorders: see [any program](how-to/any-program.md) |
 | `LIGHTNING_RECORDER_DISK_RESERVE` | The bytes of free disk space that recorders leave; 256 MiB by default |
 | `LIGHTNING_RECORDER_FUSED` | `0` computes statistics on a CPU with torch instead of C code |
 | `LIGHTNING_RECORDER_TRITON` | `0` computes statistics on a GPU with torch instead of Triton kernels |
@@ -90,7 +91,7 @@ COMMANDS = """\
 | exit status | |
 |---|---|
 | 0 | success |
-| 1 | `diff`, `doctor` or `scale` found something |
+| 1 | `check`, `diff`, `doctor` or `scale` found something |
 | 2 | an error, such as a wrong argument or a missing file |
 | 130 | stopped by Ctrl-C |
 

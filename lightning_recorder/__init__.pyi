@@ -1,5 +1,6 @@
 from .callbacks import (
     ActivationRecorder,
+    Check,
     GradientRecorder,
     GraphRecorder,
     Outputs,
@@ -38,6 +39,7 @@ __all__ = [
     "ArgumentError",
     "BackwardInput",
     "BackwardOutput",
+    "Check",
     "Drawing",
     "DumpError",
     "FlowError",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FACTORY_GROUPS", "VARIABLE", "is_default_set", "is_switched_off", "setting"]
+__all__ = ["CHECK", "CHECK_ONLY", "FACTORY_GROUPS", "VARIABLE", "is_default_set", "is_switched_off", "setting"]
 
 VARIABLE = "LIGHTNING_RECORDER"
 """The name of the variable."""
 
 FACTORY_GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
 """The groups of entry points from which Lightning, under each of its names, adds callbacks to every Trainer."""
+
+CHECK, CHECK_ONLY = "check", "check-only"
+"""The values that add a check of the first training step; the second ends the program after it."""
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes")

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("wrapped",),
     ("outputs", "watch"),
+    ("check",),
     ("callbacks", "commands", "testing"),
     ("__main__", "entry_point", "tensorboard_tab"),
 )

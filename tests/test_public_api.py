@@ -40,6 +40,7 @@ HEAVY = (
 # The subpackages that users import from, in addition to the root.
 SUBPACKAGES = (
     "callbacks",
+    "check",
     "dumps",
     "errors",
     "graph",

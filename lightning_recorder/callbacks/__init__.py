@@ -1,6 +1,7 @@
 """Lightning callbacks: a thin layer between the trainer and the recorders, which do not depend on Lightning."""
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
+from lightning_recorder.callbacks.check import Check
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.dumper import TensorDumper
 from lightning_recorder.callbacks.gradient import GradientRecorder
@@ -12,6 +13,7 @@ from lightning_recorder.schedule import Schedule
 
 __all__ = [
     "ActivationRecorder",
+    "Check",
     "GradientRecorder",
     "GraphRecorder",
     "Outputs",

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.check import Check
 from lightning_recorder.callbacks.config_file import read_recorders
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING
@@ -23,7 +24,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
 from lightning_recorder.internals.rendezvous import missing_ranks
 from lightning_recorder.statistics import Exchange
-from lightning_recorder.switch import VARIABLE, is_default_set, is_switched_off, setting
+from lightning_recorder.switch import CHECK, CHECK_ONLY, VARIABLE, is_default_set, is_switched_off, setting
 
 __all__ = ["AttachRecorders"]
 
@@ -87,15 +88,16 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
     present = [each for each in callbacks if isinstance(each, RecorderCallback)]
     if any(each._is_from_environment for each in present) or not setting() or is_switched_off():
         return
+    is_check = setting().lower() in (CHECK, CHECK_ONLY)
     for flag in ("fast_dev_run", "barebones"):
-        if getattr(trainer, flag):
+        if getattr(trainer, flag) and not is_check:
             _say(rank_zero_info, f"Trainer({flag}=True) is not recorded")
             return
     if not _is_set_everywhere(trainer):
         return
-    made = _new_recorders(present)
+    made = _new_checks(callbacks) if is_check else _new_recorders(present)
     place = next(index for index, each in enumerate(callbacks) if each is after) + 1
-    callbacks[place:place] = made
+    callbacks[place:place] = list(made)
 
 
 @dataclass
@@ -130,6 +132,18 @@ def _is_set_everywhere(trainer: Trainer) -> bool:
     return not _agreements.has_failed
 
 
+def _new_checks(callbacks: list[Any]) -> list[Callback]:
+    """Return a new check, unless the program has one, which is then told to end the program if that is asked for."""
+    only = setting().lower() == CHECK_ONLY
+    own = [each for each in callbacks if isinstance(each, Check)]
+    for each in own:
+        each.only |= only
+    made = [] if own else [Check(only=only)]
+    for each in made:
+        each._is_from_environment = True
+    return list(made)
+
+
 def _new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
     """Return new recorders, except those that would repeat or clash with one that the program has."""
     is_default = is_default_set(setting())
@@ -152,8 +166,8 @@ def _configured(value: str) -> list[Callable[[], RecorderCallback]]:
     """Return the functions that make the recorders of a configuration file."""
     path = Path(value).expanduser()
     if path.suffix.lower() not in _SUFFIXES and not path.is_file():
-        hint = did_you_mean(value, ("on", "off"))
-        _say(warn, f"nothing is recorded, the value must be on, off or the path of a YAML file{hint}")
+        hint = did_you_mean(value, ("on", "off", "check"))
+        _say(warn, f"nothing is recorded, the value must be on, off, check or the path of a YAML file{hint}")
         return []
     try:
         makers, left_out = _read(path, path.stat().st_mtime_ns if path.is_file() else 0, Path.cwd())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,7 +26,7 @@ from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
-__all__ = ["Replay", "ReplayError", "computed", "other_values", "replay"]
+__all__ = ["Replay", "ReplayError", "computed", "other_values", "replay", "run_manual", "training_step", "unchanged"]
 
 _RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
 
@@ -95,10 +95,10 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
         is_last = index == len(batches) - 1
         run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None)
         try:
-            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+            with unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
                 origin = run(by_backward=False)
         except _NeedsBackward:
-            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+            with unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
                 origin = run(by_backward=True)
         if origin is not None:
             return Replay(origin, kept)
@@ -129,7 +129,7 @@ def computed(
     Raises:
         ReplayError: If the gradients cannot be computed.
     """
-    with _unchanged(trainer, pl_module, parameters, pl_module.device), kept.restored(parameters):
+    with unchanged(trainer, pl_module, parameters, pl_module.device), kept.restored(parameters):
         if not of_gradient:
             loss = _loss(trainer, pl_module, batch, kept)
             return None if loss is None else float(loss.detach())
@@ -143,7 +143,7 @@ def computed(
 
 
 @contextmanager
-def _unchanged(
+def unchanged(
     trainer: Trainer, pl_module: LightningModule, parameters: list[nn.Parameter], device: torch.device
 ) -> Iterator[None]:
     """Restore everything that running a step may change."""
@@ -200,7 +200,7 @@ def _run(
         if pl_module.automatic_optimization:
             _run_automatic(trainer, pl_module, batch, kept, gradients)
         else:
-            _run_manual(trainer, pl_module, batch, kept, gradients, steps)
+            run_manual(trainer, pl_module, batch, kept.batch_idx, gradients, steps)
     _check_losses(kept.losses[gradients.begin :], gradients.losses[gradients.begin :])
     return trace.origin(gradients.symptoms)
 
@@ -217,6 +217,16 @@ def _is_close(one: float, other: float) -> bool:
     if not math.isfinite(one):
         return not math.isfinite(other)
     return math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=1e-12)
+
+
+class Losses(Protocol):
+    """Receives the losses of a step with manual optimization."""
+
+    def add(self, loss: Tensor) -> None:
+        """Receive a loss on which the step calls ``manual_backward``."""
+
+    def end_step(self) -> None:
+        """End a step of an optimizer."""
 
 
 class _Gradients:
@@ -275,16 +285,21 @@ def _run_automatic(
 
 def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Tensor | None:
     with trainer.precision_plugin.train_step_context():
-        output = _training_step(pl_module, batch, kept)
+        output = training_step(pl_module, batch, kept.batch_idx)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
 
-def _training_step(pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Any:
+def training_step(pl_module: LightningModule, batch: Any, batch_idx: int) -> Any:
+    """Call the training step of a model with the arguments that it takes.
+
+    Raises:
+        ReplayError: If the step reads its batches itself.
+    """
     arguments = inspect.signature(pl_module.training_step).parameters
     if "dataloader_iter" in arguments:
         raise ReplayError("training_step reads its batches itself")
-    return pl_module.training_step(*[batch, kept.batch_idx][: max(1, min(2, len(arguments)))])
+    return pl_module.training_step(*[batch, batch_idx][: max(1, min(2, len(arguments)))])
 
 
 def _scaled(trainer: Trainer, loss: Tensor) -> Tensor:
@@ -293,14 +308,27 @@ def _scaled(trainer: Trainer, loss: Tensor) -> Tensor:
     return scaled
 
 
-def _run_manual(
+def run_manual(
     trainer: Trainer,
     pl_module: LightningModule,
     batch: Any,
-    kept: KeptBatch,
-    gradients: _Gradients,
-    steps: int | None,
+    batch_idx: int,
+    gradients: Losses,
+    steps: int | None = None,
 ) -> None:
+    """Run a step with manual optimization in which no optimizer and no scheduler steps.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The model.
+        batch: The batch.
+        batch_idx: The index of the batch.
+        gradients: Receives each loss and each step of an optimizer.
+        steps: The steps of the optimizers before the one at which to end; None ends at none.
+
+    Raises:
+        ReplayError: If the step may communicate with other processes.
+    """
     if trainer.world_size > 1:
         raise ReplayError("manual optimization may communicate with other processes")
     done = 0
@@ -330,7 +358,7 @@ def _run_manual(
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:
             with trainer.precision_plugin.train_step_context():
-                _training_step(pl_module, batch, kept)
+                training_step(pl_module, batch, batch_idx)
         except _StepEnds:
             pass
 

@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 on success, 1 if ``diff``, ``doctor`` or ``scale`` finds something, 2 after an error, 130
-        after Ctrl-C, 141 if the reader of the output closes the pipe. ``run`` does not return: the program replaces
-        the process.
+        after Ctrl-C, 141 if the reader of the output closes the pipe. ``run`` and ``check`` do not return: the program
+        replaces the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_run(commands)
+    _add_check(commands)
     _add_ls(commands)
     _add_show(commands)
     _add_doctor(commands)
@@ -101,6 +102,23 @@ def _add(commands: Any, name: str, description: str, example: str, more: str = "
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return made
+
+
+def _add_check(commands: Any) -> None:
+    check = _add(
+        commands,
+        "check",
+        "Check the first training step of a Python program, and end the program before it trains.",
+        "check train.py --batch-size 64",
+        "The program runs until its first fit has its first batch. The step is then repeated on copies to answer the\n"
+        "questions of docs/how-to/check.md. The exit status is 1 if an answer is wrong, and 0 otherwise. With\n"
+        "LIGHTNING_RECORDER=check, the program trains after the check, with every bit as without it.",
+    )
+    check.usage = f"{_PROGRAM} check [-h] [-m] PROGRAM ARGS"  # argparse shows only dots for a remainder
+    check.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    check.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS", help="the program and its arguments"
+    )
 
 
 def _add_run(commands: Any) -> None:

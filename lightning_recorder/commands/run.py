@@ -15,7 +15,7 @@ from typing import TextIO
 from lightning_recorder.errors import ArgumentError, describe_missing
 from lightning_recorder.switch import FACTORY_GROUPS, VARIABLE
 
-__all__ = ["run"]
+__all__ = ["run", "start"]
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
@@ -27,12 +27,20 @@ def run(arguments: Namespace, out: TextIO) -> int:
         ArgumentError: If there is no program, if the configuration file cannot be used, or if Lightning would not find
             the recorders.
     """
+    return start(arguments, "on" if arguments.config is None else _checked(Path(arguments.config)), out)
+
+
+def start(arguments: Namespace, value: str, out: TextIO) -> int:
+    """Replace this process by the program of a command, with a value of the environment variable.
+
+    Raises:
+        ArgumentError: If there is no program, or if Lightning would not find the callbacks.
+    """
     program: list[str] = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
-        raise ArgumentError(
-            "give a program: lightning-recorder run train.py, or lightning-recorder run -m package.train"
-        )
-    os.environ[VARIABLE] = "on" if arguments.config is None else _checked(Path(arguments.config))
+        name = f"lightning-recorder {arguments.command}"
+        raise ArgumentError(f"give a program: {name} train.py, or {name} -m package.train")
+    os.environ[VARIABLE] = value
     _check_installed()
     command = [sys.executable, *_interpreter_options(), *(["-m"] if arguments.module else []), *program]
     out.flush()

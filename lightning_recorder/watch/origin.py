@@ -328,7 +328,7 @@ class OriginTrace(TorchDispatchMode):
         else:
             inner = self._stack[-1] if self._stack else _Place()
             # Autograd makes the node of an operation before it runs the operation.
-            place = _Place(inner.module, inner.call, _line(), number=sequence_number() - 1)
+            place = _Place(inner.module, inner.call, line_of_user(), number=sequence_number() - 1)
         if torch.is_grad_enabled():
             self._nodes.setdefault(sequence_number() - 1, place)
         return place
@@ -340,7 +340,7 @@ class OriginTrace(TorchDispatchMode):
             variable = getattr(node, "variable", None)
             source = "" if variable is None else self._known.get(_address(variable), "")
             name = source.removeprefix("parameter ")
-            return _Place(name.rpartition(".")[0], 1, _line()) if name != source else _Place()
+            return _Place(name.rpartition(".")[0], 1, line_of_user()) if name != source else _Place()
         # A node whose forward pass ran no operation belongs to the module that began right before it, as that of a
         # backward hook does, or else to the operation before it.
         known = self._nodes.get(number, self._starts.get(number))
@@ -411,7 +411,7 @@ def _operation_of(node: Any) -> str:
     return {"backward_hook_function": "hook", "accumulate_grad": "hook"}.get(name, name)
 
 
-def _line() -> str:
+def line_of_user() -> str:
     """Return the line of the innermost code that belongs neither to torch nor to this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -328,7 +328,7 @@ def test_a_file_may_ask_for_dumps_beside_checkpoints(on: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("value", "text", "message", "kinds"),
     [
-        ("onn", None, "the value must be on, off or the path of a YAML file: did you mean 'on'?", []),
+        ("onn", None, "the value must be on, off, check or the path of a YAML file: did you mean 'on'?", []),
         ("gone.yaml", None, "there is no 'gone.yaml' in the current folder", []),
         ("a.yaml", "callbacks: [", "the file is not valid YAML: while parsing", []),
         ("a.yaml", "model: {}", "the file has no list of callbacks: write a list under 'callbacks:'", []),

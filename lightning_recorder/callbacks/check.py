@@ -1,0 +1,273 @@
+"""Check the first training step before the training begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.callbacks.guard import GuardedCallback, guarded
+from lightning_recorder.callbacks.replay import run_manual, training_step, unchanged
+from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
+from lightning_recorder.check import Answer, Bench, Question, Result
+from lightning_recorder.check.batches import named_tensors
+from lightning_recorder.check.bench import StepFunctions
+from lightning_recorder.check.examination import chosen_questions, examine
+from lightning_recorder.errors import check_bool, check_number
+from lightning_recorder.internals.module_tree import parameters_of
+from lightning_recorder.internals.preserve_state import own_copies
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.temporary import write_whole
+
+__all__ = ["Check"]
+
+_COPIES = 4  # of the parameters: for a pass, a training, an optimizer with two states
+_MOST_BYTES = 2**28  # of a validation batch that is kept
+
+
+class Check(GuardedCallback):
+    """Answers the questions that an expert asks before a long training, then lets it start unchanged.
+
+    When the first batch of a fit arrives, the real training step is repeated a few times on this batch, with the real
+    model, loss, optimizer and precision. Each question is answered with *ok*, *look*, *wrong*, or with the reason why
+    there is no answer. The answers are logged, and written to ``<log_dir>/recorder/check.json``.
+
+    Args:
+        questions: The questions to ask: names, and :class:`~lightning_recorder.check.Question` objects of your own. By
+            default, all of :data:`~lightning_recorder.check.QUESTIONS`.
+        only: End the program after the check, with the exit status 1 if an answer is *wrong*, and 0 otherwise.
+        seconds: The time limit. A check also does at most the work of 30 training steps.
+        strict: Raise errors of the check instead of warning about them.
+
+    Raises:
+        ArgumentError: If an argument is invalid. Raised at construction.
+
+    Note:
+        The training is bitwise the same as without the check: parameters, buffers, attributes of modules, gradients,
+        random numbers, optimizers and the position of the loader are restored or never touched. The batch is the one
+        that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. What a
+        step does outside of the model and of torch, such as writing a file, happens again in each repetition. A batch
+        of the validation is known if Lightning has run its sanity check. A run with several processes, and one that is
+        resumed, is not checked.
+
+    Example::
+
+        Trainer(callbacks=[Check()])
+    """
+
+    @checked_arguments
+    def __init__(
+        self,
+        questions: Iterable[str | Question] | None = None,
+        *,
+        only: bool = False,
+        seconds: float = 20.0,
+        strict: bool = False,
+    ) -> None:
+        super().__init__()
+        check_bool("only", only)
+        check_bool("strict", strict)
+        check_number("seconds", seconds, 0.0)
+        self.questions = chosen_questions(questions)
+        self.only, self.seconds, self.strict = only, seconds, strict
+        self.result: Result | None = None
+        """The answers of the last check, if there was one."""
+        self._trainer: weakref.ref[Trainer] | None = None
+        self._has_warned_of_nested_run = False
+        self._validation_batch: Any = None
+        self._is_due = False
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    @override
+    def _release(self, trainer: Trainer | None) -> None:
+        self._validation_batch, self._is_due = None, False
+
+    @guarded
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trainer, self.result, self._is_due = weakref.ref(trainer), None, True
+
+    @guarded
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._is_due and trainer.sanity_checking and batch_idx == dataloader_idx == 0:
+            size = sum(each.nbytes for each in named_tensors(batch).values())
+            self._validation_batch = own_copies({"batch": batch})["batch"] if size <= _MOST_BYTES else None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._check(trainer, pl_module, batch)
+        if self.only and self.result is not None:
+            raise SystemExit(int(bool(self.result.wrong)))
+
+    @guarded
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._release(trainer)
+        self._trainer = None
+
+    @guarded
+    def _check(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Check the step, once per fit."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        why = _why_not(trainer, pl_module)
+        if why:
+            answers = tuple(Answer("no answer", why, question=each.name) for each in self.questions)
+            self.result = Result(answers, 0.0, 0.0)
+        else:
+            if self.only and self._validation_batch is None:
+                self._validation_batch = _validation_batch(trainer)
+            bench = _bench(trainer, pl_module, batch, self._validation_batch, self.seconds)
+            with torch.compiler.set_stance("force_eager"):
+                self.result = examine(bench, self.questions)
+        self._validation_batch = None
+        if trainer.is_global_zero:
+            self._show(trainer, self.result)
+
+    def _show(self, trainer: Trainer, result: Result) -> None:
+        text = result.text(self.questions)
+        if self.only:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        else:
+            rank_zero_info(text)
+        directory = recorder_directory(trainer)
+        make_directory(directory, strict=self.strict)
+        if directory is not None and directory.is_dir():
+            path = Path(directory, "check.json")
+            write_whole(path, lambda file: file.write(json.dumps(result.to_json(), indent=1).encode()))
+
+
+def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
+    """Return the reason why the run cannot be checked, or an empty string."""
+    if trainer.world_size > 1:
+        return "the run has several processes: check it with devices=1"
+    if trainer.global_step:
+        return f"the run is resumed at step {trainer.global_step}"
+    needed = _COPIES * sum(each.nbytes for each in parameters_of(pl_module))
+    if needed > _free_bytes(pl_module.device):
+        return f"{_COPIES} copies of the parameters do not fit into the memory"
+    return ""
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):  # not on this operating system
+        return float("inf")
+
+
+def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_batch: Any, seconds: float) -> Bench:
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    loader: Any = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None)
+    functions = StepFunctions(
+        train=partial(_train, trainer, pl_module),
+        evaluate=partial(_evaluate, trainer, pl_module) if _has_validation(pl_module) else None,
+        unchanged=lambda: unchanged(trainer, pl_module, list(parameters_of(pl_module)), pl_module.device),
+        optimizers=list(trainer.optimizers),
+        clip=partial(_clip, trainer),
+        loss_scale=1.0 if scaler is None else float(scaler.get_scale()),
+        is_automatic=pl_module.automatic_optimization,
+        without_autocast=_without_autocast(trainer),
+    )
+    return Bench(
+        pl_module,
+        batch,
+        functions,
+        validation_batch=validation_batch,
+        batch_size=size if isinstance(size, int) else None,
+        seconds=seconds,
+        loader=loader,
+    )
+
+
+def _has_validation(pl_module: LightningModule) -> bool:
+    """Return True if the model has a validation step of its own, with either name of Lightning."""
+    return not pl_module.validation_step.__qualname__.startswith("LightningModule.")
+
+
+def _train(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
+    if not pl_module.automatic_optimization:
+        losses = _Losses()
+        run_manual(trainer, pl_module, batch, 0, losses)
+        return sum(losses.found[1:], losses.found[0]) if losses.found else None
+    with trainer.precision_plugin.train_step_context():
+        output = training_step(pl_module, batch, 0)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+class _Losses:
+    """Collects the losses of a step with manual optimization."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        self.found.append(loss)
+
+    def end_step(self) -> None:
+        """Ignore a step of an optimizer."""
+
+
+def _evaluate(trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+    with trainer.precision_plugin.val_step_context():
+        pl_module.validation_step(batch, 0)
+
+
+def _clip(trainer: Trainer, parameters: list[Any]) -> None:
+    value = trainer.gradient_clip_val
+    if value:
+        by_value = trainer.gradient_clip_algorithm == "value"
+        (torch.nn.utils.clip_grad_value_ if by_value else torch.nn.utils.clip_grad_norm_)(parameters, value)
+
+
+def _without_autocast(trainer: Trainer) -> Any:
+    """Return a function that makes a context without autocast, or None if the run has none."""
+    plugin: Any = trainer.precision_plugin
+    if not hasattr(plugin, "autocast_context_manager"):
+        return None
+    return partial(_replaced_autocast, plugin)
+
+
+class _replaced_autocast:  # noqa: N801 - a context
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __enter__(self) -> None:
+        self._plugin.autocast_context_manager = nullcontext
+
+    def __exit__(self, *error: object) -> None:
+        del self._plugin.autocast_context_manager
+
+
+def _validation_batch(trainer: Trainer) -> Any:
+    """Load a batch of the validation in a program that ends after the check."""
+    loaders: Any = trainer.val_dataloaders
+    loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+    try:
+        batch = next(iter(loader))
+        return trainer.strategy.batch_to_device(batch)
+    except Exception:  # noqa: BLE001 - a loader of the user may raise anything
+        return None

@@ -1,0 +1,170 @@
+"""Find out what depends on what: change a part of a batch and see which part of the prediction changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.check.answer import NoAnswerError
+from lightning_recorder.check.batches import changed, named_tensors, rows_of
+from lightning_recorder.check.passes import LossCall, Pass
+
+if TYPE_CHECKING:
+    from lightning_recorder.check.bench import Bench
+
+__all__ = ["Influence", "Influences", "by_row", "change_of", "find_influences", "is_changed", "tolerance"]
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE = 0.05  # for half precision
+_NEGLIGIBLE = 1e-7
+_HUGE = 1e30
+_MOST_TENSORS = 8
+_FEWEST = 4  # elements that show an order
+
+
+def tolerance(tensor: Tensor) -> float:
+    """Return the relative change of values in the format of a tensor that rounding can explain."""
+    return _TOLERANCE.get(tensor.dtype, _COARSE)
+
+
+def change_of(before: Tensor, after: Tensor) -> float:
+    """Return the root mean square of a change relative to that of the values; infinity for other shapes."""
+    if before.shape != after.shape:
+        return float("inf")
+    # A masked score is infinite in both.
+    one, other = (torch.nan_to_num(each.double(), posinf=_HUGE, neginf=-_HUGE) for each in (before, after))
+    same = one == other
+    one, other = one.masked_fill(same & (one.abs() >= _HUGE), 0), other.masked_fill(same & (other.abs() >= _HUGE), 0)
+    size = float(one.square().mean().sqrt()) if one.numel() else 0.0
+    change = float((one - other).square().mean().sqrt()) if one.numel() else 0.0
+    return change / size if size else change
+
+
+def is_changed(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Return True if one of the tensors differs by more than nothing."""
+    return len(before) != len(after) or any(
+        change_of(one, other) > _NEGLIGIBLE for one, other in zip(before, after, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The influence of a tensor of the batch.
+
+    Args:
+        on_prediction: True if the prediction depends on its values.
+        on_target: True if the target of a loss function depends on its values.
+        on_loss: True if the loss depends on its values.
+    """
+
+    on_prediction: bool
+    on_target: bool
+    on_loss: bool
+
+
+@dataclass(frozen=True)
+class Influences:
+    """The influences of the tensors of a batch, measured in evaluation mode.
+
+    Args:
+        base: The pass with the batch as it is.
+        tensors: The influence of each tensor that differs among the samples, by path.
+        batch: The samples.
+    """
+
+    base: Pass
+    tensors: Mapping[str, Influence]
+    batch: Any
+
+    @property
+    def inputs(self) -> list[str]:
+        """The tensors on which the prediction depends."""
+        return [name for name, each in self.tensors.items() if each.on_prediction]
+
+    @property
+    def targets(self) -> list[str]:
+        """The tensors on which only the loss depends."""
+        return [name for name, each in self.tensors.items() if each.on_loss and not each.on_prediction]
+
+    @property
+    def unused(self) -> list[str]:
+        """The tensors on which nothing depends."""
+        return [name for name, each in self.tensors.items() if not each.on_loss and not each.on_prediction]
+
+
+def find_influences(bench: Bench) -> Influences:
+    """Exchange each tensor of the batch among the samples, and compare predictions and losses."""
+    batch = bench.few
+    rows = rows_of(batch)
+    if rows < 2:
+        raise NoAnswerError("the batch has a single sample")
+    base = bench.observe(batch, training=False)
+    if base.loss is None:
+        raise NoAnswerError("the training step returns no loss")
+    found: dict[str, Influence] = {}
+    varied = {path: each for path, each in named_tensors(batch).items() if each.dim() and _varies(each)}
+    for path in list(varied)[:_MOST_TENSORS]:
+        other = bench.observe(changed(batch, _rolled(path)), training=False)
+        # A target may change a large loss by less than its last digit.
+        on_target = is_changed([each.target for each in base.losses], [each.target for each in other.losses])
+        on_loss = on_target or other.loss is None or is_changed([base.loss], [other.loss])
+        found[path] = Influence(is_changed(base.predictions, other.predictions), on_target, on_loss)
+    return Influences(base, found, batch)
+
+
+def _varies(tensor: Tensor) -> bool:
+    return bool((tensor != tensor.roll(1, 0)).any())
+
+
+def _rolled(path: str) -> Callable[[str, Tensor], Tensor]:
+    return lambda name, tensor: tensor.roll(1, 0) if name == path else tensor.clone()
+
+
+def by_row(prediction: Tensor, call: LossCall, rows: int, batch: Any) -> Tensor | None:
+    """Return a prediction with the samples as its first dimension, or None if they cannot be told apart.
+
+    A prediction in which all samples are compared with each other has another dimension of their number.
+
+    Args:
+        prediction: The prediction, of a pass with any batch.
+        call: The same call in the pass with ``batch``, whose target shows the order of the samples.
+        rows: The number of samples.
+        batch: The batch.
+    """
+    if prediction.dim() and prediction.shape[0] == rows:
+        return None if rows in prediction.shape[1:] else prediction
+    if not prediction.dim() or prediction.shape[0] % rows or not _is_flat(call, rows, batch):
+        return None
+    return prediction.reshape(rows, prediction.shape[0] // rows, *prediction.shape[1:])
+
+
+def _is_flat(call: LossCall, rows: int, batch: Any) -> bool:
+    """Return True if the target is a tensor of the batch whose samples are in a row, or nearly so."""
+    if call.target.dim() != 1 or call.target.numel() % rows:
+        return False
+    target = call.target.reshape(rows, -1)
+    return any(
+        max(agreement(target, each, shift, call.ignored) for shift in (0, 1)) > 0.9
+        for each in named_tensors(batch).values()
+        if each.dim() == 2 and each.shape[0] == rows
+    )
+
+
+def agreement(target: Tensor, tensor: Tensor, shift: int, ignored: int = -100) -> float:
+    """Return the share of targets ``[:, t]`` that equal ``tensor[:, t + shift]``, of those that show the shift."""
+    if target.dim() < 2 or tensor.dim() < 2 or target.shape[2:] != tensor.shape[2:]:
+        return 0.0
+    length = min(target.shape[1], tensor.shape[1] - shift)
+    if length < 2 or abs(target.shape[1] - tensor.shape[1]) > 1:
+        return 0.0
+    one, other = target[:, :length], tensor[:, shift : shift + length]
+    # Where an element equals the one beside it, a shifted target cannot be told from one that is not.
+    beside = tensor.roll(1, 1)[:, shift : shift + length] if shift else tensor.roll(-1, 1)[:, :length]
+    counted = (one != ignored) & (other != beside)
+    if int(counted.sum()) < _FEWEST:
+        return 0.0
+    return float((one == other)[counted].double().mean())

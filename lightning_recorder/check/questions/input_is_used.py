@@ -1,0 +1,131 @@
+"""Find inputs, channels and positions that the model does not use.
+
+Each tensor of the batch is exchanged among the samples. Then the prediction must change, for at least one of them. For
+floating-point inputs, the gradient names channels and features without influence, and a second pass in which only they
+change confirms it. Blocks of positions of sequences are exchanged in turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.check.answer import Answer, NoAnswerError, Question
+from lightning_recorder.check.batches import changed, named_tensors
+from lightning_recorder.check.influence import Influences, is_changed
+
+if TYPE_CHECKING:
+    from lightning_recorder.check.bench import Bench
+
+__all__ = ["QUESTION"]
+
+_BLOCKS = 4
+_FEW = 6  # indices in a text
+
+
+def answer(bench: Bench) -> Answer:
+    """Exchange inputs, features and positions among the samples."""
+    found = bench.influences
+    if not found.tensors:
+        raise NoAnswerError("the samples of the batch are all equal")
+    if not found.base.predictions:
+        raise NoAnswerError("no prediction was seen")
+    if not all(bool(torch.isfinite(each).any()) for each in found.base.predictions):
+        raise NoAnswerError("the prediction is not finite")
+    line = found.base.losses[0].line if found.base.losses else ""
+    if not found.inputs:
+        text = "the prediction is the same whatever the batch contains: the model does not use its input"
+        return Answer("wrong", text, line=line)
+    unused = _unused_features(bench, found) + _unused_positions(bench, found)
+    if unused:
+        return Answer("look", "no influence on the prediction: " + "; ".join(unused), line=line)
+    names = ", ".join(found.inputs)
+    ignored = [name for name in found.unused if named_tensors(found.batch)[name].dim() > 1]
+    if ignored:
+        return Answer("look", f"no influence on prediction or loss: {', '.join(ignored)}", line=line)
+    return Answer("ok", f"the prediction depends on {names}", line=line)
+
+
+def _unused_features(bench: Bench, found: Influences) -> list[str]:
+    """Return the channels and features of inputs without influence."""
+    texts = []
+    for name in found.inputs:
+        tensor = named_tensors(found.batch)[name]
+        if tensor.is_floating_point() and tensor.dim() in (2, 4):
+            places = _without_gradient(bench, found, name)
+            if places and not _matters(bench, found, name, places):
+                kind = "feature" if tensor.dim() == 2 else "channel"
+                listed = ", ".join(map(str, places[:_FEW])) + (" …" if len(places) > _FEW else "")
+                texts.append(f"{name}, {len(places)} of {tensor.shape[1]} {kind}s ({listed})")
+    return texts
+
+
+def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
+    """Return the indices of dimension 1 that vary among the samples and have no gradient."""
+    leaves: list[Tensor] = []
+
+    def watched(path: str, tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        if path == name:
+            leaves.append(copy.requires_grad_())
+        return copy
+
+    try:
+        with bench.restored(training=False):
+            seen = bench.forward(changed(found.batch, watched), is_own=True)
+            predictions = [each for each in seen.predictions if each.requires_grad]
+            if not predictions:
+                return []
+            total = torch.stack([each.double().square().sum() for each in predictions]).sum()
+            gradient: Tensor | None = torch.autograd.grad(total, leaves[-1:], allow_unused=True)[0]
+    except RuntimeError:  # an operation in place, or one without a gradient
+        return []
+    if gradient is None:
+        return []
+    dims = [dim for dim in range(gradient.dim()) if dim != 1]
+    is_zero = gradient.abs().amax(dims) == 0
+    tensor = leaves[-1].detach()
+    varies = (tensor != tensor[:1]).flatten(2).any(-1).any(0) if tensor.dim() > 2 else (tensor != tensor[:1]).any(0)
+    return torch.nonzero(is_zero & varies).flatten().tolist()
+
+
+def _matters(bench: Bench, found: Influences, name: str, places: list[int]) -> bool:
+    def exchanged(path: str, tensor: Tensor) -> Tensor:
+        new = tensor.clone()
+        if path == name:
+            new[:, places] = tensor.roll(1, 0)[:, places]
+        return new
+
+    other = bench.observe(changed(found.batch, exchanged), training=False)
+    return is_changed(found.base.predictions, other.predictions)
+
+
+def _unused_positions(bench: Bench, found: Influences) -> list[str]:
+    """Return the blocks of positions of sequences without influence. Masks and lengths make them intended."""
+    tensors = named_tensors(found.batch)
+    has_lengths = any(tensors[name].dim() == 1 and not tensors[name].is_floating_point() for name in found.inputs)
+    if has_lengths or any("mask" in name.lower() for name in tensors):
+        return []
+    texts = []
+    for name in found.inputs[:1]:
+        tensor = tensors[name]
+        is_sequence = tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
+        if is_sequence and tensor.shape[1] >= 2 * _BLOCKS:
+            for block in torch.arange(tensor.shape[1], device="cpu").chunk(_BLOCKS):
+                places = block.tolist()
+                if bool((tensor[:, places] != tensor.roll(1, 0)[:, places]).any()) and not _matters(
+                    bench, found, name, places
+                ):
+                    texts.append(f"{name}, positions {places[0]} to {places[-1]}")
+    return texts
+
+
+QUESTION = Question(
+    "input-is-used",
+    "Does the model use its input, all of it?",
+    "the prediction depends on every input, channel and position that differs among the samples",
+    answer,
+    steps=2.0,
+)

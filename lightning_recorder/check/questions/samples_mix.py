@@ -1,0 +1,173 @@
+"""Find samples of a batch that mix.
+
+The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The same with the
+last sample, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is intended.
+In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch, and a
+recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in that
+order: a positional encoding along the batch depends on the place of a sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.check.answer import Answer, NoAnswerError, Question
+from lightning_recorder.check.batches import named_tensors, rows_of, take_rows
+from lightning_recorder.check.influence import by_row, change_of, tolerance
+from lightning_recorder.check.passes import ModuleCall, Pass
+
+if TYPE_CHECKING:
+    from lightning_recorder.check.bench import Bench
+
+__all__ = ["QUESTION"]
+
+
+def answer(bench: Bench) -> Answer:
+    """Compare the predictions of samples among other samples."""
+    rows = rows_of(bench.few)
+    in_evaluation = _mixing(bench, rows, training=False)
+    if in_evaluation is None:
+        raise NoAnswerError("no prediction was seen whose samples can be told apart")
+    share, culprit, line = in_evaluation
+    numbers = {"share of other samples": share}
+    if culprit is not None and "Norm" in culprit.kind:
+        text = f"{culprit.kind} mixes samples in evaluation as well, since it has no running statistics"
+        return Answer("look", text, numbers, line, culprit.name)
+    if share:
+        return _wrong(bench, culprit, numbers, line)
+    if _depends_on_place(bench, rows):
+        is_certain = _is_known(bench) and bench.functions.is_automatic
+        text = "the prediction of a sample depends on its place in the batch: is something added along the batch?"
+        return Answer("wrong" if is_certain else "look", text, numbers, line)
+    in_training = _mixing(bench, rows, training=True)
+    if in_training is None or not in_training[0]:
+        return Answer("ok", "the prediction of a sample depends on that sample alone", numbers)
+    share, culprit, line = in_training
+    numbers = {"share of other samples": share}
+    if culprit is not None and "Norm" in culprit.kind:
+        text = f"samples mix in training only, in {culprit.kind}, as intended"
+        return Answer("ok", text, numbers, module=culprit.name)
+    place = "outside of the modules" if culprit is None else f"in {culprit.name} ({culprit.kind})"
+    text = f"samples mix in training {place}, but not in evaluation"
+    return Answer("look", text, numbers, line, "" if culprit is None else culprit.name)
+
+
+def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], line: str) -> Answer:
+    """Return the answer for samples that mix in evaluation.
+
+    It is certain only if the first dimension is known to be that of the samples, and if a module mixes them. The
+    training step itself may mix them on purpose, as mixup does.
+    """
+    is_known = _is_known(bench)
+    if culprit is None:
+        text = "samples mix between the modules, in the code of the step or of forward"
+        return Answer("look", f"{text}; mixup would be intended", numbers, line)
+    text = f"{culprit.name} ({culprit.kind}) mixes samples: the prediction of one depends on the others in its batch"
+    is_certain = is_known and bench.functions.is_automatic
+    text += "" if is_known else ", if the first dimension is that of the samples"
+    return Answer("wrong" if is_certain else "look", text, numbers, line, culprit.name)
+
+
+def _is_known(bench: Bench) -> bool:
+    """Return True if the first dimension is known to be that of the samples, and not that of time."""
+    return bench.batch_size == bench.rows or any(each.dim() == 1 for each in named_tensors(bench.batch).values())
+
+
+def _depends_on_place(bench: Bench, rows: int) -> bool:
+    """Return True if samples in another order have other predictions, and no random numbers explain it."""
+    order = [*range(1, rows), 0]
+    passes = [
+        bench.observe(bench.few, training=False),
+        bench.observe(take_rows(bench.few, order), training=False),
+        bench.observe(bench.few, training=False, other_numbers=True),
+    ]
+    base, rolled, random = (
+        [each for each in _predictions(seen, passes[0], rows, bench) if each is not None] for seen in passes
+    )
+    if not len(base) == len(rolled) == len(random) or any(map(_is_far, base, random)):
+        return False
+    return any(_is_far(one[order], other) for one, other in zip(base, rolled, strict=True))
+
+
+def _is_far(one: Tensor, other: Tensor) -> bool:
+    return one.is_floating_point() and change_of(one, other) > tolerance(one)
+
+
+def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCall | None, str] | None:
+    """Return the influence of the other samples relative to that of the sample itself, and the module that mixes.
+
+    The influence is 0 if it can be explained by rounding. Return None if no prediction has samples.
+    """
+
+    def kept(tensor: Tensor) -> Tensor | None:
+        has_rows = tensor.dim() and tensor.shape[0] == rows and rows not in tensor.shape[1:]
+        return tensor[[0, -1]] if has_rows else None
+
+    base, first, last = (
+        bench.observe(
+            bench.few if index is None else take_rows(bench.few, [index] * rows), training=training, keep=kept
+        )
+        for index in (None, 0, rows - 1)
+    )
+    predictions = (_predictions(seen, base, rows, bench) for seen in (base, first, last))
+    found = [_leak(*each) for each in zip(*predictions, strict=False)]
+    known = [each for each in found if each is not None]
+    if not known:
+        return None
+    share = max(known)
+    if not share:
+        return 0.0, None, ""
+    line = base.losses[0].line if base.losses else ""
+    return share, _culprit(base, first, last), line
+
+
+def _predictions(seen: Pass, base: Pass, rows: int, bench: Bench) -> list[Tensor | None]:
+    """Return the predictions of a pass by sample; ``base`` is the pass with the samples as they are."""
+    if seen.losses:
+        pairs = zip(seen.losses, base.losses, strict=False)
+        return [by_row(each.prediction, known, rows, bench.few) for each, known in pairs]
+    return [each if each.shape[0] == rows and rows not in each.shape[1:] else None for each in seen.outputs]
+
+
+def _leak(base: Tensor | None, first: Tensor | None, last: Tensor | None) -> float | None:
+    """Return the change of a prediction that other samples cause, relative to the change that the sample causes."""
+    if base is None or first is None or last is None or not base.is_floating_point():
+        return None
+    if not base.shape == first.shape == last.shape:
+        return None
+    signal = float((first[-1] - base[-1]).double().abs().max())
+    leak = max(float((one - other).double().abs().max()) for one, other in ((first[0], base[0]), (last[-1], base[-1])))
+    if not signal:
+        return None
+    share = leak / signal
+    return share if share > tolerance(base) else 0.0
+
+
+def _culprit(base: Pass, first: Pass, last: Pass) -> ModuleCall | None:
+    """Return the innermost module whose output for a sample changes although its inputs for that sample do not."""
+    for calls in zip(base.modules, first.modules, last.modules, strict=False):
+        for index, other in ((0, calls[1]), (1, calls[2])):
+            is_known = bool(calls[0].inputs) and not _differ(calls[0].inputs, other.inputs, index)
+            if is_known and _differ(calls[0].outputs, other.outputs, index):
+                return calls[0]
+    return None
+
+
+def _differ(one: tuple[Tensor, ...], other: tuple[Tensor, ...], index: int) -> bool:
+    return any(
+        not torch.allclose(a[index].double(), b[index].double(), rtol=tolerance(a), atol=tolerance(a) * 0.1)
+        for a, b in zip(one, other, strict=False)
+        if a.shape == b.shape
+    )
+
+
+QUESTION = Question(
+    "samples-mix",
+    "Do samples mix?",
+    "the prediction of a sample depends on no other sample of its batch; in training, BatchNorm may mix them",
+    answer,
+    steps=2.5,
+)
