@@ -203,11 +203,17 @@ def test_damaged_files(name: str, run: Path, tmp_path: Path) -> None:
         ("export", str(run), str(tmp_path / "a.csv")),
         ("view", str(run), "--output", str(tmp_path / "a.html")),
     ]
+    page = LivePage([run])
+    (shown,), site = page.data()["runs"], open_recording(run).run["activations"].sites[0]
+    asked = {"run": [shown["name"]], "recorder": ["activations"], "stage": ["train"], "module": [site.name]}
+    asked["path"] = [site.path]
+    assert page.site(asked)
     try:
         for number in range(500):
             path.write_bytes(damaged(whole, name, random.Random(f"{name} {number}")))
             guarded(lambda: read_all(open_recording(run)))
             guarded(lambda: LivePage([run]).html().encode())
+            guarded(lambda: page.site(asked))  # of a server that has read the file before
             assert _status(list(commands[number % len(commands)])) in (0, 1, 2), number
     finally:
         path.write_bytes(whole)
