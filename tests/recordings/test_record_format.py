@@ -159,6 +159,21 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     assert torch.equal(open_recording(tmp_path)["activations"]["conv"].bins(9), bins)
 
 
+def test_statistics_apart_from_the_columns_are_read(tmp_path: Path) -> None:
+    """In files of older versions, a statistic that only some sites have is apart, and the others lack it."""
+    path = records_path(tmp_path / "recorder", "activations")
+    writer = RecordWriter(path)
+    writer.begin(label="activations", group="activations")
+    writer.write({"step": 0}, [site_of(name, "out", {"rms": 1.0}) for name in ("fc", "head")])
+    header, line = path.read_bytes().splitlines()
+    found = {**json.loads(line), "further": {"1": {"skewness": "-inf"}}}
+    path.write_bytes(b"\n".join((header, json.dumps(found).encode(), b"")))
+    series = open_recording(tmp_path)["activations"]
+    assert series.statistics == ["rms", "skewness"]
+    assert series["fc"].scalars(0) == {"rms": 1.0}
+    assert series["head"].scalars(0) == {"rms": 1.0, "skewness": -float("inf")}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
