@@ -231,7 +231,7 @@ class Evidence:
         return replace(self, **tables)
 
     def of_model(self) -> Evidence:
-        """Return the evidence without the functions that compute the loss, which are no layers of the model."""
+        """Return the evidence without the functions behind the layers, such as those of the loss."""
         tables = {
             name: getattr(self, name).without(self.wiring.of_loss)
             for name in ("activations", "gradients", "validation")

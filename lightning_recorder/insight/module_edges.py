@@ -39,7 +39,7 @@ class Wiring:
         self.producers: list[frozenset[int]] = []
         """The calls that feed each call; -1 stands for an input of the model."""
         self.of_loss: frozenset[str] = frozenset()
-        """The recorded functions that compute the loss. They are in no call, since rules ask what follows a layer."""
+        """The recorded functions behind the layers. They are in no call, since rules ask what follows a layer."""
         self.graph = graph
         self.has_graph = graph is not None
         if graph is None:
@@ -53,7 +53,9 @@ class Wiring:
     def _read(self, graph: Graph, names: Collection[str]) -> None:
         self.types |= {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
         functions = {number: name for number, name in function_sites(graph).items() if name in names}
-        losses = {number for number in functions if is_of_loss(graph[number])}
+        # What follows the last layer is the loss, an output that nothing follows, or a metric.
+        last = max((node.id for node in graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
+        losses = {number for number in functions if number > last or is_of_loss(graph[number])}
         layers = {functions[number] for number in functions.keys() - losses}
         others = {name for name in self.names if name not in functions.values() and self._may_be_of_loss(name)}
         self.of_loss = frozenset(others.union(functions[number] for number in losses) - layers)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_recorder import capture_graph
+from lightning_recorder.graph import GraphCapture
 from lightning_recorder.insight.module_edges import INPUT, Wiring, families
 from lightning_recorder.insight.rules.gradients import last_behind
 from tests.effort import lines_run
@@ -150,3 +151,27 @@ def test_a_module_leads_to_those_downstream(wiring: Wiring) -> None:
     """One module leads to another one if that is downstream of it."""
     for name in LETTERS:
         assert {to for to in LETTERS if wiring.leads(name, to)} == wiring.downstream(name)
+
+
+def test_functions_are_calls_between_layers() -> None:
+    """A function between layers is a call like that of a module; what follows the last layer is none."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(torch.relu(self.first(x)))
+            chance = logits.detach().softmax(-1)
+            return (logits.tanh() - chance).square().mean()
+
+    net = Net()
+    with GraphCapture(net, torch.ones(3, 2)) as capture:
+        net(torch.ones(3, 2)).backward()
+    wiring = Wiring(["first", "head", "relu", "softmax", "tanh"], capture.graph())
+    assert wiring.calls == ["first", "relu", "head"]
+    assert wiring.inputs["head"] == ["relu"]
+    assert wiring.outputs["first"] == ["relu"]
+    assert wiring.outputs.get("head") is None
+    assert wiring.of_loss == {"softmax", "tanh"}
