@@ -91,6 +91,10 @@ except ImportError:
     DisableTorchFunction = contextlib.nullcontext
 
 
+_function_modes: Any = getattr(torch.overrides, "_get_current_function_mode_stack", None)
+_pop_mode: Any = getattr(torch.overrides, "_pop_mode", None)
+_push_mode: Any = getattr(torch.overrides, "_push_mode", None)
+
 _set_grad_enabled: Any = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _will_execute: Callable[[Node], bool] = getattr(torch._C, "_will_engine_execute_node", lambda _: True)
 
@@ -157,11 +161,6 @@ except ImportError:
     def peek_interpreter_stack() -> Any:  # type: ignore[misc]  # torch returns a private class
         return None
 
-
-try:
-    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-except ImportError:
-    _get_current_function_mode_stack = None
 
 try:
     from torch.overrides import _get_current_function_mode
@@ -544,9 +543,10 @@ def remove_function_mode(mode: Any) -> None:
     order. If someone else has removed this mode in that way, their own is still there and is removed. Fallback: the
     innermost mode is removed.
     """
-    stack = [] if _get_current_function_mode_stack is None else _get_current_function_mode_stack()
+    is_known = _function_modes is not None and _pop_mode is not None and _push_mode is not None
+    stack = _function_modes() if is_known else ()
     if not any(each is mode for each in stack):
-        if stack or _get_current_function_mode_stack is None:
+        if stack or not is_known:
             mode.__exit__(None, None, None)
         return
     others = []

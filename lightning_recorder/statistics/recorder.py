@@ -238,7 +238,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
         recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
         inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
-        of_functions = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
+        of_functions: dict[type[Tap], Any] = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
         for kind in kinds:
             if functions is not None and kind in of_functions:
                 self.taps.append(of_functions[kind](functions, self._receive_from_function, **options))
