@@ -103,11 +103,11 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
     leaves = [given[index].requires_grad_() for index in places]
     with torch.enable_grad():
         out = _first(kind.apply(*given))
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = _random(out, generator)
     # Not declared to return None, which it does for what the function does not depend on.
     found: tuple[Tensor | None, ...] = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
-    directions = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.device) for each in leaves]
+    directions = [_random(each, generator) for each in leaves]
     known = [(g, d, p) for g, d, p in zip(found, directions, places, strict=True) if g is not None]
     if not known:
         return "it has no gradient"
@@ -121,6 +121,11 @@ def _compare(kind: Any, arguments: tuple[Any, ...]) -> str:
     if abs(numeric - analytic) > _CLOSE * max(abs(numeric), abs(analytic)):
         return f"the gradient is {analytic:.4g} along a direction in which the function changes by {numeric:.4g}"
     return "its gradient is that of its forward pass"
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random numbers in the shape of a tensor, without a draw from the generators of the program."""
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
 
 
 def _moved(kind: Any, given: list[Any], known: list[tuple[Tensor, Tensor, int]], weight: Tensor, size: float) -> float:

@@ -27,7 +27,7 @@ def answer(bench: Bench) -> Answer:
     if bench.loader is None or not isinstance(workers, int):
         raise NoAnswerError("the loader is none of torch")
     if workers < 2:
-        return Answer("ok", f"{workers or 'no'} worker" + "s" * (workers == 0) + " loads the data")
+        return Answer("ok", "one worker loads the data" if workers else "the process of the training loads the data")
     if not isinstance(dataset, IterableDataset):
         return Answer("ok", f"a sampler divides the samples among {workers} workers")
     if getattr(bench.loader, "worker_init_fn", None) is not None or _asks(dataset):
