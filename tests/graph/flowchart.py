@@ -11,7 +11,7 @@ __all__ = ["Flowchart", "Item", "read_flowchart"]
 # Inside quotes Mermaid ends a label at the next quote, and reads `#35;` as a character and `<br/>` as a line break. The
 # remaining characters have no special meaning.
 _LABEL = r'"((?:[A-Za-z0-9×·…→✗,]|[ ._-]|#[0-9]+;|<br/>)*)"'
-_SHAPES = {"(": ")", "[": "]", "([": "])", "[(": ")]", "[[": "]]", "{{": "}}"}
+_SHAPES = {"(": ")", "((": "))", "[": "]", "([": "])", "[(": ")]", "[[": "]]", "{{": "}}"}
 _NODE = re.compile(rf"n(\d+)([(\[{{]{{1,2}}){_LABEL}([)\]}}]{{1,2}}):::([a-z]+)")
 _FRAME = re.compile(rf"subgraph n(\d+)\[{_LABEL}\]")
 _MARK = re.compile(r"class n(\d+) ([a-z0-9]+)")

@@ -157,7 +157,8 @@ def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -
     assert out_of_order(picture, drawing.view, direction) == []
     assert set(edges_over_titles(path)) == set()
     assert set(covered_labels(picture)) == set()
-    assert 1 / 3.3 <= picture.width / picture.height <= 3.3
+    # A picture across the page is longer than estimated.
+    assert 1 / 3.5 <= picture.width / picture.height <= 4.5
     assert min(text.size for text in picture.texts) * picture.px_per_unit >= 9
     assert_every_edge(picture, with_ports(drawing.view))
 
