@@ -25,7 +25,8 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
 from lightning_recorder.internals.loaders import batch_number, forget_indices, indices_of, keep_indices, rows_of_base
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.statistics import Exchange, PendingMerge, sample_fingerprints, values_of_each
+from lightning_recorder.statistics import Exchange, PendingMerge
+from lightning_recorder.statistics.fingerprint import sample_fingerprints, values_of_each
 from lightning_recorder.statistics.snapshot import NOTHING
 from lightning_recorder.temporary import write_whole
 from lightning_recorder.watch.samples import (

@@ -2,7 +2,7 @@
 
 from lightning_recorder.records.table import SiteStatistics
 from lightning_recorder.statistics.evaluation import EvaluationRecorder, EvaluationSampler
-from lightning_recorder.statistics.fingerprint import batch_fingerprint, sample_fingerprints, values_of_each
+from lightning_recorder.statistics.fingerprint import batch_fingerprint
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, PendingMerge, RankMergingRecorder
@@ -33,7 +33,5 @@ __all__ = [
     "Snapshot",
     "StatisticsRecorder",
     "batch_fingerprint",
-    "sample_fingerprints",
-    "values_of_each",
     "with_update_ratios",
 ]

@@ -102,10 +102,9 @@ class BatchSamples:
 
 def _spread(rows: Keys) -> Keys:
     """Return a number for each index, spread evenly over 64 bits."""
-    with np.errstate(over="ignore"):
-        found = (rows + 1) * _MIX
-        found = (found ^ (found >> 29)) * np.int64(-0x40A7B892E31B1A47)
-        return found ^ (found >> 32)
+    found = (rows + 1) * _MIX  # arrays of integers overflow without a warning
+    found = (found ^ (found >> 29)) * np.int64(-0x40A7B892E31B1A47)
+    return found ^ (found >> 32)
 
 
 class EpochSamples:
@@ -150,8 +149,7 @@ class EpochSamples:
         self._add_classes(batch.classes)
 
     def _look_for_cache(self, contents: Keys, which: int) -> None:
-        with np.errstate(over="ignore"):
-            ordered = int((contents * (2 * np.arange(len(contents), dtype=np.int64) + 1)).sum())
+        ordered = int((contents * (2 * np.arange(len(contents), dtype=np.int64) + 1)).sum())
         if ordered in self._seen:
             is_other = self._seen[ordered] != which
             self._cached += is_other and len(np.unique(contents)) >= _FEWEST_CONTENTS
@@ -166,7 +164,7 @@ class EpochSamples:
             return
         self._classes += np.bincount(classes, minlength=_MOST_CLASSES)
         is_other = self._last_class >= 0 and self._last_class != int(classes[0])
-        self._changes += int(np.count_nonzero(np.diff(classes))) + is_other
+        self._changes += int(np.count_nonzero(classes[1:] != classes[:-1])) + is_other
         self._last_class = int(classes[-1])
 
     def facts(self, before: EpochSamples | None = None) -> EpochFacts:

@@ -138,11 +138,11 @@ def fit(
     train: Any,
     validation: Any = None,
     *,
-    model: LightningModule | None = None,
+    model: Callable[[], LightningModule] = Net,
     watched: bool = True,
     **options: Any,
 ) -> Any:
-    """Train, and return the run if there is one."""
+    """Train, and return the run, or the model if it is another one."""
     seed_everything(1, verbose=False)
     recorder = ParameterRecorder(every_n_train_steps=10, outputs=QUIET, strict=True)
     trainer = Trainer(
@@ -154,8 +154,9 @@ def fit(
         enable_checkpointing=False,
         **{"logger": False, "max_epochs": 2, **options},
     )
-    trainer.fit(model or Net(), train, validation)
-    return open_recording(folder).run if watched and trainer.is_global_zero else None
+    trained = model()
+    trainer.fit(trained, train, validation)
+    return open_recording(folder).run if model is Net and trainer.is_global_zero else trained
 
 
 def findings(run: Any) -> list[tuple[str, str, str]]:
@@ -327,8 +328,8 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
         "overfit": {"train": DataLoader(dataset(), 16), "overfit_batches": 2, "max_epochs": 8},
         "stream": {"train": DataLoader(Stream(), 16)},
         "no sampler": {"train": DataLoader(dataset(), 16, shuffle=True), "use_distributed_sampler": False},
-        "row": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording()},
-        "bare": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording(), "watched": False},
+        "row": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording},
+        "bare": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording, "watched": False},
     }
 
 
@@ -342,9 +343,8 @@ from tests.callbacks.test_samples import fit, on_two_ranks
 
 folder = Path(sys.argv[1])
 for name, options in on_two_ranks().items():
-    model = options.get("model")
-    fit(folder / name, strategy="ddp", devices=2, **options)
-    if model is not None:
+    model = fit(folder / name, strategy="ddp", devices=2, **options)
+    if "model" in options:
         left = {"losses": model.losses, "state": model.state_dict()}
         torch.save(left, folder / f"{name}-{torch.distributed.get_rank()}.pt")
 """

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_recorder.statistics import batch_fingerprint, fingerprint, sample_fingerprints
-from lightning_recorder.statistics.fingerprint import _as_array, _of_array, _of_tensor
+from lightning_recorder.statistics import batch_fingerprint, fingerprint
+from lightning_recorder.statistics.fingerprint import _as_array, _of_array, _of_tensor, sample_fingerprints
 
 
 def values(batch: Any) -> list[int]:
