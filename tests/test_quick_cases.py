@@ -1,4 +1,4 @@
-"""The choice of the cases that are quick."""
+"""The choice of cases: those that are quick, and those that stand for all combinations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.conftest import spread_cases
+from tests.pairs import covering, pairs, pairwise
 
 
 @pytest.mark.parametrize(("first", "second", "number"), [(5, 3, 5), (34, 2, 34), (12, 24, 60), (2, 31, 31), (3, 3, 3)])
@@ -29,3 +30,18 @@ def test_cases_without_common_values_are_evenly_spread() -> None:
     """The cases of a single parameter lie at equal distances, and all are chosen if there are too few."""
     assert spread_cases([[place] for place in range(12)], 4) == {0, 3, 6, 9}
     assert spread_cases([[place] for place in range(2)], 4) == {0, 1}
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((32, 3, 7), 224), ((5, 5, 5), 28), ((2, 2, 2, 2, 2), 6), ((4, 3), 12)])
+def test_all_pairs_of_values_occur(sizes: tuple[int, ...], most: int) -> None:
+    """Each two values of two parameters occur together in few cases."""
+    factors = [range(size) for size in sizes]
+    cases = pairwise(*factors)
+    assert set().union(*map(pairs, cases)) == set().union(*map(pairs, itertools.product(*factors)))
+    assert len(cases) == len(set(cases)) <= most
+
+
+def test_all_that_is_to_be_covered_is() -> None:
+    """The chosen cases cover what all cases do, in their order, and one that adds nothing is left out."""
+    assert covering("abcd", [{1}, {1, 2}, {2}, {3}]) == ["b", "d"]
+    assert covering([], []) == []

@@ -33,6 +33,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
 from tests import forks
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
+from tests.pairs import covering
 
 
 class Mlp(Classifier):
@@ -319,36 +320,49 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return run_bare
 
 
+MODELS: list[tuple[type[Classifier], dict[str, Any]]] = [
+    (Classifier, {}),
+    (Classifier, {"accumulate_grad_batches": 3}),
+    (Classifier, {"precision": "bf16-mixed"}),
+    (Classifier, {"precision": "scaled"}),
+    (Classifier, {"precision": "scaled", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    (Classifier, {"val_check_interval": 2}),
+    (Classifier, {"val_check_interval": 2, "accumulate_grad_batches": 3}),
+    (Overflowing, {"precision": "scaled"}),
+    (Mlp, {"gradient_clip_val": 0.1}),
+    (Mlp, {"precision": "bf16-mixed"}),
+    (Mlp, {"precision": "scaled"}),
+    (Checkpointed, {}),
+    (Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
+    (Reentrant, {}),
+    (TwoOptimizers, {}),
+    (TwoOptimizers, {"precision": "scaled"}),
+    (Gpt2, {}),
+    (Gpt2, {"precision": "bf16-mixed"}),
+    (Gpt2, {"precision": "scaled", "accumulate_grad_batches": 3}),
+    (Gan, {}),
+    (TwoTower, {}),
+    (UNet, {}),
+    (LanguageModel, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+]
+
+RUNS = [(make, options, reduce) for make, options in MODELS for reduce in ("step", "epoch")]
+
+
 @pytest.mark.quick_cases(12)
-@pytest.mark.parametrize("reduce", ["step", "epoch"])
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (Classifier, {}),
-        (Classifier, {"accumulate_grad_batches": 3}),
-        (Classifier, {"precision": "bf16-mixed"}),
-        (Classifier, {"precision": "scaled"}),
-        (Classifier, {"precision": "scaled", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-        (Classifier, {"val_check_interval": 2}),
-        (Classifier, {"val_check_interval": 2, "accumulate_grad_batches": 3}),
-        (Overflowing, {"precision": "scaled"}),
-        (Mlp, {"gradient_clip_val": 0.1}),
-        (Mlp, {"precision": "bf16-mixed"}),
-        (Mlp, {"precision": "scaled"}),
-        (Checkpointed, {}),
-        (Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
-        (Reentrant, {}),
-        (TwoOptimizers, {}),
-        (TwoOptimizers, {"precision": "scaled"}),
-        (Gpt2, {}),
-        (Gpt2, {"precision": "bf16-mixed"}),
-        (Gpt2, {"precision": "scaled", "accumulate_grad_batches": 3}),
-        (Gan, {}),
-        (TwoTower, {}),
-        (UNet, {}),
-        (LanguageModel, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(map(str, value.values())) or "plain",
+    ("make", "options", "reduce"),
+    # Each way to reduce occurs with each model and with each option.
+    covering(
+        RUNS,
+        [
+            {(make, str(options)), *((each, reduce) for each in (make, *options.items()))}
+            for make, options, reduce in RUNS
+        ],
+    ),
+    ids=lambda value: (
+        "-".join(map(str, value.values())) if isinstance(value, dict) else getattr(value, "__name__", None)
+    ),
 )
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
 def test_training_is_bitwise_the_same(

@@ -17,6 +17,7 @@ from torchview import draw_graph
 from lightning_recorder.graph import draw
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
+from tests.pairs import covering, pairs
 
 IMAGES = torch.linspace(0.0, 1.0, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 ROWS = torch.linspace(-1.0, 1.0, 2 * 5 * 4).reshape(2, 5, 4)
@@ -302,11 +303,11 @@ def _differs(net: str, option: str) -> bool:
     return any(each.net == net and each.option in ("default", option) for each in DIFFERENCES)
 
 
-@pytest.mark.quick_cases(100)
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("net", "option"), [(net, option) for option in OPTIONS for net in CASES if not _differs(net, option)]
-)
+SAME = [(net, option, depth) for net in CASES for option in OPTIONS for depth in (1, 2, 3) if not _differs(net, option)]
+
+
+@pytest.mark.quick_cases(60)
+@pytest.mark.parametrize(("net", "option", "depth"), covering(SAME, [pairs(each) for each in SAME]))
 def test_same_picture(net: str, option: str, depth: int) -> None:
     """With the same options, both drawings have the same labels and the same edges between each pair of labels."""
     settings = {**OPTIONS[option], "depth": depth}

@@ -20,6 +20,7 @@ from lightning_recorder.recordings import open_recording
 from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels import fused
 from tests import forks
+from tests.pairs import pairwise
 from tests.reductions.strategies import streams
 
 needs_compiler = pytest.mark.skipif(not fused.prepare(wait=True), reason="there is no C compiler")
@@ -62,10 +63,10 @@ def numbers(count: int, dtype: torch.dtype, special: bool = False) -> Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, 65536.0])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 2047, 2048, 2049, 32767, 32768, 100_003])
+@pytest.mark.parametrize(
+    ("count", "factor", "special", "dtype"),
+    pairwise([0, 1, 2, 3, 2047, 2048, 2049, 32767, 32768, 100_003], [1.0, 0.5, 1 / 3, 65536.0], [False, True], DTYPES),
+)
 def test_one_pass_gives_what_separate_passes_give(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
     """For each dtype, factor and size around those of a block and a thread share, both ways give the same state."""
     tensor = numbers(count, dtype, special)
@@ -209,9 +210,10 @@ print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sample", [1, 2, 100, 4096, 10**6])
-@pytest.mark.parametrize("count", [0, 1, 2047, 2049, 32768, 100_003])
+@pytest.mark.parametrize(
+    ("count", "sample", "dtype"),
+    pairwise([0, 1, 2047, 2049, 32768, 100_003], [1, 2, 100, 4096, 10**6], DTYPES),
+)
 def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
     """With a sample both ways count the same values, for any block size and number of threads."""
     tensor = numbers(count, dtype, special=True)

@@ -34,6 +34,7 @@ from lightning_recorder.reductions.kernels.fused_cuda import (
     prepare_device,
 )
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL
+from tests.pairs import pairwise
 from tests.reductions.kernels.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 from tests.reductions.reference import assert_statistics
 from tests.reductions.strategies import streams
@@ -91,9 +92,12 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("factor", "special"), [(1.0, False), (1 / 3, True)])
-@pytest.mark.parametrize("count", [1, 2, TILE - 1, TILE, TILE + 1, FEW, FEW + 1, 10 * TILE, 11 * TILE + 1])
+@pytest.mark.parametrize(
+    ("count", "factor", "special", "dtype"),
+    pairwise(
+        [1, 2, TILE - 1, TILE, TILE + 1, FEW, FEW + 1, 10 * TILE, 11 * TILE + 1], [1.0, 1 / 3], [False, True], DTYPES
+    ),
+)
 def test_the_kernels_give_what_separate_passes_give(
     interpreter: Interpreter, count: int, factor: float, special: bool, dtype: torch.dtype
 ) -> None:
@@ -223,9 +227,9 @@ def test_the_layout_does_not_matter(interpreter: Interpreter, shape: str, sample
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sample", [1, 7, 1000, 10**6])
-@pytest.mark.parametrize("count", [1, 100, TILE + 1, FEW + 1])
+@pytest.mark.parametrize(
+    ("count", "sample", "dtype"), pairwise([1, 100, TILE + 1, FEW + 1], [1, 7, 1000, 10**6], DTYPES)
+)
 def test_a_sample_is_the_same(interpreter: Interpreter, count: int, sample: int, dtype: torch.dtype) -> None:
     """A sample counts the same values as separate passes, and the fraction of counted values is correct."""
     tensor = numbers(count, dtype, special=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_recorder.reductions import Statistics, Values
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
+from tests.pairs import pairwise
 from tests.reductions.kernels.test_fused import (
     SHAPES,
     SPECIAL,
@@ -33,10 +35,15 @@ def looking(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> T
     return state
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 1 / 3])
-@pytest.mark.parametrize("count", [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7])
+SIZES = [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7]
+# Float32 values without a factor are read in place.
+READ_IN_PLACE = list(product(SIZES, [1.0], [False, True], [torch.float32]))
+
+
+@pytest.mark.parametrize(
+    ("count", "factor", "special", "dtype"),
+    dict.fromkeys(READ_IN_PLACE + pairwise(SIZES, [1.0, 1 / 3], [False, True], DTYPES)),
+)
 def test_host_kernel_equals_the_general_passes(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
     """For each dtype, factor and size, the host kernel and the general passes give the same state."""
     tensor = numbers(count, dtype, special)
@@ -62,9 +69,12 @@ def test_nothing_but_one_special_value(dtype: torch.dtype, special: float) -> No
     assert_equal(looking(tensor), plain(tensor))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sample", [1, 100, 4096, 10**6])
-@pytest.mark.parametrize("count", [0, 1, 4096, 4097, PIECE + 1])
+SAMPLED = [0, 1, 4096, 4097, PIECE + 1], [1, 100, 4096, 10**6]
+
+
+@pytest.mark.parametrize(
+    ("count", "sample", "dtype"), dict.fromkeys([*product(*SAMPLED, [torch.float32]), *pairwise(*SAMPLED, DTYPES)])
+)
 def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
     """With a sample both ways count the same values."""
     tensor = numbers(count, dtype, special=True)
