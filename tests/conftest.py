@@ -21,7 +21,7 @@ _LONGEST = (
     "test_examples.py",
     "dumps/test_killed.py",
     "tensors/test_recorders.py",
-    "test_public_api.py",
+    "callbacks/test_compiled_distributed.py",
     "recordings/test_hostile.py",
     "callbacks/test_leaks.py",
     "taps/test_gradient.py",

@@ -158,11 +158,17 @@ def test_nothing_imports_the_public_face() -> None:
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    """No module imports itself, directly, through others, or through an import inside a function."""
+    """No module imports itself, directly, through others, or through an import inside a function.
+
+    So each file can be the first one of the package to be imported.
+    """
     needs: dict[str, set[str]] = {}
     for each in imports():
         if each.inner is not None:
-            needs.setdefault(each.importer, set()).add(each.inner)
+            # Python runs the packages around a file before the file, unless they already import it.
+            around = [each.inner[:place] for place, sign in enumerate(each.inner) if sign == "."]
+            new = [package for package in around if not f"{each.importer}.".startswith(f"{package}.")]
+            needs.setdefault(each.importer, set()).update([each.inner, *new])
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
