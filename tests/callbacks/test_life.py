@@ -638,9 +638,12 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
+# With accumulation, batches and steps are counted differently.
+SAMPLED = [*((sampling, 2) for sampling in SAMPLINGS), ("every_n_train_steps", 1), ("all", 1)]
+
+
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("sampling", "accumulate"), SAMPLED)
 def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) -> None:
     """The schedule arguments are combined, on the axis of ``self.log``, for each kind of recorder."""
     options, steps = SAMPLINGS[sampling]
@@ -1039,9 +1042,12 @@ def failing(hook: str, error: BaseException) -> Net:
     return model
 
 
+# Also between the batches of an accumulated step.
+AMID = ["training_step", "backward", "optimizer_step", "on_train_batch_end", "validation_step", "on_train_epoch_end"]
+
+
 @pytest.mark.quick_cases(17)
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "accumulate"), [*((hook, 1) for hook in HOOKS), *((hook, 4) for hook in AMID)])
 def test_a_failing_hook_leaves_nothing_behind(hook: str, accumulate: int, tmp_path: Path) -> None:
     """Wherever a model raises, its own error propagates, and hooks and stance are as before."""
     model, sink = failing(hook, ZeroDivisionError("the model's own")), MemorySink()

@@ -20,6 +20,7 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
     Schedule,
@@ -88,13 +89,15 @@ def fit(model: Any, folder: Path, callbacks: Sequence[Any], **options: Any) -> A
     return trainer
 
 
-def recorders(sink: MemorySink | None = None, reduce: Reduce = "step") -> list[Any]:
+def recorders(sink: MemorySink | None = None, reduce: Reduce = "step", *, pictures: bool = True) -> list[Any]:
     """Return all callbacks, recording every step."""
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True}
+    options["outputs"] = Outputs(plots=pictures)
     options["statistics"] = ["count", "mean"]
     options["sinks"] = [] if sink is None else [sink]
     kinds: list[Any] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
-    return [GraphRecorder(strict=True), *(kind(**options) for kind in kinds)]
+    graph = GraphRecorder(strict=True) if pictures else GraphRecorder(formats=(), strict=True)
+    return [graph, *(kind(**options) for kind in kinds)]
 
 
 def test_all_callbacks_record(tmp_path: Path) -> None:
@@ -160,11 +163,11 @@ def test_dumps_lie_beside_its_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("reduce", ["step", 4, 5, "epoch"])
+@pytest.mark.parametrize("reduce", ["step", 5, "epoch"])
 def test_a_run_resumes_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None:
     """A run interrupted in a window and its resumed run together record the same as one run."""
     whole, parts = MemorySink(), MemorySink()
-    fit(Net(), tmp_path / "whole", recorders(whole, reduce), max_steps=9, max_epochs=2)
+    fit(Net(), tmp_path / "whole", recorders(whole, reduce, pictures=False), max_steps=9, max_epochs=2)
     for sink, steps in ((None, 4), (parts, 9)):
         options: dict[str, Any] = {"max_steps": steps}
         kept = callbacks_of_pl.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
@@ -172,7 +175,7 @@ def test_a_run_resumes_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None
         fit(
             Net(),
             tmp_path / "part",
-            [*recorders(sink, reduce), kept],
+            [*recorders(sink, reduce, pictures=False), kept],
             max_epochs=2,
             enable_checkpointing=True,
             **options,

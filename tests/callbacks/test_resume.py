@@ -71,6 +71,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """The settings of the recorders and of the trainer."""
 
+EVERY_STEP = ("window", "change-window")
+"""The cases that resume at every step. The others resume at every second one and between the epochs."""
+
 BY_TORCH = ("change-window", "accumulated")
 """The cases that also run without the compiled function."""
 
@@ -114,6 +117,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
         for by, cases in (("compiled", tuple(CASES)), ("torch", BY_TORCH))
         for case in cases
         for step in range(1, steps_of(case) + 1)
+        if case in EVERY_STEP or step % 2 or step == BATCHES
     ],
     indirect=["computed_by"],
 )
