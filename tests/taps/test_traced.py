@@ -157,8 +157,9 @@ class Around(nn.Module):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("dict", "eager"), ("dataclass", "aot_eager"), ("tuple", "eager"), ("tuple", "aot_eager")]
+)
 def test_gradients_of_returned_inputs_and_of_other_containers(kind: str, backend: str) -> None:
     """They are those of eager code, and the gradients of the parameters are bitwise those without a tap."""
     found: dict[str, tuple[list[Tensor], dict[Site, list[Tensor]]]] = {}
