@@ -77,7 +77,7 @@ class StatisticStyler(GraphvizStyler):
         log: bool | None = None,
         framed: Collection[str] = (),
         shapes: Shapes = "nodes",
-        **attributes: str,
+        **attributes: Any,
     ) -> None:
         super().__init__(shapes=shapes, **attributes)
         try:

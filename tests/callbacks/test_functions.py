@@ -89,7 +89,7 @@ def recorders() -> list[Any]:
 def test_a_fault_is_found_in_both_forms(tmp_path: Path, fault: str) -> None:
     """Saturated, dead and collapsed activations give the same findings as a module and as a function."""
     module, function, factor, offset = FAULTS[fault]
-    found = []
+    found: list[Any] = []
     for form in (module(), function):
         seed_everything(3, verbose=False)
         _, findings = fit(tmp_path / str(len(found)), Net(form, factor, offset), *recorders())

@@ -196,7 +196,7 @@ def test_depth_of_a_document_is_an_integer_of_at_least_zero(depth: Any, tmp_path
 class Louder(GraphvizStyler):
     """A custom styler with an argument of its own."""
 
-    def __init__(self, *, mark: str, **attributes: str) -> None:
+    def __init__(self, *, mark: str, **attributes: Any) -> None:
         super().__init__(shapes="none", **attributes)
         self.mark = mark
 

@@ -790,7 +790,7 @@ def test_the_page_is_accessible(page: Page, files: Path, blocks: Path) -> None:
         if "graph" in place:
             page.locator("g.node").first.wait_for()
         for theme in ("light", "dark"):
-            page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+            page.emulate_media(color_scheme=theme)
             found = Axe().run(page, options=options).response["violations"]
             assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
     page.emulate_media(color_scheme="light")

@@ -255,9 +255,9 @@ def test_the_budget_widens_the_cadence() -> None:
     states = loop.run.recorder.states
     add = states.add
 
-    def slowly(site: Site, tensor: Tensor, factor: float = 1.0) -> None:
+    def slowly(site: Site, tensor: Tensor, factor: float = 1.0, *, extra: bool = True) -> None:
         module.now += 0.5
-        add(site, tensor, factor)
+        add(site, tensor, factor, extra=extra)
 
     states.add = slowly  # type: ignore[method-assign]  # simulates a slow recorder
     for step in range(20):

@@ -41,7 +41,7 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
     counted: set[tuple[int, str]] = set()
     for node in graph.nodes:
         inside = target.get(node.parent) if node.parent is not None else None
-        if inside in closed:
+        if inside is not None and inside in closed:
             target[node.id] = inside
             # The parameters of a module that is called several times count once.
             if node.parameters and (inside, node.name) not in counted:

@@ -41,9 +41,9 @@ def _dense_calls(graph: Graph) -> Iterator[tuple[Node, int]]:
     pairs: dict[int, set[tuple[int, int]]] = {}
     for edge in graph.edges:
         source = dict(zip(around[edge.source][1:], around[edge.source], strict=False))
-        for part, call in zip(around[edge.target], around[edge.target][1:], strict=False):
-            if call in source:
-                pairs.setdefault(call, set()).add((source[call], part))
+        for part, parent in zip(around[edge.target], around[edge.target][1:], strict=False):
+            if parent in source:
+                pairs.setdefault(parent, set()).add((source[parent], part))
                 break
     for call in graph.module_calls():
         parts = {child.id for child in graph.children(call) if child.kind == "module"}

@@ -751,8 +751,8 @@ def _() -> Iterator[Evidence]:
         yield of_samples(epoch(batches=batches, cached=batches, distinct=16, distinct_batches=4))
     for cached in (6, 3):
         yield of_samples(epoch(batches=8, cached=cached, distinct=16, distinct_batches=4))
-    for distinct, batches in ((8.0, 1.5), (15.0, 1.5), (8.0, 3.0)):
-        each = epoch(batches=8, distinct=distinct, distinct_batches=batches)
+    for distinct, sets in ((8.0, 1.5), (15.0, 1.5), (8.0, 3.0)):
+        each = epoch(batches=8, distinct=distinct, distinct_batches=sets)
         yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=48))
     for number, consecutive in ((20, 19), (19, 18), (20, 10)):
         each = epoch(batches=number, consecutive=consecutive, distinct=16, distinct_batches=1)
