@@ -301,7 +301,7 @@ def test_small_and_short_pictures_are_one_sheet(tmp_path: Path) -> None:
     """A net of three layers is never divided, in any direction."""
     net = nn.Sequential(linear(), nn.ReLU(), linear())
     for direction in ("TB", "LR", "BT", "RL"):
-        drawing = draw(net, X, graph_dir=direction)  # type: ignore[arg-type]  # each of them is a direction
+        drawing = draw(net, X, graph_dir=direction)
         assert " in_1" not in drawing.visual_graph.source
         picture = read_svg(drawing.save(tmp_path / "graph.svg"))
         middles = {
