@@ -39,15 +39,13 @@ from tests.check.programs import (
 )
 
 
-def named(
-    loss: Callable[[nn.Module, Any], Tensor], net: nn.Module, optimizer: Any = None, **tensors: Tensor
-) -> Program:
+def named(loss: Callable[[Any, Any], Tensor], net: nn.Module, optimizer: Any = None, **tensors: Tensor) -> Program:
     """Return a program whose batches are dictionaries."""
     rows = [{name: each[index] for name, each in tensors.items()} for index in range(COUNT)]
     return Program(Lit(net, loss, optimizer), DataLoader(rows, batch_size=6))  # type: ignore[arg-type]  # a list is a data set
 
 
-def own_loss(net: nn.Module, batch: Any) -> Tensor:
+def own_loss(net: Any, batch: Any) -> Tensor:
     loss: Tensor = net(**batch).loss
     return loss
 
@@ -147,7 +145,7 @@ def clip() -> Program:
     image |= {"intermediate_size": 32, "projection_dim": 8}
     net = CLIPModel(CLIPConfig(text_config=text, vision_config=image, projection_dim=8))
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         found: Tensor = net(**batch, return_loss=True).loss
         return found
 
@@ -224,7 +222,7 @@ def unet() -> Program:
     )
     schedule = DDPMScheduler(num_train_timesteps=100)
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         x = batch[0]
         noise, time = torch.randn_like(x), torch.randint(100, (len(x),), device=x.device)
         return F.mse_loss(net(schedule.add_noise(x, noise, time), time).sample, noise)
@@ -245,7 +243,7 @@ def metric_learning(kind: str) -> Program:
         )
     triplet, miner = losses.TripletMarginLoss(), miners.MultiSimilarityMiner()
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         embedded = net(batch[0])
         found: Tensor = triplet(embedded, batch[1], miner(embedded, batch[1]))
         return found
@@ -281,7 +279,7 @@ def time_major() -> Program:
         head=nn.Linear(16, 20),
     )
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         ids, target = batch
         return F.cross_entropy(net(ids).flatten(0, 1), target.flatten())
 
@@ -290,7 +288,7 @@ def time_major() -> Program:
 
 
 def mixup() -> Program:
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         x, y = batch
         order = torch.randperm(len(x))
         out = net(0.7 * x + 0.3 * x[order])
@@ -319,7 +317,7 @@ def forecast() -> Program:
 
 
 def gradient_penalty() -> Program:
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         x = batch[0].requires_grad_()
         scores = net(x)
         (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
@@ -329,7 +327,7 @@ def gradient_penalty() -> Program:
 
 
 def padded() -> Program:
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         x, lengths, target = batch
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return F.cross_entropy(net.head(net.rnn(packed)[1][0]), target)
@@ -344,7 +342,7 @@ def clipped_policy() -> Program:
         name: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size)) for name, size in (("pi", 3), ("v", 1))
     }
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
+    def loss(net: Any, batch: Any) -> Tensor:
         state, action, old, advantage, value = batch
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         chosen = torch.distributions.Categorical(logits=net.pi(state), validate_args=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -20,7 +22,12 @@ pytestmark = [
 def check(program: Program) -> Result:
     """Check a program and train it for one step."""
     each = Check(strict=True)
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     options |= {"max_steps": 1, "enable_model_summary": False, **program.options}
     Trainer(callbacks=[each], **options).fit(program.model, program.loader, program.validation)
     assert each.result is not None

@@ -126,7 +126,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 def outcome(program: Program, folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
     """Train for two epochs and return everything that a check might have changed."""
-    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     options |= {"max_epochs": 2, "enable_model_summary": False, "default_root_dir": folder, **program.options}
     trainer = Trainer(callbacks=callbacks, **options)
     trainer.fit(program.model, program.loader, program.validation)
@@ -136,7 +141,7 @@ def outcome(program: Program, folder: Path, callbacks: list[Callback]) -> dict[s
         "optimizers": [each.state_dict() for each in trainer.optimizers],
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state()[1],  # noqa: NPY002 - the global generator
+        "numpy": np.random.get_state(legacy=False)["state"]["key"],  # noqa: NPY002 - the global generator
         "modes": [each.training for each in model.modules()],
         "attributes": {name: getattr(model, name) for name in ("count", "seen") if hasattr(model, name)},
         "names": dict.fromkeys(vars(model), 0),
