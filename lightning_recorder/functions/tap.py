@@ -30,7 +30,7 @@ from lightning_recorder.internals.autograd import (
     remove_function_mode,
 )
 from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, parameters_of
+from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_training, parameters_of
 from lightning_recorder.internals.pause_recording import PAUSES
 from lightning_recorder.names import compile_glob, is_metric, named_submodules
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
@@ -83,7 +83,7 @@ class ChosenFunctions:
     @property
     def is_fused_path_open(self) -> bool:
         """True if a module would take another path of computation under a function mode than without."""
-        return any(not each.training for each in self._fused)
+        return not all(map(is_training, self._fused))
 
     def name(self, module: nn.Module | None, function: str, number: int, *, is_loss: bool = False) -> str:
         """Return the name of a site, or an empty string if it is not to be recorded.

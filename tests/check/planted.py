@@ -49,7 +49,7 @@ class WrongSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradient * x
+        return gradient * x  # type: ignore[no-any-return]  # a tensor
 
 
 def layers(*more: nn.Module) -> nn.Sequential:
@@ -62,57 +62,58 @@ def copied_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(copy.deepcopy(net).parameters(), 1e-3)
 
 
-def frozen_body(net: nn.Module, batch: Any) -> Tensor:
+def frozen_body(net: Any, batch: Any) -> Any:
     with torch.no_grad():
         features = net.body(batch[0])
     return F.cross_entropy(net.classes(features), batch[1]) + F.smooth_l1_loss(net.boxes(features), batch[2])
 
 
-def one_loss(net: nn.Module, batch: Any) -> Tensor:
+def one_loss(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net.classes(net.body(batch[0])), batch[1])
 
 
-def unshifted(net: nn.Module, batch: Any) -> Tensor:
+def unshifted(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]).flatten(0, 1), batch[0].flatten())
 
 
-def unshifted_decoder(net: nn.Module, batch: Any) -> Tensor:
+def unshifted_decoder(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(*batch).transpose(1, 2), batch[1])
 
 
-def whole_tensor(net: nn.Module, batch: Any) -> Tensor:
+def whole_tensor(net: Any, batch: Any) -> Any:
     return ((net(batch[0]) - batch[1]) ** 2).mean()
 
 
-def leaking(net: nn.Module, batch: Any) -> Tensor:
+def leaking(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(torch.cat([batch[0], F.one_hot(batch[1], 4).float()], 1)), batch[1])
 
 
-def bad_time(net: nn.Module, batch: Any) -> Tensor:
+def bad_time(net: Any, batch: Any) -> Any:
     x = batch[0]
     noise, time = torch.randn_like(x), torch.rand(len(x), 1)
     noisy = (1 - time).sqrt() * x + time.sqrt() * noise
     return F.mse_loss(net(torch.cat([torch.zeros_like(noisy), time], 1)), noise)
 
 
-def softmax_of_batch(net: nn.Module, batch: Any) -> Tensor:
+def softmax_of_batch(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0], batch[1]), batch[2])
 
 
-def td_with_wrong_shape(net: nn.Module, batch: Any) -> Tensor:
+def td_with_wrong_shape(net: Any, batch: Any) -> Any:
     state, action, reward, following = batch
     with torch.no_grad():
         target = reward + 0.9 * net.target(following).max(1).values
     return F.smooth_l1_loss(net.online(state).gather(1, action[:, None]), target)
 
 
-def raw_policy(net: nn.Module, batch: Any) -> Tensor:
+def raw_policy(net: Any, batch: Any) -> Any:
     return F.nll_loss(net.online(batch[0]), batch[1])
 
 
 def asleep() -> Program:
     program = cnn()
-    program.model.net.eval()  # type: ignore[union-attr,operator]  # a module
+    model: Any = program.model
+    model.net.eval()
     return program
 
 
@@ -130,16 +131,16 @@ class Viewed(nn.Module):
         return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
 
 
-def contrastive_of_constant(net: nn.Module, batch: Any) -> Tensor:
+def contrastive_of_constant(net: Any, batch: Any) -> Any:
     out = net(torch.ones_like(batch[0]))
     return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 
 
-def ignored(net: nn.Module, batch: Any) -> Tensor:
+def ignored(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]), batch[1].clamp(max=0), ignore_index=0)
 
 
-def zero_targets(net: nn.Module, batch: Any) -> Tensor:
+def zero_targets(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]), torch.zeros_like(batch[1]))
 
 
@@ -165,7 +166,8 @@ def forgotten_layers() -> Program:
 
 
 def custom_function() -> Program:
-    net = Function(lambda self, x: self.two(WrongSquare.apply(self.one(x))), one=nn.Linear(8, 16), two=nn.Linear(16, 4))
+    kind: Any = WrongSquare
+    net = Function(lambda self, x: self.two(kind.apply(self.one(x))), one=nn.Linear(8, 16), two=nn.Linear(16, 4))
     return mlp(net=net)
 
 

@@ -29,7 +29,7 @@ class Program:
 class Lit(LightningModule):
     """A net, a loss and an optimizer."""
 
-    def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Any], Tensor], optimizer: Any = None) -> None:
+    def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Tensor], optimizer: Any = None) -> None:
         super().__init__()
         self.net, self._loss, self._optimizer = net, loss, optimizer
 
@@ -79,7 +79,7 @@ class Function(nn.Module):
 COUNT = 24
 
 
-def xent(net: nn.Module, batch: Any) -> Tensor:
+def xent(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
@@ -105,7 +105,7 @@ def cnn(
 # Regression.
 
 
-def mse(net: nn.Module, batch: Any) -> Tensor:
+def mse(net: Any, batch: Any) -> Any:
     return F.mse_loss(net(batch[0]).squeeze(-1), batch[1])
 
 
@@ -146,7 +146,7 @@ class Causal(nn.Module):
         return out
 
 
-def next_token(net: nn.Module, batch: Any) -> Tensor:
+def next_token(net: Any, batch: Any) -> Any:
     ids = batch[0]
     return F.cross_entropy(net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
@@ -199,7 +199,7 @@ class Seq2Seq(nn.Module):
         return out
 
 
-def translate(net: nn.Module, batch: Any) -> Tensor:
+def translate(net: Any, batch: Any) -> Any:
     source, target = batch
     return F.cross_entropy(net(source, target[:, :-1]).transpose(1, 2), target[:, 1:])
 
@@ -212,7 +212,7 @@ def seq2seq(loss: Callable[..., Tensor] = translate, **options: Any) -> Program:
 # Several losses.
 
 
-def detect(net: nn.Module, batch: Any) -> Tensor:
+def detect(net: Any, batch: Any) -> Any:
     x, classes, boxes = batch
     features = net.body(x)
     return F.cross_entropy(net.classes(features), classes) + F.smooth_l1_loss(net.boxes(features), boxes)
@@ -228,7 +228,7 @@ def detection(loss: Callable[..., Tensor] = detect, *, optimizer: Any = None) ->
 # VAE.
 
 
-def elbo(net: nn.Module, batch: Any) -> Tensor:
+def elbo(net: Any, batch: Any) -> Any:
     x = batch[0]
     mean, log_var = net.encoder(x).chunk(2, -1)
     z = mean + torch.randn_like(mean) * (log_var / 2).exp()
@@ -257,7 +257,8 @@ class Gan(LightningModule):
         self.detached, self.constant = detached, constant
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc,union-attr]  # two optimizers
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         real = torch.zeros_like(batch[0]) if self.constant else batch[0]
         fake = self.generator(torch.randn(len(real), 4, device=self.device))
         scores = self.critic(fake.detach() if self.detached else fake)
@@ -282,13 +283,13 @@ def gan(**options: Any) -> Program:
 # Contrastive.
 
 
-def info_nce(net: nn.Module, batch: Any) -> Tensor:
+def info_nce(net: Any, batch: Any) -> Any:
     x = batch[0]
     one, other = (F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=-1) for _ in range(2))
     return F.cross_entropy(one @ other.T / 0.5, torch.arange(len(x), device=x.device))
 
 
-def nt_xent(net: nn.Module, batch: Any) -> Tensor:
+def nt_xent(net: Any, batch: Any) -> Any:
     x = batch[0]
     both = F.normalize(net(torch.cat([x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)])), dim=-1)
     scores = (both @ both.T / 0.5).fill_diagonal_(-math.inf)
@@ -329,7 +330,7 @@ def graph(loss: Callable[..., Tensor] | None = None, **options: Any) -> Program:
 # Diffusion.
 
 
-def denoise(net: nn.Module, batch: Any) -> Tensor:
+def denoise(net: Any, batch: Any) -> Any:
     x = batch[0]
     noise, time = torch.randn_like(x), torch.rand(len(x), 1, device=x.device)
     noisy = (1 - time).sqrt() * x + time.sqrt() * noise
@@ -364,7 +365,7 @@ class Tabular(nn.Module):
         return out
 
 
-def binary(net: nn.Module, batch: Any) -> Tensor:
+def binary(net: Any, batch: Any) -> Any:
     return F.binary_cross_entropy_with_logits(net(batch[0], batch[1]), batch[2])
 
 
@@ -380,7 +381,7 @@ def tabular(
 # Reinforcement.
 
 
-def q_learning(net: nn.Module, batch: Any) -> Tensor:
+def q_learning(net: Any, batch: Any) -> Any:
     state, action, reward, following = batch
     value = net.online(state).gather(1, action[:, None]).squeeze(1)
     with torch.no_grad():
@@ -388,7 +389,7 @@ def q_learning(net: nn.Module, batch: Any) -> Tensor:
     return F.smooth_l1_loss(value, target)
 
 
-def policy_gradient(net: nn.Module, batch: Any) -> Tensor:
+def policy_gradient(net: Any, batch: Any) -> Any:
     state, action, reward, _ = batch
     chosen = net.online(state).log_softmax(-1).gather(1, action[:, None]).squeeze(1)
     return -(chosen * (reward - reward.mean())).mean()

@@ -28,7 +28,7 @@ def check(program: Program) -> Result:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
     }
-    options |= {"enable_progress_bar": False, "max_steps": 1, "enable_model_summary": False, **program.options}
+    options |= {"max_steps": 1, "enable_model_summary": False, **program.options}
     Trainer(callbacks=[each], **options).fit(program.model, program.loader, program.validation)
     assert each.result is not None
     return each.result

@@ -132,13 +132,7 @@ def outcome(program: Program, folder: Path, callbacks: list[Callback]) -> dict[s
         "enable_checkpointing": False,
         "enable_progress_bar": False,
     }
-    options |= {
-        "enable_progress_bar": False,
-        "max_epochs": 2,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-        **program.options,
-    }
+    options |= {"max_epochs": 2, "enable_model_summary": False, "default_root_dir": folder, **program.options}
     trainer = Trainer(callbacks=callbacks, **options)
     trainer.fit(program.model, program.loader, program.validation)
     model: Any = program.model
