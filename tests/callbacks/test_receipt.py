@@ -218,7 +218,7 @@ def test_a_module_that_overrides_call_is_bypassed(tmp_path: Path) -> None:
             return super().forward(x) + self.scaler(x) + self.loss(x)
 
     fit(Model(), tmp_path, [ActivationRecorder()], logger=False)
-    missing = {name: text for name, text in why(receipt(tmp_path, "activations")).items() if text != "out"}
+    missing = {name: text for name, text in why(receipt(tmp_path, "activations")).items() if "out" not in text}
     assert missing == {"scaler": "bypassed: OwnCall overrides __call__, so its hooks are not called"}
 
 
@@ -584,7 +584,7 @@ def test_idle_losses_and_metrics_are_not_missing(tmp_path: Path) -> None:
     """By default, an uncalled loss is not in the receipt; one that is called or selected by name is."""
     go(tmp_path, [ActivationRecorder(), ActivationRecorder(["loss", "accuracy"], name="named")], model=Tied())
     found = why(receipt(tmp_path, "activations"))
-    assert found["called_loss"] == "out"
+    assert found["called_loss"] == "in.prediction, in.target, in.target.ignored, out"
     assert not {"loss", "accuracy"} & found.keys()
     assert why(receipt(tmp_path, "activations-named")) == {"loss": NEVER, "accuracy": NEVER}
 
@@ -673,6 +673,7 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
         assert sorted(written) == ["activations", "activations-2", "activations-mine", "gradients"]
         assert list(written["activations"]["modules"]) == [head]
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "data.json",
         "findings.json",
         "images",
         "receipt.json",

@@ -223,6 +223,7 @@ def test_without_a_logger_everything_lies_in_files(tmp_path: Path) -> None:
     assert math.isfinite(series["head"].statistic("mean")[0])
     assert int(series["head"].bins(0).sum()) == 80
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "data.json",
         "findings.json",
         "images",
         "receipt.json",
@@ -236,6 +237,7 @@ def test_a_logger_without_histograms_leaves_them_to_the_records(tmp_path: Path) 
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=CSVLogger(tmp_path))
     folder = Path(str(trainer.log_dir)) / "recorder"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "data.json",
         "findings.json",
         "images",
         "metrics.csv",
@@ -251,6 +253,7 @@ def test_without_records_and_loggers_no_number_is_written(tmp_path: Path) -> Non
     recorder = ActivationRecorder("head", outputs=Outputs(records=False))
     fit(Classifier(), tmp_path, [recorder], logger=False)
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "data.json",
         "findings.json",
         "images",
         "receipt.json",
@@ -327,8 +330,9 @@ def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
     assert dump.about["step"] == "11"
     assert dump.about["checkpoint"] == "epoch=1-step=12.ckpt"
     for site, seen in recorder.latest.items():
-        assert float(dump.tensors[f"{site.name}/mean"]) == seen.scalars["mean"]
-        assert torch.equal(dump.tensors[f"{site.name}/histogram"], seen.bins)
+        key = site.name if site.path == "out" else f"{site.name}/{site.path}"
+        assert float(dump.tensors[f"{key}/mean"]) == seen.scalars["mean"]
+        assert torch.equal(dump.tensors[f"{key}/histogram"], seen.bins)
     lines = read_manifest(tmp_path / "kept")
     assert sorted((line["step"], line["epoch"], line["group"]) for line in lines) == [
         (5, 0, "activations"),
