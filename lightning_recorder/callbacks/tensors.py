@@ -45,6 +45,11 @@ class TensorsCallback(StatisticsCallback):
         # The modules that are recorded inside compiled code, and the time of all compilations before the current step.
         return {**super()._idle(), "_traced": ModuleSet(), "_compiled_s": 0.0, "_chosen_functions": None}
 
+    @override
+    def _release(self, trainer: Trainer | None) -> None:
+        self._chosen_functions = None  # it refers to the model
+        super()._release(trainer)
+
     def _choose_tensors(self, tensors: object, per_call: object, functions: object) -> None:
         """Check and keep the arguments of these names."""
         chosen = check_some("tensors", tensors, _TENSORS, {"input": "inputs", "output": "outputs"})
