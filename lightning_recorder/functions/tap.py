@@ -30,7 +30,7 @@ from lightning_recorder.internals.autograd import (
     remove_function_mode,
 )
 from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_training, parameters_of
+from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, is_training, parameters_of
 from lightning_recorder.internals.pause_recording import PAUSES
 from lightning_recorder.names import compile_glob, is_metric, named_submodules
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
@@ -71,7 +71,7 @@ class ChosenFunctions:
         for name, each in modules.items():
             if not is_metric(each) and not name.startswith(closed):
                 self._modules[each] = name
-        self._fused = [each for each in modules.values() if isinstance(each, FUSED)]
+        self._fused = [each for each in modules.values() if is_a(each, FUSED)]
         self._sites: dict[tuple[int, str, int, bool], str] = {}
 
     def having(self, functions: Iterable[str]) -> ChosenFunctions:

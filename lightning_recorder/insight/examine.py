@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,22 +91,27 @@ class RunHistory:
     def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
         # Targets may be anything: the rules about layers do not apply to them.
+        group, stage = record.group, record.stage
         record, sides = record.without_losses()
-        if sides is not None and record.stage == "train":
+        if sides is not None and stage == "train":
             self.losses.add(sides)
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
-            self._tables.setdefault((record.group, record.stage), History(STATISTICS)).add(outputs)
+            self._tables.setdefault((group, stage), History(STATISTICS)).add(outputs)
         if inputs is not None:
-            self._tables.setdefault((f"{record.group} of inputs", record.stage), History(STATISTICS)).add(inputs)
+            self._tables.setdefault((f"{group} of inputs", stage), History(STATISTICS)).add(inputs)
 
     def table(self, group: str, stage: str = "train") -> History:
         """Return the records of a group, or of the inputs of modules as ``"activations of inputs"``; maybe none."""
         return self._tables.get((group, stage), History(STATISTICS))
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of records with at least one tensor for each group, and for the validation."""
-        return group_records(self._tables)
+    def counts(self, of_loss: Container[str] = ()) -> dict[str, int]:
+        """Return the number of records with at least one layer for each group, and for the validation.
+
+        Args:
+            of_loss: The functions that are no layers.
+        """
+        return group_records({key: table.without(of_loss) for key, table in self._tables.items()})
 
     def free(self) -> None:
         """Free the arrays that rules have read."""
@@ -145,18 +150,18 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
         facts: Everything else that is known.
     """
     facts = facts or RunFacts()
-    found = _findings(evidence_of(history, graph, facts), facts.ignored)
+    evidence = evidence_of(history, graph, facts)
+    found = _findings(evidence, facts.ignored)
     history.free()
     watched = [each for each in facts.watched if each.rule not in facts.ignored]
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
-    gaps = gaps_of(
-        history.counts(), facts.coverage, rules, known={GRAPH: graph is not None, DATA: facts.data is not None}
-    )
+    counts, known = history.counts(evidence.wiring.of_loss), {GRAPH: graph is not None, DATA: facts.data is not None}
+    gaps = gaps_of(counts, facts.coverage, rules, known=known)
     return Diagnosis(with_watched(found, watched), gaps)
 
 
 def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Evidence:
-    """Return everything that the rules may examine."""
+    """Return everything that the rules may examine: layers, without the functions behind them."""
     tables = [history.table(group) for group in ("activations", "gradients", "parameters", "activations of inputs")]
     activations, gradients, parameters, inputs = tables
     names = [site.name for table in tables for site in table.places]
@@ -170,12 +175,11 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
         wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
         coverage=facts.coverage,
         data=facts.data or DataFacts(),
-    )
+    ).of_model()
 
 
 def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
     """Return the findings from records: causes first, consequences merged into them."""
-    evidence = evidence.of_model()
     bad = first_bad_step(evidence)
     # After a NaN every other statistic is a consequence of it.
     healthy = evidence if bad is None else evidence.before(bad)

@@ -245,9 +245,10 @@ class RunFindings:
 
     def _add(self, record: Table) -> None:
         self._history.add(record)
-        is_in_step = self._is_in_step(record)
+        step = record.step
+        is_in_step = self._is_in_step(record.recorder, step)
         self._records += 1
-        self._last_step = max(self._last_step, record.step)
+        self._last_step = max(self._last_step, step)
         if not self._was_bad and bool((record.part(None, _NOT_FINITE) > 0).any()):
             # The other recorders' records of the step may be needed to name the module.
             self._was_bad = True
@@ -256,15 +257,15 @@ class RunFindings:
             self._due = int(self._records * _GROWTH) + 1
             self._check()
 
-    def _is_in_step(self, record: Table) -> bool:
+    def _is_in_step(self, recorder: str, step: int) -> bool:
         """Return True if the records of all recorders have come up to about the same step.
 
         Recorders join records before they are written, so those of one recorder may be ahead of the others.
         """
-        others = [self._steps.get(label, -1) for label in self._open - self._joined if label != record.recorder]
-        before = self._steps.get(record.recorder, -1)
-        self._steps[record.recorder] = max(before, record.step)
-        return not others or (before <= min(others) and record.step >= max(others))
+        others = [self._steps.get(label, -1) for label in self._open - self._joined if label != recorder]
+        before = self._steps.get(recorder, -1)
+        self._steps[recorder] = max(before, step)
+        return not others or (before <= min(others) and step >= max(others))
 
     def _check(self) -> None:
         found = self._examined()

@@ -93,7 +93,7 @@ class History(Generic[Key]):
         self._every = 1
         self._rows: list[dict[str, Cell]] = []
         self._known: dict[str, tuple[Schema, NDArray[np.intp]]] = {}
-        self._recent: list[Table] = []
+        self._recent: dict[str, list[Table]] = {}  # by recorder
         self._columns: dict[str, Floats] = {}
         self._steps: NDArray[np.int64] | None = None
         self._kept: NDArray[np.intp] | None = None
@@ -118,14 +118,14 @@ class History(Generic[Key]):
     def add(self, table: Table) -> None:
         """Add a record; it replaces an earlier one of the same step and recorder."""
         cell = Cell(self._places_of(table), compact(table.part(None, self.statistics).T))
-        self._put(table.step, table.recorder, cell)
+        step, recorder = table.step, table.recorder
+        self._put(step, recorder, cell)
         self.about = table.about or self.about
         self.ranks = max(self.ranks, int(table.about.get("ranks", 1)))
         for name, path in table.about.get("diverged", ()):
-            self.diverged.setdefault(Site(name, path), table.step)
-        same = [each for each in self._recent if each.recorder == table.recorder and each.step != table.step]
-        recent = sorted([*same, table], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
-        self._recent = [each for each in self._recent if each.recorder != table.recorder] + recent
+            self.diverged.setdefault(Site(name, path), step)
+        others = {each.step: each for each in self._recent.get(recorder, ())}
+        self._recent[recorder] = [each for _, each in sorted({**others, step: table}.items())][-_WITH_HISTOGRAMS:]
         most = max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_VALUES // (len(self.statistics) * max(1, len(self.places)))))
         if len(self.steps) > most:
             bad = self.first_bad_row()
@@ -240,7 +240,7 @@ class History(Generic[Key]):
     def histograms(self, site: Key) -> list[Histogram]:
         """Return the histograms of a site in the last two records of its recorder, where they exist."""
         label = self.recorders[self.places[site]]
-        records = [each for each in self._recent if each.recorder == label and site in each]
+        records = [each for each in self._recent.get(label, ()) if site in each]
         found = [each.histogram(cast("Site", site)) for each in records]
         return [each for each in found if each is not None]
 
@@ -253,7 +253,7 @@ class History(Generic[Key]):
         part.steps, part._numbers, part._rows = self.steps[:rows], self._numbers[:rows], self._rows[:rows]
         part.about, part.ranks = self.about, self.ranks
         part.diverged = {site: since for site, since in self.diverged.items() if since < step}
-        part._recent = [each for each in self._recent if each.step < step]
+        part._recent = {label: [each for each in found if each.step < step] for label, found in self._recent.items()}
         return part
 
     def without(self, names: Container[str]) -> Self:

@@ -153,6 +153,9 @@ TENSORS: list[tuple[str, Any, Any, Any]] = [
     ("tensors", "inputs", plain("tensors"), ("inputs",)),
     ("tensors", ["outputs", "inputs"], plain("tensors"), ("inputs", "outputs")),
     ("per_call", True, plain("per_call"), True),
+    ("functions", "relu", plain("functions"), ("relu",)),
+    ("functions", ["relu", "cross_entropy"], plain("functions"), ("relu", "cross_entropy")),
+    ("functions", False, plain("functions"), ()),
 ]
 CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
     ActivationRecorder: [
@@ -384,6 +387,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "per_call": [("no", "True or False")],
     "unused": [("no", "True or False")],
     "compiled": [("both", "'eager'.* or 'skip'"), (None, "'eager'.* or 'skip'")],
+    "functions": [("tanhh", "tanh"), (3, "activations")],
     "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
     "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
     "samples": [(0, "integer of at least 1"), ("all", "integer of at least 1")],

@@ -318,8 +318,8 @@ def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     kind: Any = request.param
     inner = SiteStates.add
 
-    def add(self: SiteStates, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
-        inner(self, site, tensor, factor)
+    def add(self: SiteStates, site: Site, tensor: Tensor, factor: float = 1.0, *, extra: bool = True) -> None:
+        inner(self, site, tensor, factor, extra=extra)
         if site == SITES[kind]:
             fails()
 
@@ -575,7 +575,8 @@ def test_a_tap_that_cannot_be_put_on_names_its_module(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Tap, "_guarded", guard)
     sink = MemorySink()
-    warned = warnings_by(lambda: go(tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])]))
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[sink], functions=False)
+    warned = warnings_by(lambda: go(tmp_path, [recorder]))
     assert len(warned) == 1
     assert "could not record module 'head'" in warned[0]
     assert {tag.split("/")[1] for tag in sink.scalars} == {"encoder.0", "encoder.1", "encoder.2", "dropout"}

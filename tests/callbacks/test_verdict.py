@@ -93,7 +93,10 @@ class Case(NamedTuple):
 
 CASES: dict[str, Callable[[], Case]] = {
     "no tensors": lambda: Case(
-        [ActivationRecorder(schedule=SHORT, outputs=QUIET), ParameterRecorder(schedule=SHORT, outputs=QUIET)],
+        [
+            ActivationRecorder(schedule=SHORT, outputs=QUIET, functions=False),
+            ParameterRecorder(schedule=SHORT, outputs=QUIET),
+        ],
         "not examined: activations, because 0 of 3 modules were recorded: net.0, net.1",
         "dead-output",
         boxed=True,

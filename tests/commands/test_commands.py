@@ -97,7 +97,7 @@ def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     series = open_recording(runs / "version_0")["activations"]
     logged = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms", "--details")
     lines = logged.out.splitlines()
-    assert lines[0] == "head out (activations, train, float32)"
+    assert lines[0] == "head out (activations, train, float32 [16, 3])"
     assert lines[1].split() == ["step", "rms"]
     values = series["head"].statistic("rms").tolist()
     assert [line.split() for line in lines[2:6]] == [[str(step), f"{value:.4g}"] for step, value in enumerate(values)]
@@ -110,7 +110,7 @@ def test_show_a_glob(runs: Path) -> None:
     out = run("show", runs, "encoder.*", "--details").out
     titles = [line for line in out.splitlines() if line.startswith("encoder.")]
     assert len(titles) == 2 * 2 * 2
-    assert titles[0] == "encoder.fc out (version_0, activations, train, float32)"
+    assert titles[0] == "encoder.fc out (version_0, activations, train, float32 [16, 5])"
 
 
 @pytest.mark.parametrize(("lines", "rows"), [("16", 11), ("9", 5), ("300", 200)])

@@ -15,7 +15,7 @@ def test_a_recording_shows_its_verdict(runs: Path) -> None:
     sick = open_recording(runs / "sick")._repr_html_()
     assert "⚠" in sick
     assert "encoder.relu returns only zeros" in sick
-    assert "activations: 12 records of 6 tensors" in sick
+    assert "activations: 12 records of 11 tensors" in sick
     assert sick.count("<polyline") == 2
     both = open_recording(runs)._repr_html_()
     assert both.count("✓ healthy") == 1

@@ -378,7 +378,7 @@ def test_loops_in_a_loop() -> None:
     net = Net(forward, **{f"cell{number}": nn.GRUCell(4, 4) for number in range(3)})
     shown = to_text(fit_view(capture_graph(net, torch.ones(5, 2, 4))))
     assert [line.split("← ")[1] for line in shown.splitlines() if "GRUCell" in line] == [
-        "getitem (first), cell0 (next of ×3), zeros (first of ×5), cell0 (next of ×5)"
+        "input (first of ×3), cell0 (next of ×3), zeros (first of ×5), cell0 (next of ×5)"
     ]
 
 
