@@ -62,7 +62,8 @@ def recorders(sink: MemorySink, **options: Any) -> list[StatisticsCallback]:
         "outputs": QUIET,
         **options,
     }
-    return [kind(**options, **({} if kind is ParameterRecorder else {"functions": False})) for kind in KINDS]
+    hidden: dict[str, Any] = {"functions": False}
+    return [kind(**options, **({} if kind is ParameterRecorder else hidden)) for kind in KINDS]
 
 
 def compilations() -> tuple[int, int, int]:
