@@ -110,7 +110,11 @@ def trained(folder: Path, how: str, stance: Any, **options: Any) -> dict[str, An
     sink = MemorySink()
     settings: dict[str, Any] = {"every_n_train_steps": 2, "sinks": [sink], "outputs": Outputs(dumps=False)}
     kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
-    callbacks = [kind(compiled=stance, strict=True, **settings) for kind in kinds] if stance else []
+    hidden: dict[str, Any] = {"functions": False}  # those in compiled code; each rank has a loss of its own
+    callbacks = [
+        kind(compiled=stance, strict=True, **settings, **({} if kind is ParameterRecorder else hidden))
+        for kind in (kinds if stance else ())
+    ]
     model = Compiled(how, backend)
     given: Any = torch.compile(model, backend=backend) if how == "whole" else model
     train(folder, callbacks, given, **options)

@@ -928,7 +928,8 @@ def test_replicated_parameters_count_once(pair: Path) -> None:
 def test_tags_name_modules_as_the_model_does(pair: Path, name: str) -> None:
     """Tags do not contain the wrappers that the strategy adds to the model."""
     scalars = outcome(pair, name)[0][0]["scalars"]
-    known = {"squash", "hidden", "head", "first", "second", "varied"}
+    functions = {"relu", "cross_entropy"}
+    known = {"squash", "hidden", "head", "first", "second", "varied", *functions}
     assert {tag.split("/")[1] for tag in scalars} <= known
     assert not [tag for tag in scalars if "module" in tag]
 
