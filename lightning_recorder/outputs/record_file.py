@@ -67,7 +67,7 @@ class RecordFile(RecordConsumer):
         fields = {**table.about, **_calls(table.about["calls"], table)}
         fields = {name: value for name, value in fields.items() if name not in _LEFT_OUT or value}
         if fields.pop("batch", None) is not None:
-            fields["batch"] = table.about["batch"].tolist()
+            fields["batch"] = table.about["batch"]
         if table.about["diverged"]:
             fields["diverged"] = sorted(map(list, table.about["diverged"]))
         self._held.append((fields, table))

@@ -195,7 +195,6 @@ _FACTS = (
     "recording_ms",
     "flush_ms",
     "is_sample",
-    "batch",
 )
 
 
@@ -250,6 +249,8 @@ class Record:
         return {
             **self.about,
             **{name: getattr(self, name) for name in _FACTS},
+            # Facts are kept with the history of a run, and a tensor would keep device memory.
+            "batch": None if self.batch is None else self.batch.tolist(),
             "diverged": self.snapshot.diverged,
             "calls": dict([*calls.items()][::-1]) if group == "gradients" else calls,
         }
