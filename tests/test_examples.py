@@ -125,8 +125,9 @@ def test_vit_names_the_planted_layer(quick_run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_gan_records_both_networks(quick_run: Run) -> None:
+def test_gan_records_both_networks(quick_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator and the critic have activations and gradients."""
+    monkeypatch.setenv("LINES", "200")  # so that all sites have a line
     shown = quick_run("gan.py", 20)
     activations, gradients = shown.split("gradients, train")
     assert all(name in part for name in ("generator.0 out", "critic.0 out") for part in (activations, gradients))
