@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.module_edges import families
-from lightning_recorder.records.table import Floats
+from lightning_recorder.records.table import SIDES, Floats
 
 __all__ = ["STANDS_OUT", "choose", "compared", "compared_steps", "known_median", "standing_out", "unusualness"]
 
@@ -85,7 +85,13 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
         for name in ("nan_count", "inf_count"):
             if name in tables:
                 degrees = np.maximum(degrees, _not_finite(tables[name]))
-    return degrees
+    return np.where(_are_sides(tuple(sites)), 0.0, degrees)
+
+
+@lru_cache(maxsize=8)
+def _are_sides(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
+    """Return a mask that is True for the predictions and targets of losses, which have no equal layers."""
+    return np.array([isinstance(site, tuple) and str(site[-1]).startswith(SIDES) for site in sites], dtype=bool)
 
 
 def _not_finite(counts: Floats) -> Floats:

@@ -192,7 +192,8 @@ class Plotter(RecordConsumer):
 
     def _places_in(self, schema: Schema, found: Table) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
-        order = schema.order_of(self._group)
+        layers = set(schema.losses[0].tolist())
+        order = [row for row in schema.order_of(self._group).tolist() if row in layers]
         for part, sites in self._by_part([schema.sites[row] for row in order]).items():
             is_new = part not in self._histories
             if is_new:

@@ -20,11 +20,13 @@ from lightning_recorder.names import Site, is_input
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.histogram import Histogram, to_histogram
 
-__all__ = ["Floats", "Schema", "SiteStatistics", "Table", "make_schema"]
+__all__ = ["SIDES", "Floats", "Schema", "SiteStatistics", "Table", "make_schema"]
 
 Floats = NDArray[np.float64]
 
-_SIDES = ("in.prediction", "in.target")
+SIDES = ("in.prediction", "in.target")
+"""The beginnings of the paths of what enters a loss. A target may have any values."""
+
 _NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 _MOST_PARTS = 64  # schemas of parts that are kept
@@ -150,7 +152,7 @@ class Schema:
     @cached_property
     def losses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows of the other sites, and those of the predictions and targets of losses."""
-        are_sides = np.array([site.path.startswith(_SIDES) for site in self.sites], dtype=bool)
+        are_sides = np.array([site.path.startswith(SIDES) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_sides), np.flatnonzero(are_sides)
 
     @cached_property
