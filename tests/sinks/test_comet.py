@@ -191,7 +191,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
     """A fit writes the same values to Comet as to TensorBoard, and does not change ``self.log``."""
     logger, board = CometLogger(offline_directory=str(tmp_path), **COMET_QUIET), TensorBoardLogger(tmp_path)
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
     fit(model, tmp_path, [recorder], logger=[board, logger])
     logger.experiment.end()
     read = read_experiment(tmp_path)

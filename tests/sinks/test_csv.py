@@ -140,7 +140,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
     """A fit writes its numbers to a file next to the logger's, and does not change ``self.log``."""
     board, logger = TensorBoardLogger(tmp_path / "board"), csv_logger(tmp_path / "table")
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
     fit(model, tmp_path, [recorder], logger=[logger, board])
     read: dict[str, dict[int, float]] = {}
     own = read_table(Path(logger.log_dir, "recorder", "metrics.csv"))

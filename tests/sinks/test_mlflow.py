@@ -224,7 +224,7 @@ def test_closing_leaves_the_run_open(run: Run) -> None:
 def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]:
     """Train with the logger and TensorBoard, check that each number is there once, and return the histograms."""
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
     board = TensorBoardLogger(folder)
     fit(model, folder, [recorder], logger=[logger, board])
     assert isinstance(sink_for_logger(logger), MlflowSink)
