@@ -12,8 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_recorder.callbacks.replay import ReplayError, computed
+from lightning_recorder.check.answer import NoAnswerError
+from lightning_recorder.check.batches import rows_of, take_rows
 from lightning_recorder.internals.module_tree import parameters_of
-from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch
 
@@ -67,7 +68,10 @@ def find_row(
         ReplayError: If the step cannot be run again.
         Exception: If the step raises an error that it did not raise before.
     """
-    samples = _count(kept.batch)
+    try:
+        samples = rows_of(kept.batch)
+    except NoAnswerError:
+        return None
     if samples < 2 or kept.is_changed:
         return None
     parameters = list(parameters_of(pl_module))
@@ -76,7 +80,7 @@ def find_row(
     def value(rows: Sequence[int]) -> float:
         key = tuple(rows)
         if key not in values:
-            batch = _part(kept.batch, samples, rows)
+            batch = take_rows(kept.batch, list(rows))
             found = computed(trainer, pl_module, kept, batch, parameters, of_gradient=of_gradient)
             values[key] = math.nan if found is None else found
         return values[key]
@@ -151,18 +155,3 @@ def _range(values: Tensor) -> str:
     low, high = float(finite.min()), float(finite.max())
     bad = f" and {values.numel() - finite.numel()} not finite" if finite.numel() < values.numel() else ""
     return (f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}") + bad
-
-
-def _count(batch: Any) -> int:
-    """Return the number of samples of a batch; 0 if its tensors have different numbers of rows."""
-    sizes = {len(each) for _, each in iter_tensors(batch, unknown=ignore_unknown) if each.dim()}
-    return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _part(batch: Any, samples: int, rows: Sequence[int]) -> Any:
-    """Return a copy of a batch with some of its samples."""
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[list(rows)] if tensor.dim() and len(tensor) == samples else tensor.clone()
-
-    return own_copies({"batch": batch}, part)["batch"]

@@ -16,9 +16,9 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.reproduce import save_incident
-from lightning_recorder.callbacks.samples import WatchedSamples
 from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
+from lightning_recorder.callbacks.watched_samples import WatchedSamples
 from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
 from lightning_recorder.insight import NON_FINITE, Finding
 from lightning_recorder.insight.data_facts import DataFacts

@@ -72,7 +72,10 @@ class Result:
 def _lines(answer: Answer, asks: str) -> list[str]:
     sign = _SIGNS[answer.verdict]
     place = f" at {answer.line}" if answer.line and answer.verdict != "ok" else ""
-    lines = _wrapped(f"  {sign:<9}  ", f"{asks} {answer.text[:1].upper()}{answer.text[1:]}{place}.")
+    first, space, rest = answer.text.partition(" ")
+    # The name of a function or a module stays as it is.
+    first = first if set(first) & set("_.") else f"{first[:1].upper()}{first[1:]}"
+    lines = _wrapped(f"  {sign:<9}  ", f"{asks} {first}{space}{rest}{place}.")
     if answer.verdict in ("look", "wrong"):
         lines += _wrapped(" " * 13, f"Expected: {answer.expected}.")
     return lines

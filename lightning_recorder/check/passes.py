@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
+from lightning_recorder.functions import FUNCTIONS, KNOWN, sides_of_loss
 from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch.origin import line_of_user
@@ -23,11 +23,7 @@ __all__ = ["CLASSIFICATION", "REGRESSION", "LossCall", "ModuleCall", "Observatio
 REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 CLASSIFICATION = ("cross_entropy", "nll_loss")
 _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-_LOSSES: dict[Any, str] = {getattr(F, name): name for name in (*REGRESSION, *CLASSIFICATION, *_BINARY)}
-_DROPOUTS: dict[Any, str] = {
-    getattr(F, name): name
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-}
+_LOSSES = (*REGRESSION, *CLASSIFICATION, *_BINARY)
 _SUBTRACTIONS = {torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__}
 
 
@@ -155,20 +151,20 @@ class Observation(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES:
-            self._see_loss(_LOSSES[func], args, kwargs)
-        elif func in _DROPOUTS:
+        name = KNOWN.get(func, "")
+        if name in _LOSSES:
+            self._see_loss(name, args, kwargs)
+        elif name and FUNCTIONS[name].kind == "dropout":
             self._see_dropout(args, kwargs)
         elif func in _SUBTRACTIONS:
             self._see_subtraction(args)
         return func(*args, **kwargs)
 
     def _see_loss(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        given = [*args, *(kwargs[each] for each in ("input", "target") if each in kwargs)]
-        if len(given) >= 2 and all(isinstance(each, Tensor) for each in given[:2]):
-            self.seen.losses.append(
-                LossCall(name, given[0], given[1].detach().clone(), line_of_user(), kwargs.get("ignore_index", -100))
-            )
+        sides = sides_of_loss(name, args, kwargs)
+        if sides:
+            target, ignored = sides["in.target"].detach().clone(), kwargs.get("ignore_index", -100)
+            self.seen.losses.append(LossCall(name, sides["in.prediction"], target, line_of_user(), ignored))
 
     def _see_dropout(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)

@@ -1,17 +1,20 @@
 """Torch functions as sites: the functions that can be recorded, their taps, and their places in a recorded graph."""
 
 from lightning_recorder.functions.graph_sites import function_sites, is_of_loss
-from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, function_of
+from lightning_recorder.functions.losses import sides_of_loss
+from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, KNOWN, function_of
 from lightning_recorder.functions.tap import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
 
 __all__ = [
     "DEFAULT_KINDS",
     "FUNCTIONS",
     "KINDS",
+    "KNOWN",
     "ChosenFunctions",
     "FunctionGradientTap",
     "FunctionOutputTap",
     "function_of",
     "function_sites",
     "is_of_loss",
+    "sides_of_loss",
 ]

@@ -229,7 +229,7 @@ class _FunctionMode(TorchFunctionMode):
         return result
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        if FUNCTIONS[name].kind == "dropout" and args and result is args[0]:
+        if FUNCTIONS[name].kind == "dropout" and args and _is_same(result, args[0]):
             return  # it did nothing, and the graph does not have it
         call = _innermost_call(self._taps[0].chosen.root)
         if call is None:
@@ -254,6 +254,12 @@ class _FunctionMode(TorchFunctionMode):
         if is_strict:
             raise RecordingError(message) from error
         warn(f"{message}. They are no longer recorded in this step; strict=True raises instead.")
+
+
+def _is_same(result: Any, given: Any) -> bool:
+    """Return True if a result is the tensor that was given, or a view of all of it."""
+    are_plain = type(result) is Tensor and type(given) is Tensor
+    return result is given or (are_plain and result.data_ptr() == given.data_ptr())
 
 
 def _is_of_data(name: str, result: Any) -> bool:

@@ -136,9 +136,11 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Map
     for group in _GROUPS:
         if group not in recorded and receipts[group]:
             yield group, _why_empty(receipts[group]), False, _reads(group, *([] if recorded else [ANY_GROUP]))
+        if group in recorded and (why := _why_no_module(receipts[group])):
+            yield f"the modules of the {group}", why, False, _nothing  # torch functions alone were recorded
         for each in receipts[group] if group in recorded else ():
             if each.get("ended"):
-                yield f"the rest of the {group}", str(each["ended"]), False, lambda _needs, _least: False
+                yield f"the rest of the {group}", str(each["ended"]), False, _nothing
 
     def is_short(needs: Collection[str], least: int) -> bool:
         return least > min((records[each] for each in needs if each in recorded), default=float("inf"))
@@ -158,6 +160,11 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Map
     yield "a longer course", there, True, is_short
 
 
+def _nothing(_needs: Collection[str], _least: int) -> bool:
+    """Return False: no rule is concerned as a whole."""
+    return False
+
+
 def _reads(*names: str) -> Callable[[Collection[str], int], bool]:
     return lambda needs, _: any(each in needs for each in names)
 
@@ -171,17 +178,21 @@ def _why_empty(receipts: list[Mapping[str, Any]]) -> str:
     for each in receipts:
         if each.get("ended"):
             return str(each["ended"])
-    modules = [each.get("modules") for each in receipts]
-    about = {
-        str(name): one
-        for each in modules
-        if isinstance(each, Mapping)
-        for name, one in each.items()
-        if isinstance(one, Mapping)
-    }
+    return _why_no_module(receipts) or "no step of training was recorded"
+
+
+def _why_no_module(receipts: list[Mapping[str, Any]]) -> str:
+    """Return why none of the modules of recorders was recorded; empty if one was, or if there is none."""
+    about: dict[str, Mapping[str, Any]] = {}
+    for each in receipts:
+        modules, functions = each.get("modules"), each.get("functions")
+        functions = functions if isinstance(functions, list) else []
+        for name, one in modules.items() if isinstance(modules, Mapping) else ():
+            if isinstance(one, Mapping) and name not in functions:
+                about[str(name)] = one
     missing = {name: str(one.get("why", "")) for name, one in about.items() if not one.get("fired", True)}
     if not missing or len(missing) < len(about):
-        return "no step of training was recorded"
+        return ""
     none = "the only module was not" if len(about) == 1 else f"0 of {len(about)} modules were"
     return f"{none} recorded: {_grouped(missing)}"
 

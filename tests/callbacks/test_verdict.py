@@ -101,6 +101,12 @@ CASES: dict[str, Callable[[], Case]] = {
         "dead-output",
         boxed=True,
     ),
+    "functions alone": lambda: Case(
+        [ActivationRecorder(schedule=SHORT, outputs=QUIET), ParameterRecorder(schedule=SHORT, outputs=QUIET)],
+        "not examined: the modules of the activations, because 0 of 3 modules were recorded: net.0, net.1",
+        "",
+        boxed=True,
+    ),
     "never called": lambda: Case(
         [GradientRecorder("spare", schedule=SHORT, outputs=QUIET)],
         "not examined: gradients, because the only module was not recorded: spare (never called)",

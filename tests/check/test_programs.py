@@ -41,7 +41,7 @@ def test_a_healthy_program_has_nothing_wrong(name: str) -> None:
     torch.manual_seed(0)
     try:
         program = HEALTHY[name]()
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError as error:  # packages that the tests do not install, such as timm and diffusers
         pytest.skip(f"{error.name} is not installed")
     result = check(program)
     assert [(each.question, each.text) for each in result.wrong] == []

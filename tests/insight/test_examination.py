@@ -15,6 +15,7 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import (
     STATISTICS,
+    RunFacts,
     findings_from_json,
     findings_to_json,
     with_watched,
@@ -25,7 +26,7 @@ from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
-from tests.insight.records import Examination, Values, chain, record, run, trained
+from tests.insight.records import Examination, Values, brief, chain, record, run, trained
 from tests.recordings.runs import record_run
 
 NAMES = ("a", "act", "b", "head")
@@ -259,3 +260,27 @@ def test_a_finding_about_a_block_is_shown_at_the_layer_that_it_names() -> None:
     assert [(each.rule, each.module, each.layer) for each in found] == [("block-trend", "blocks.5", "blocks.5.fc")]
     for findings in (found, findings_from_json(findings_to_json(found))):
         assert rows_of(findings, [Site(name, "out") for name in names]) == [(findings[0], 11)]
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "expected"),
+    [
+        ("net.relu", {}, [("warning", "dead-output", "net.relu")]),
+        ("relu", {}, []),  # perhaps the hinge of a loss
+        ("relu", {"relu": "ReLU"}, [("warning", "dead-output", "relu")]),
+        ("net.mse_loss", {}, []),
+    ],
+)
+def test_functions_of_the_loss_are_no_layers(
+    name: str, types: dict[str, str], expected: list[tuple[str, str, str]]
+) -> None:
+    """Without a graph, functions of the model itself may belong to its loss; a target may have NaN."""
+    examination = Examination()
+    examination.facts = RunFacts(types=types)
+    target = {("cross_entropy", "in.target"): {"nan_count": 3.0}, ("cross_entropy", "out"): {"nan_count": 1.0}}
+    for step in range(3):
+        examination.add(
+            record("activations", step, {("fc", "out"): {}, (name, "out"): {"zero_fraction": 1.0}, **target})
+        )
+    assert brief(examination.findings()) == expected
+    assert [*map(tuple, examination.evidence().losses.places)] == [("cross_entropy", "in.target")]

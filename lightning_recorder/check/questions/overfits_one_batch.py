@@ -36,7 +36,8 @@ def answer(bench: Bench) -> Answer:
     if first - min(losses) < _LITTLE * abs(first) and abs(first) > _FLOOR:
         text = f"the loss stays at {first:.4g} in {steps} steps on one batch"
         still = [name for name in bench.parameters if name not in trained.moved]
-        return Answer("look", text + (f"; {len(still)} parameters do not move" if still else ""), numbers)
+        who = "1 parameter does" if len(still) == 1 else f"{len(still)} parameters do"
+        return Answer("look", text + (f"; {who} not move" if still else ""), numbers)
     return Answer("ok", f"the loss falls from {first:.4g} to {min(losses):.4g} in {steps} steps", numbers)
 
 

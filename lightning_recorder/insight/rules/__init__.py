@@ -3,7 +3,6 @@
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
     comparisons,
-    evaluation,
     gradient_depth,
     gradient_steps,
     gradients,
@@ -33,7 +32,6 @@ _FILES = (
     operations,
     training_settings,
     training_step,
-    evaluation,
     scales,
     optimization,
     small_updates,

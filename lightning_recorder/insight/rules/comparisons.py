@@ -61,6 +61,7 @@ def odd_block(
     alike: int = ODD_LIMITS.alike,
     most_others: float = ODD_LIMITS.others,
 ) -> Iterator[Finding]:
+    """Yield the blocks that compute something else than all others of their list."""
     for each in odd_blocks(evidence.graph, OddLimits(fewest, kinds, period, periods, alike, most_others)):
         source = f" ({each.source})" if each.source else ""
         others = f"the other {each.others} blocks" if each.is_one_kind else f"{each.others} similar blocks"
@@ -87,6 +88,7 @@ def odd_block(
 def sudden_change(
     evidence: Evidence, *, persistence: int = 2, factor: float = 8.0, records: int = 4, beyond: float = 4.0
 ) -> Iterator[Finding]:
+    """Yield a layer whose outputs change in size within a few records, beyond its own past and other layers."""
     values = evidence.activations.get("rms")
     is_complete = np.isnan(values).sum(axis=0) == 0
     first = np.full(len(is_complete), -1)
@@ -184,6 +186,7 @@ def _why_stopped(weight: View) -> str:
 def block_trend(
     evidence: Evidence, *, fewest: int = 4, total: float = 30.0, each: float = 1.6, jump: float = 0.5
 ) -> Iterator[Finding]:
+    """Yield a list of blocks whose outputs, gradients or updates grow or shrink from each block to the next."""
     of_outputs, _, _, of_gradients, *_ = sibling_values(evidence)
     for table, statistic, words, values in (of_outputs, of_gradients):
         found: list[tuple[float, list[Site]]] = []
@@ -232,6 +235,7 @@ def unlike_siblings(
     vector: float = LIMITS.vector,
     zero: float = LIMITS.zero,
 ) -> Iterator[Finding]:
+    """Yield the layers whose statistics differ from those of the equal layers in other blocks."""
     limits = SiblingLimits(fewest, factor, margin, at_the_end, vector, zero)
     forward: dict[Site, list[Finding]] = {}
     backward: dict[Site, list[Finding]] = {}
@@ -284,6 +288,7 @@ def train_differs(
     worse: float = 1.5,
     before: float = 0.5,
 ) -> Iterator[Finding]:
+    """Yield the first module whose outputs in validation differ in size from those in training."""
     train, validation = evidence.activations, evidence.validation
     if not len(train) or not len(validation) or validation.steps[-1] < steps:
         return

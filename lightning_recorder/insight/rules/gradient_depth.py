@@ -37,6 +37,7 @@ def vanishing_gradient(
     correlation: float = 0.8,
     single: float = 0.6,
 ) -> Iterator[Finding]:
+    """Yield a loss of gradient from the last to the first layers."""
     norms = gradient_norms(evidence.gradients)
     if len(norms) < modules or len(evidence.gradients) < persistence:
         return
@@ -72,6 +73,7 @@ def exploding_gradient(
     heads: float = 10.0,
     unexplained: float = 10.0,
 ) -> Iterator[Finding]:
+    """Yield a growth of the gradient from the last to the first layers."""
     norms = gradient_norms(evidence.gradients)
     small = _of_small_heads(evidence, norms, heads)
     norms = {site: norm for site, norm in norms.items() if site.name not in small}

@@ -56,6 +56,7 @@ def gradient_step(
     lone: float = 6.0,
     quiet: float = 1.5,
 ) -> Iterator[Finding]:
+    """Yield the block at which the gradient changes in size, while it is steady on both sides."""
     norms = gradient_norms(evidence.gradients)
     order = evidence.wiring.order
     steps: dict[str, list[tuple[Site, Site]]] = {}

@@ -239,6 +239,7 @@ def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tupl
 def low_precision(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.5, largest: float = 1e-3
 ) -> Iterator[Finding]:
+    """Yield the float16 gradients of which many values are below the smallest normal number."""
     table = evidence.gradients
     for view in (View(evidence, table, site) for site in table.places):
         if view.dtype != "float16":
@@ -271,6 +272,7 @@ def low_precision(
 def gradient_spike(
     evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, records: int = 5
 ) -> Iterator[Finding]:
+    """Yield a step whose gradients are far larger than those of the other records."""
     table = evidence.parameters
     gradients = [each.gradient for each in evidence.tensors if each.gradient]
     if not gradients:

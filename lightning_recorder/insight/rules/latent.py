@@ -31,6 +31,7 @@ _NOISE = ("randn", "randn_like", "normal", "normal_")
 def posterior_collapse(
     evidence: Evidence, *, records: int = 10, most_nats: float = 0.01, shrink: float = 0.3, most_scale: float = 0.5
 ) -> Iterator[Finding]:
+    """Yield a random variable whose mean and scale are the same for all samples."""
     learned = {each.module for each in evidence.tensors if evidence.output(each.module)} - {""}
     pairs = list(dict.fromkeys(_latents(evidence.graph, learned)))
     outputs = [(evidence.output(mean), evidence.output(scale)) for mean, scale in pairs]

@@ -72,6 +72,7 @@ def _bad(table: History, step: int, *, only_nan: bool = False) -> dict[Site, flo
     is_lasting=True,
 )
 def non_finite(evidence: Evidence, *, harmless: int = 2) -> Iterator[Finding]:
+    """Yield the first module with a NaN or an infinity."""
     step = first_bad_step(evidence)
     if step is not None:
         found = _first(evidence, step)

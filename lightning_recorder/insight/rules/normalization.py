@@ -37,6 +37,7 @@ _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|S
     },
 )
 def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float = 1.5) -> Iterator[Finding]:
+    """Yield the normalizations whose output does not have the scale that their weight gives it."""
     for view in evidence.outputs:
         weight = evidence.parameter(view.module, "weight")
         if not _NORMS.fullmatch(view.kind) or not weight or view.path != "out":

@@ -178,6 +178,7 @@ def _joined(found: list[Finding]) -> Iterator[Finding]:
     is_lasting=True,
 )
 def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses whose prediction and target have shapes that broadcast."""
     step = _of_step(evidence)
     for node in step.operations:
         if node.name not in _ELEMENTWISE:
@@ -212,6 +213,7 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
     is_lasting=True,
 )
 def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the activations that limit what a loss expects to be without limits."""
     step = _of_step(evidence)
     for node in step.operations:
         if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
@@ -236,6 +238,7 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def no_log_softmax(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the calls of ``nll_loss`` whose prediction is no logarithm of probabilities."""
     step = _of_step(evidence)
     for node in step.operations:
         source = step.behind(node) if node.name == "nll_loss" else None
@@ -315,6 +318,7 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
     is_lasting=True,
 )
 def along_batch(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the functions and recurrences that run along the batch."""
     step = _of_step(evidence)
     if not step.batch:
         return
@@ -386,6 +390,7 @@ def _of_position(step: _Step, node: Node) -> str:
     is_lasting=True,
 )
 def one_class(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the softmax functions over a single entry."""
     step = _of_step(evidence)
     for node in step.operations:
         shape = _shape(node)

@@ -29,6 +29,7 @@ from lightning_recorder.records.table import Floats
     is_lasting=True,
 )
 def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the parameters with a gradient that no optimizer has."""
     trained = {site.name for site in evidence.gradients.places}
     updated = {each.module for each in evidence.tensors if each.update}
     for name, why in evidence.missing("parameters"):  # as known after the first record
@@ -104,6 +105,7 @@ def _about_left_out(evidence: Evidence, nodes: list[Node], what: str) -> Finding
     is_lasting=True,
 )
 def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
+    """Yield the parameters without ``requires_grad`` among trained ones."""
     # Positions are often fixed sines.
     parts = [each for each in _left_out(evidence) if each.note == "frozen" and not is_position(each.name)]
     if parts:
@@ -152,6 +154,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
 def constant_weight(
     evidence: Evidence, *, persistence: int = 2, std: float = 1e-4, fewest: int = 4
 ) -> Iterator[Finding]:
+    """Yield the weights whose values are all equal."""
     for each in evidence.weights:
         (values, spreads), _ = each.columns("rms", "std")
         # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
@@ -204,6 +207,7 @@ def learning_rate_outlier(
     fewest: int = 3,
     rate: float = 20.0,
 ) -> Iterator[Finding]:
+    """Yield the parameters whose learning rate or updates differ from those of all others."""
     adaptive = any("exp_avg_sq" in site.path for site in evidence.parameters.places)
     fast = _in_fast_groups(evidence, factor)
     compared = _step_sizes((*evidence.weights, *fast), adaptive, persistence)
@@ -332,6 +336,7 @@ def weight_drift(
     begin: float = 0.05,
     half: float = 0.5,
 ) -> Iterator[Finding]:
+    """Yield the weights that grow or shrink without an end."""
     for each in evidence.weights:
         values, steps = each.column("rms")
         inputs = 1 if "Embedding" in each.kind else np.prod(each.shape[1:])

@@ -62,6 +62,7 @@ def dead_output(
     nearly: float = 0.95,
     large_update: float = 0.1,
 ) -> Iterator[Finding]:
+    """Yield the layers that return only zeros."""
     for view in evidence.outputs:
         if view.is_scalar or not (view.dtype or "float").startswith(("float", "bfloat", "complex")):
             continue  # such as one of several losses, or the indices of a batch that is passed on
@@ -165,6 +166,7 @@ def saturation(
     spread: float = 0.9,
     shrink: float = 100.0,
 ) -> Iterator[Finding]:
+    """Yield the activations whose outputs are at the ends of their range."""
     known = set()
     for kinds, share_of in (
         (_BOUNDED, lambda histogram: _at_the_ends(histogram, -end, end)),
@@ -223,6 +225,7 @@ def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) 
 def attention_collapse(
     evidence: Evidence, *, persistence: int = 2, share: float = 0.3, large: float = 0.875, entries: int = 8
 ) -> Iterator[Finding]:
+    """Yield the softmax functions with nearly all of their mass in single entries."""
     for view, shares in _shares(evidence, ("Softmax",), lambda histogram: _mass_of_large(histogram, large)):
         # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
@@ -285,6 +288,7 @@ def _mass_of_large(histogram: Histogram, large: float) -> float:
     },
 )
 def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0) -> Iterator[Finding]:
+    """Yield the layers whose outputs vary far more than their inputs are large."""
     table = evidence.activations
     middle, spreads = evidence.medians(table, "rms"), evidence.medians(table, "std")
     for view in evidence.outputs:

@@ -36,6 +36,7 @@ _NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
     is_lasting=True,
 )
 def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the parameters, or the running statistics alone, that differ between ranks."""
     table = evidence.parameters
     since = {site: step for site, step in table.diverged.items() if site in table.places}
     buffers = [site for site in since if site.path in RUNNING_STATISTICS]

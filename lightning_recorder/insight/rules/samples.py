@@ -41,6 +41,7 @@ def _epochs(evidence: Evidence) -> tuple[EpochFacts, ...]:
 def same_samples_on_ranks(
     evidence: Evidence, *, share: float = 0.9, steps: int = 4, samples: int = 16
 ) -> Iterator[Finding]:
+    """Yield ranks that get the same samples in the same steps."""
     found = evidence.data.ranks
     if found is None or evidence.data.loader.is_overfit or found.shared < share:
         return
@@ -62,6 +63,7 @@ def same_samples_on_ranks(
     is_lasting=True,
 )
 def same_samples_by_workers(evidence: Evidence, *, share: float = 0.8, samples: int = 16) -> Iterator[Finding]:
+    """Yield workers of which each yields all samples."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if loader.workers > 1 and each.by_workers >= share and each.distinct >= samples:
@@ -95,6 +97,7 @@ def batch_repeats(
     consecutive: float = 0.9,
     in_a_row: int = 20,
 ) -> Iterator[Finding]:
+    """Yield an epoch that has a few batches again and again."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if each.batches < batches:
@@ -138,6 +141,7 @@ def batch_repeats(
     is_lasting=True,
 )
 def few_samples(evidence: Evidence, *, unused: float = 20.0, times: float = 10.0) -> Iterator[Finding]:
+    """Yield an epoch that has a few samples of its data set alone."""
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
         if loader.samples is None or not loader.has_rows or not each.is_whole:
@@ -168,6 +172,7 @@ def few_samples(evidence: Evidence, *, unused: float = 20.0, times: float = 10.0
 def validation_in_training(
     evidence: Evidence, *, share: float = 0.05, samples: int = 32, distinct: float = 0.99
 ) -> Iterator[Finding]:
+    """Yield samples of validation that are also samples of training."""
     found = evidence.data.validation
     if found is None or evidence.data.loader.is_overfit or found.common < samples:
         return
@@ -193,6 +198,7 @@ def validation_in_training(
 def sorted_by_class(
     evidence: Evidence, *, batches: int = 3, changes: float = 50.0, share: float = 0.05, runs: float = 1.5
 ) -> Iterator[Finding]:
+    """Yield an epoch whose samples come class by class."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
         if each.classes < 2 or each.batches < batches or each.random_changes < changes:

@@ -60,6 +60,7 @@ def _weight_gain(weight: View) -> float | None:
     },
 )
 def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
+    """Yield the weights of new layers that are far larger than usual initializations."""
     for each in evidence.weights:
         gain = _weight_gain(each) if "weight" in each.path else None  # other matrices are not multiplied
         if gain is not None and gain > (most_of_last if each.is_last else most):
@@ -97,6 +98,7 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
     ),
 )
 def input_scale(evidence: Evidence, *, most: float = 20.0) -> Iterator[Finding]:
+    """Yield inputs of the model that are far from a usual scale."""
     table, wiring = evidence.activations, evidence.wiring
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():

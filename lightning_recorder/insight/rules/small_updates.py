@@ -36,6 +36,7 @@ FEWEST_VALUES, TOLERANCE = 256, 0.05
 def updates_lost(
     evidence: Evidence, *, persistence: int = 2, zero_fraction: float = 0.5, of_lost: float = 0.8
 ) -> Iterator[Finding]:
+    """Yield the weights whose updates are lost in their number format."""
     for each in evidence.weights:
         update, gradient = each.update.zero_fraction, each.gradient.zero_fraction
         if min(len(update), len(gradient)) < persistence or each.dtype not in ("bfloat16", "float16"):
@@ -58,6 +59,7 @@ def updates_lost(
     explains={"barely-moves": ("any",), "unlike-siblings": ("any",)},
 )
 def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    """Yield the weights that do not change although they have a gradient."""
     lost = without_gradient(evidence, persistence)
     moving = [each for each in evidence.tensors if each.module not in lost and (each.gradient.rms > 0).any()]
     stuck = [each for each in moving if len(each.update_ratio) >= persistence and (each.update_ratio == 0).all()]
@@ -96,6 +98,7 @@ def barely_moves(
     numel: int = FEWEST_VALUES,
     tolerance: float = TOLERANCE,
 ) -> Iterator[Finding]:
+    """Yield the weights whose updates are too small to matter."""
     largest = largest_ratio(evidence, persistence)
     # Fine-tuning makes small steps on purpose, and a warm-up begins with them.
     of_new = new if are_new(evidence, numel, tolerance) and not _warms_up(evidence, warm_up) else 0.0

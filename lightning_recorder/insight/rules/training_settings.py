@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_recorder.functions import function_of
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio
 
 # Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
@@ -246,6 +247,7 @@ def always_clipped(
     },
 )
 def eval_mode(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    """Yield the layers that are in eval mode in training steps."""
     table = evidence.activations
     if len(table) < persistence:
         return
@@ -300,6 +302,7 @@ def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[st
     },
 )
 def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Finding]:
+    """Yield the dropout calls that drop nearly all values."""
     found = {}
     for node in evidence.graph.nodes:
         if node.kind == "op" and re.fullmatch(r"(\w+_)?dropout(\dd)?", node.name):
@@ -315,6 +318,31 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
         view = evidence.output(name) or evidence.view(evidence.activations, name)
         others = tuple(other for other in found if other != name)
         yield view.found(f"{name or 'the model'} drops {kept}", "zero_fraction", others=others, share=dropped)
+
+
+@rule(
+    "dropout-in-evaluation",
+    statistic="zero_fraction of a dropout function in validation",
+    usual="a dropout in eval mode returns its input",
+    why="The argument training of the call is True, which is its default, or the module that calls it is in training "
+    "mode.",
+    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout.",
+    false_alarms="Models that drop values in evaluations on purpose, to estimate how sure they are. An nn.Dropout in "
+    "training mode is left out.",
+    needs=("activations", VALIDATION),
+    records=1,
+    explains={"train-differs": ("any",)},
+    is_lasting=True,
+)
+def dropout_in_evaluation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the dropout functions that drop values in validation."""
+    # A dropout that drops nothing returns its input, and is not recorded.
+    for site in evidence.validation.places:
+        view = View(evidence, evidence.validation, site)
+        function = None if site.name in evidence.wiring.types else function_of(site.name)
+        zeros = view.zero_fraction
+        if function is not None and function.kind == "dropout" and len(zeros) and (zeros > 0).all():
+            yield view.found(f"{site.name} drops values in validation, too", "zero_fraction", zero_fraction=zeros[-1])
 
 
 @rule(

@@ -47,6 +47,7 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
     },
 )
 def double_activation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the activations before a loss that applies them itself."""
     graph = evidence.graph
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:
@@ -221,6 +222,7 @@ def _excess(bias: View, output: View) -> Floats:
     explains=dict.fromkeys(("unlike-siblings", "exploding-gradient", "gradient-spike", "always-clipped"), ("any",)),
 )
 def loss_imbalance(evidence: Evidence, *, persistence: int = 3, factor: float = 300.0) -> Iterator[Finding]:
+    """Yield the head whose gradient outweighs that of another head."""
     table = evidence.gradients
     norms = gradient_norms(table)
     pairs = pairs_of_heads(evidence, norms)

@@ -60,6 +60,7 @@ def _numbered(name: str) -> list[tuple[str, str, str]]:
     explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
 )
 def unused_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Finding]:
+    """Yield the parameters that never get a gradient."""
     groups: dict[str, list[str]] = {}
     for name, member in _uncalled(evidence, records):
         if not member:
@@ -103,6 +104,7 @@ def never_chosen(
     steady: float = 0.9,
     chance: float = 0.001,
 ) -> Iterator[Finding]:
+    """Yield the modules of a list that are never called, or no longer, while equal ones are."""
     groups: dict[str, list[str]] = {}
     calls = _calls(evidence)
     for member in dict.fromkeys(member for _, member in _uncalled(evidence, records) if member):

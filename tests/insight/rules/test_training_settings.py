@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_recorder.graph import Unused
-from tests.insight.records import Values, brief, chain, network, run, trained
+from lightning_recorder.insight import RunFacts
+from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
 NAN = float("nan")
 
@@ -212,3 +213,25 @@ def test_a_learning_rate_that_vanishes(rates: list[float], alarm: int) -> None:
     found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters})
     assert brief(found) == [("warning", "learning-rate-vanishes", "")] * alarm
     assert all("from 0.001 to 1e-10: from step 40 on" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "zeros", "types", "expected"),
+    [
+        ("net.dropout", 0.5, {}, [("warning", "dropout-in-evaluation", "net.dropout")]),
+        ("net.dropout#2", 0.5, {}, [("warning", "dropout-in-evaluation", "net.dropout#2")]),
+        ("net.dropout", 0.0, {}, []),  # it dropped nothing
+        ("net.dropout", 0.5, {"net.dropout": "Dropout"}, []),  # a module after a ReLU
+        ("net.relu", 0.5, {}, []),
+    ],
+)
+def test_a_dropout_function_in_validation(
+    name: str, zeros: float, types: dict[str, str], expected: list[tuple[str, str, str]]
+) -> None:
+    """A dropout function with zeros in validation is named; modules and other functions are not."""
+    examination = Examination()
+    examination.facts = RunFacts(types=types)
+    for step in range(3):
+        examination.add(record("activations", step, {("fc", "out"): {}}))
+        examination.add(record("activations", step, {(name, "out"): {"zero_fraction": zeros}}, stage="validate"))
+    assert brief(examination.findings()) == expected

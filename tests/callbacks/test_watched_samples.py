@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_recorder import DumpError, Outputs, ParameterRecorder, StepWatch, open_recording
-from lightning_recorder.callbacks import samples as samples_module
+from lightning_recorder.callbacks import watched_samples as samples_module
 from lightning_recorder.insight import RULES
 from lightning_recorder.insight.rule import DATA
 from tests import forks
@@ -340,7 +340,7 @@ from pathlib import Path
 
 import torch
 
-from tests.callbacks.test_samples import fit, on_two_ranks
+from tests.callbacks.test_watched_samples import fit, on_two_ranks
 
 folder = Path(sys.argv[1])
 for name, options in on_two_ranks().items():

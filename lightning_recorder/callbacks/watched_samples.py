@@ -29,7 +29,7 @@ from lightning_recorder.statistics import Exchange, PendingMerge
 from lightning_recorder.statistics.fingerprint import sample_fingerprints, values_of_each
 from lightning_recorder.statistics.snapshot import NOTHING
 from lightning_recorder.temporary import write_whole
-from lightning_recorder.watch.samples import (
+from lightning_recorder.watch.epoch_samples import (
     BatchSamples,
     EpochSamples,
     RankSamples,
@@ -153,7 +153,7 @@ class WatchedSamples:
         sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
         samples = None
         if not is_iterable:
-            with suppress(TypeError, NotImplementedError):
+            with suppress(TypeError, NotImplementedError):  # a data set without a length, with a sampler of its own
                 samples = len(loader.dataset)  # type: ignore[arg-type]  # raises TypeError, which is caught
         return LoaderFacts(
             sampler="" if is_iterable else type(sampler).__name__,

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_recorder.watch.samples import BatchSamples, EpochSamples, RankSamples, Sketch, compare_ranks
+from lightning_recorder.watch.epoch_samples import BatchSamples, EpochSamples, RankSamples, Sketch, compare_ranks
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
