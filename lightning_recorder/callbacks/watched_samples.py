@@ -41,7 +41,7 @@ from lightning_recorder.watch.epoch_samples import (
 __all__ = ["DATA_FILE", "WatchedSamples"]
 
 DATA_FILE = "data.json"
-_FIRST_BATCHES = 512  # are examined whatever it costs; later ones if it takes less than this share of the time
+_FIRST_BATCHES = 64  # are examined in any case, about 20 ms; later ones if it takes less than this share of the time
 _SHARE = 0.001
 _MOST_EPOCHS = 8  # at the start and at the end, in the facts
 _MOST_VALIDATION = 8192  # samples

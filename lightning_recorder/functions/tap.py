@@ -374,8 +374,11 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 
     Example:
         >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(()))
         ...     def forward(self, x):
-        ...         return torch.relu(torch.relu(x) - 1)
+        ...         return torch.relu(torch.relu(self.scale * x) - 1)
         >>> net = nn.Sequential(Net())
         >>> chosen = ChosenFunctions(net, ["relu"])
         >>> with FunctionOutputTap(chosen, lambda site, tensor: print(*site, tensor.tolist())):

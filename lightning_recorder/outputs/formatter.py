@@ -214,8 +214,9 @@ class SinkFormatter:
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: Table) -> list[int]:
-        """Return the rows of the sites that may be shown."""
-        return [row for row, site in enumerate(found.sites) if not self._is_brief or _is_main(site, found)]
+        """Return the rows of the sites that may be shown. What enters a loss is in the records alone."""
+        rows = found.schema.losses[0].tolist()
+        return [row for row in rows if not self._is_brief or _is_main(found.sites[row], found)]
 
     def _number(self, schema: Schema) -> None:
         """Number the modules that have no number yet, in the order of execution."""
@@ -231,7 +232,7 @@ class SinkFormatter:
     def _select(self, found: Table, unusual: Mapping[str, float] | None) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
-            return np.arange(len(found))
+            return found.schema.losses[0]
         sites = found.without_bins()
         self._budget.shorten(sites, self._count_tags)
         candidates = {found.sites[row]: sites[found.sites[row]] for row in self._candidates(found)}

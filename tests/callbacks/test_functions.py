@@ -19,6 +19,7 @@ from lightning_recorder import (
     ArgumentError,
     GradientRecorder,
     GraphRecorder,
+    MemorySink,
     Outputs,
     ParameterRecorder,
 )
@@ -130,6 +131,14 @@ def test_the_receipt_counts_functions(tmp_path: Path) -> None:
     assert list(sides) == ["out", "in.prediction", "in.target", "in.target.ignored"]
     assert (sides["in.target.ignored"]["mean"], sides["in.prediction"]["count"]) == (0.0, 80.0)
     assert activations.latest[Site("tanh", "out")].scalars["max"] <= 1
+
+
+def test_what_enters_a_loss_has_no_curves(tmp_path: Path) -> None:
+    """The prediction and the target are in the records; a loss has the curves of its value alone."""
+    sink = MemorySink()
+    fit(tmp_path, Net(torch.tanh), ActivationRecorder(every_n_train_steps=1, sinks=[sink]), steps=2)
+    tags = {tag.rpartition("/")[0] for tag in sink.scalars if "cross_entropy" in tag}
+    assert tags == {"activations/cross_entropy"}
 
 
 @pytest.mark.parametrize(
