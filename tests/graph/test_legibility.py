@@ -131,7 +131,7 @@ def _item(picture: Picture, node: Node) -> Item:
 def sheets_in(picture: Picture, view: Graph, direction: Direction = "TB") -> dict[int, int]:
     """Return the sheet of each node of a view, or of the first node inside it."""
     renderer = GraphvizRenderer(view, direction=direction)
-    ids = {node.id: number for node in view.nodes if (number := renderer.first_sheet(node)) is not None}
+    ids = {number: min(on) for number, on in renderer._sheets_of.items()}
     assert max(ids.values()) == 0 or any(item.name.startswith("in_") for item in picture.items)
     return ids
 

@@ -804,3 +804,45 @@ def test_a_healthy_run_names_its_extremes(page: Page, files: Path) -> None:
     link = page.locator(".extremes .link").first
     link.click()
     expect(page.locator("aside.layer h2")).to_have_text(link.inner_text())
+
+
+def test_axes_and_charts_of_partial_records(page: Page, tmp_path: Path) -> None:
+    """The axis of steps ends with the last step, that of a constant count begins at 0; no record is no NaN."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(0, 47, 2):
+        sites = [site_of("a", "out", {"rms": 1.0 + step, "count": 7.0})]
+        sites += [site_of("b", "out", {"rms": 2.0, "count": 7.0})] * (step > 20)
+        writer.write({"step": step}, sites)
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    opened(page, path, "#layer=a")
+    page.get_by_text("all statistics and tensors").click()
+    chart = page.locator("aside.layer figure", has_text="rms:").first.locator("[data-steps]")
+    assert (chart.get_attribute("data-steps") or "").split()[-1] == "46"
+    axis = page.locator("aside.layer figure", has_text="count:").first.locator("[data-axis]").get_attribute("data-axis")
+    assert axis is not None
+    assert axis.split()[0] == "0"
+    opened(page, path, "#layer=b")
+    assert page.locator("aside.layer .spark path").count() > 0
+    assert page.locator("aside.layer .spark rect").count() == 0  # the mark of a NaN
+
+
+def test_curves_are_smoothed_on_request(page: Page, tmp_path: Path) -> None:
+    """A smoothed curve has another last value, and is beside the recorded one."""
+    opened(page, graph_of(tmp_path, named(part=nn.ReLU()), torch.ones(1, 2)))
+    chart = page.get_by_role("img", name=re.compile("^loss over steps"))
+    before = chart.get_attribute("aria-label")
+    page.get_by_label("smoothing").select_option("0.9")
+    expect(chart).not_to_have_attribute("aria-label", before or "")
+    page.get_by_label("smoothing").select_option("none")
+    expect(chart).to_have_attribute("aria-label", before or "")
+
+
+def test_a_link_says_where_it_works(page: Page, files: Path) -> None:
+    """The button says that the link to a file works on this machine."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened(page, files / "healthy.html")
+    page.get_by_text("copy link").click()
+    expect(page.locator(".copy [role=status]")).to_have_text("copied; it opens this file on this machine")
+    assert page.evaluate("navigator.clipboard.readText()") == page.url

@@ -137,10 +137,6 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._further_loops = {edge for edge in graph.edges if edge.source == edge.target} - set(loops.values())
         """The loops of nodes that have another one, which dot would draw at the same place."""
 
-    def first_sheet(self, node: Node) -> int | None:
-        """Return the number of the first sheet on which a node is drawn; ``None`` if it is not drawn."""
-        return min(self._sheets_of.get(node.id, ()), default=None)
-
     @override
     def make_canvas(self) -> Digraph:
         from graphviz import Digraph
