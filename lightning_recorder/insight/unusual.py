@@ -10,10 +10,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.functions import function_of
 from lightning_recorder.insight.module_edges import families
 from lightning_recorder.records.table import SIDES, Floats
 
-__all__ = ["STANDS_OUT", "choose", "compared", "compared_steps", "known_median", "standing_out", "unusualness"]
+__all__ = [
+    "STANDS_OUT",
+    "are_of_losses",
+    "choose",
+    "compared",
+    "compared_steps",
+    "known_median",
+    "standing_out",
+    "unusualness",
+]
 
 Logs = NDArray[np.float32]
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
@@ -85,13 +95,22 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
         for name in ("nan_count", "inf_count"):
             if name in tables:
                 degrees = np.maximum(degrees, _not_finite(tables[name]))
-    return np.where(_are_sides(tuple(sites)), 0.0, degrees)
+    return np.where(are_of_losses(tuple(sites)), 0.0, degrees)
 
 
 @lru_cache(maxsize=8)
-def _are_sides(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
-    """Return a mask that is True for the predictions and targets of losses, which have no equal layers."""
-    return np.array([isinstance(site, tuple) and str(site[-1]).startswith(SIDES) for site in sites], dtype=bool)
+def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
+    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets.
+
+    Their values have other scales than those of layers. If there is nothing else, the mask is False for all.
+    """
+    found = np.array([isinstance(site, tuple) and _is_of_loss(*map(str, site)) for site in sites], dtype=bool)
+    return found & (not found.all())
+
+
+def _is_of_loss(name: str, path: str) -> bool:
+    function = function_of(name)
+    return path.startswith(SIDES) or (function is not None and function.kind == "losses")
 
 
 def _not_finite(counts: Floats) -> Floats:

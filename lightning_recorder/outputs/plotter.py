@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_recorder.insight import Finding
-from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
+from lightning_recorder.insight.unusual import are_of_losses, choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
 from lightning_recorder.plots import DrawingProcess, PlotHistory
@@ -192,9 +192,9 @@ class Plotter(RecordConsumer):
 
     def _places_in(self, schema: Schema, found: Table) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
-        layers = set(schema.losses[0].tolist())
-        order = [row for row in schema.order_of(self._group).tolist() if row in layers]
-        for part, sites in self._by_part([schema.sites[row] for row in order]).items():
+        ordered = [schema.sites[row] for row in schema.order_of(self._group).tolist()]
+        layers = [ordered[place] for place in np.flatnonzero(~are_of_losses(tuple(ordered)))]
+        for part, sites in self._by_part(layers).items():
             is_new = part not in self._histories
             if is_new:
                 self._heat_maps[part] = self._statistics_of(part, found.columns)

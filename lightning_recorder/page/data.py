@@ -17,6 +17,7 @@ from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
 from lightning_recorder.insight import Diagnosis
+from lightning_recorder.insight.unusual import are_of_losses
 from lightning_recorder.page.histograms import histograms_by_octave, packed_numbers
 from lightning_recorder.recordings import WATCH, compare
 from lightning_recorder.recordings.explanation import explain
@@ -163,7 +164,7 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
         "steps": last,
         "records": len(steps),
         "joined": 1 if parts is None else max(map(len, parts)),
-        "sites": [_site(SiteSeries(series, site)) for site in series.sites],
+        "sites": _sites(series),
         # One table after the other, because all of them may not fit into the memory.
         "statistics": {name: _table(series, name, parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
@@ -177,8 +178,13 @@ def _parts(records: int, number: int) -> list[NDArray[np.intp]]:
     return np.split(np.arange(records), begins)
 
 
-def _site(site: SiteSeries) -> dict[str, Any]:
-    return {"module": site.name, "path": site.path, "shape": list(site.shape or ()), "dtype": site.dtype or ""}
+def _sites(series: Series) -> list[dict[str, Any]]:
+    sites = [SiteSeries(series, site) for site in series.sites]
+    return [
+        {"module": site.name, "path": site.path, "shape": list(site.shape or ()), "dtype": site.dtype or ""}
+        | ({"ofLoss": True} if is_of_loss else {})
+        for site, is_of_loss in zip(sites, are_of_losses(tuple(series.sites)).tolist(), strict=True)
+    ]
 
 
 def site_data(site: SiteSeries) -> dict[str, Any]:

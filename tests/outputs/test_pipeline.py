@@ -322,6 +322,19 @@ def test_of_very_many_sites_some_are_kept() -> None:
     assert history.sites == [*(Site(f"m{number}", "out") for number in kept), Site(f"m{late}", "out")]
 
 
+def test_a_loss_has_no_row_among_the_layers() -> None:
+    """Losses and what enters them are left out of the plots, unless there is nothing else."""
+    names = ("rms", "mean", "zero_fraction", "min", "max", "nan_count", "inf_count")
+    layer, *losses = (Site("a", "out"), Site("cross_entropy", "out"), Site("criterion", "in.target"))
+    for sites, drawn in (((losses[0], layer, losses[1]), [layer]), (tuple(losses), losses)):
+        plotter = Plotter("activations", every=2, show=lambda step, images: None)
+        schema = Schema(sites, names, ("float32",) * len(sites), ((1,),) * len(sites))
+        found = Table(schema, np.ones((len(sites), len(names))), SparseCounts(np.zeros((len(sites), 2048))))
+        plotter.on_record(found.having(about=record(0).facts("activations")))
+        (history,) = plotter._histories.values()
+        assert history.sites == drawn
+
+
 def test_a_heat_map_for_each_statistic_that_was_asked_for() -> None:
     """Statistics of the user, quantiles and those of extra reductions have heat maps; others have none."""
     images: dict[str, Any] = {}

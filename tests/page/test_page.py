@@ -806,6 +806,22 @@ def test_a_healthy_run_names_its_extremes(page: Page, files: Path) -> None:
     expect(page.locator("aside.layer h2")).to_have_text(link.inner_text())
 
 
+def test_a_loss_has_no_row_among_the_layers(page: Page, tmp_path: Path) -> None:
+    """A loss and what enters it have other scales than the layers; the panel has them nevertheless."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    values = {("a", "out"): 1.0, ("b", "out"): 2.0, ("cross_entropy", "out"): 1e6, ("cross_entropy", "in.target"): 1e-6}
+    writer.write({"step": 0}, [site_of(*site, {"rms": value}) for site, value in values.items()])
+    path = tmp_path / "page.html"
+    open_recording(tmp_path).page(path)
+    opened(page, path)
+    assert page.locator(".names button").all_inner_texts() == ["a", "b"]
+    expect(page.locator(".extremes")).not_to_contain_text("cross_entropy")
+    opened(page, path, "#layer=cross_entropy")
+    page.get_by_text("all statistics and tensors").click()
+    expect(page.locator("aside.layer")).to_contain_text("in.target")
+
+
 def test_axes_and_charts_of_partial_records(page: Page, tmp_path: Path) -> None:
     """The axis of steps ends with the last step, that of a constant count begins at 0; no record is no NaN."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recorder.insight import Finding
+from lightning_recorder.insight.unusual import are_of_losses, unusualness
 from lightning_recorder.plots import PlotHistory, gradient_flow, heat_map, overview, ridge
 from lightning_recorder.plots.canvas import Canvas, fitted
 from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
+from lightning_recorder.taps import Site
 
 DEPTH = 48
 PARTS = ("norm1", "attn.qkv", "attn.out_proj", "mlp.fc1", "mlp.act", "mlp.fc2")
@@ -220,3 +222,14 @@ def test_sites_that_cannot_have_a_statistic_are_not_in_its_picture() -> None:
         shown = {"bn weight", "bn running_var", "fc weight", "out weight"} & {*texts, *bold}
         assert len(shown) == names
         assert ("bn running_var" in shown) == (statistics == ["rms"])
+
+
+def test_a_loss_is_like_no_layer() -> None:
+    """A loss and what enters it are compared with nothing, unless there is nothing else."""
+    layers = [Site(f"layers.{place}", "out") for place in range(6)]
+    losses = (Site("cross_entropy", "out"), Site("criterion", "in.target"))
+    assert are_of_losses((*layers, *losses)).tolist() == [False] * 6 + [True] * 2
+    assert not are_of_losses(losses).any()
+    sizes = np.array([1.0] * 6 + [1e9, 1e-9])[:, None]
+    assert not unusualness([*layers, *losses], {"rms": sizes}).any()
+    assert unusualness([*layers, Site("head", "out")], {"rms": sizes[:7]})[-1] > 1

@@ -7,7 +7,7 @@ export interface Finding {
   numbers: Record<string, number | string>; others: string[]; consequences: string[];
   trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[]; module?: string } | null;
 }
-export interface SiteData { module: string; path: string; shape: number[]; dtype: string }
+export interface SiteData { module: string; path: string; shape: number[]; dtype: string; ofLoss?: boolean }
 export interface HistogramData { first: number; rows: number; least: number; counts: string }
 export interface RecorderData {
   label: string; group: string; stage: string; loader: number | null; steps: number[]; records: number; joined: number;

@@ -23,9 +23,9 @@ export const RELATIVE_ENDS: [string, string] = [`1/${2 ** FARTHEST} ×`, `${2 **
 /** The scale of a strip relative to the other blocks. */
 export function relativeScale(): Scale { return new Scale([-FARTHEST, FARTHEST], "", true); }
 
-/** The tensors that have a row in the strip: all, but only one of the parameters of each module. */
+/** The tensors that have a row in the strip: those of layers, but only one of the parameters of each module. */
 export function stripColumns(recorder: Recorder): number[] {
-  return recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at);
+  return recorder.sites.map((_, at) => at).filter((at) => !recorder.sites[at]!.ofLoss && (recorder.group !== "parameters" || recorder.column(recorder.sites[at]!.module) === at));
 }
 
 /** All values of a statistic that have a color, in the strip or in the graph. */
