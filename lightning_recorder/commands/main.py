@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_graph(commands)
     _add_diff(commands)
     _add_scale(commands)
+    _add_submit(commands)
     return parser
 
 
@@ -326,3 +327,17 @@ def _add_scale(commands: Any) -> None:
     scale.add_argument("--tolerance", type=float, default=0.15, help="the largest exponent that counts as 0; 0.15")
     scale.add_argument("--all", action="store_true", help="print all sites")
     scale.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_submit(commands: Any) -> None:
+    submit = _add(
+        commands,
+        "submit",
+        "Write a run to a small file that can be attached to a report, without data, weights and secrets.",
+        "submit lightning_logs/version_0",
+        "The file has the records, the graph and the findings: statistics, names and classes of modules, shapes, and\n"
+        "settings that are numbers. It has no tensors, no texts from hyperparameters, no folders and addresses. After\n"
+        "unpacking, doctor, show and view read it. Look into it before you send it.",
+    )
+    submit.add_argument("path", metavar="PATH", help="the log_dir of a run")
+    submit.add_argument("--output", metavar="FILE", help="the file, .zip; by default ./<name of the log_dir>.zip")
