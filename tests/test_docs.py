@@ -20,11 +20,21 @@ import lightning_recorder
 from lightning_recorder import RecorderWarning
 from lightning_recorder.sinks import loggers
 from tests.callbacks.models import Classifier, digits
+from tests.commands.console import run
 from tests.test_public_api import SUBPACKAGES
 
 ROOT = Path(lightning_recorder.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+
+
+CASES = {page: path.read_text(encoding="utf-8") for page, path in PAGES.items() if page.startswith("docs/cases/")}
+
+
+def masked(answer: str) -> str:
+    """Return the words of an answer, without its numbers, bars, and the places of breaks and of code."""
+    plain = re.sub(r"[\w./-]+\.(py|md):\d+", "CODE", answer)
+    return " ".join(re.sub(r"-?\d[\d.,e+-]*|[▁-█]+", "#", plain).split())
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -47,6 +57,10 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
         warnings.filterwarnings("error", category=RecorderWarning)
         for line, block in blocks(PAGES[page]):
             exec(compile("\n" * line + block, page, "exec"), namespace)
+    for path, answer in re.findall(
+        r"^\$ lightning-recorder doctor (\S+)\n(.*?)^```", CASES.get(page, ""), re.MULTILINE | re.DOTALL
+    ):
+        assert masked(run("doctor", path).out).startswith(masked(answer))
 
 
 def test_the_first_page_has_the_code_of_the_readme() -> None:
