@@ -94,6 +94,7 @@ def examined(
     *,
     validation: Mapping[str, Values] | None = None,
     inputs: Mapping[str, Values] | None = None,
+    targets: Mapping[str, Values] | None = None,
     records: int = 8,
     every: int = 10,
     graph: Graph | None = None,
@@ -105,10 +106,11 @@ def examined(
 ) -> Examination:
     """Return the examination of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
 
-    ``inputs`` are the first inputs of the modules.
+    ``inputs`` are the first inputs of the modules, and ``targets`` those of losses.
     """
     examination = Examination(graph, coverage)
     outputs = {(name, "out"): each for name, each in (activations or {}).items()}
+    outputs |= {(name, "in.target"): each for name, each in (targets or {}).items()}
     groups = (
         ("activations", "train", {(name, "in[0]"): each for name, each in (inputs or {}).items()} | outputs),
         ("gradients", "train", {(name, "out"): each for name, each in (gradients or {}).items()}),

@@ -10,8 +10,9 @@ from math import prod
 
 import numpy as np
 
+from lightning_recorder.functions import function_sites
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import GRAPH, rule
 
@@ -33,7 +34,15 @@ _SAME_VALUES = re.compile(
     r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
     r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
 )
-_CUTS_OFF = re.compile(r"(relu|hardtanh|relu6)_?")  # no output below zero, or none outside of a range
+_CUTS_OFF = re.compile(r"(relu|hardtanh|relu6|softplus|sigmoid|hardsigmoid|tanh)_?")  # not all numbers are outputs
+_RANGES = {  # of the outputs of functions
+    **dict.fromkeys(("sigmoid", "softmax", "hardsigmoid"), (0.0, 1.0)),
+    **dict.fromkeys(("relu", "relu_", "softplus"), (0.0, np.inf)),
+    "relu6": (0.0, 6.0),
+    **dict.fromkeys(("tanh", "hardtanh", "softsign"), (-1.0, 1.0)),
+}
+_POWERS = ("pow", "square", "abs", "__pow__")  # of a difference, in a loss that is written by hand
+_DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
 _PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
@@ -181,17 +190,38 @@ def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
     """Yield the losses whose prediction and target have shapes that broadcast."""
     step = _of_step(evidence)
     for node in step.operations:
-        if node.name not in _ELEMENTWISE:
+        if node.name not in _ELEMENTWISE and not _is_error(step, node):
             continue
         one, other = _shape(node), _shape(node, 1)
         # A scalar target, such as the label of a discriminator, and an explicit dimension of size 1 are intended.
         if one and other and len(one) != len(other):
+            if node.name in _DIFFERENCES and "parameter" not in step.roots[step.sources(node)[0].id]:
+                one, other = other, one
             verdict = (
                 f"{node.name} in {step.place(node)} compares a prediction {_listed(one)} with a target "
                 f"{_listed(other)}: torch expands both to {_listed(_broadcast(one, other))}"
             )
             yield _found(evidence, step.owner(node), verdict)
             return
+
+
+def _is_error(step: _Step, node: Node) -> bool:
+    """Return True for the difference of a prediction and a target, in a loss that is written by hand."""
+    sources = step.sources(node)
+    one, other = (_shape(node), _shape(node, 1)) if len(node.inputs) == 2 else (None, None)
+    if node.name not in _DIFFERENCES or len(sources) != 2 or not one or not other:
+        return False
+    # A column and a vector with the same samples; fewer dimensions alone may be meant.
+    if not 1 < one[0] == other[0] or {one, other} != {(one[0],), (one[0], 1)}:
+        return False
+    # Pairs of predictions, as in a ranking loss, are meant.
+    predicts = ["parameter" in step.roots[each.id] for each in sources]
+    is_given = any("input" in step.roots[each.id] for each, one in zip(sources, predicts, strict=True) if not one)
+    if sorted(predicts) != [False, True] or not is_given:
+        return False
+    powers = [each for each in step.users(node) if each.name in _POWERS]
+    sums = [user for each in powers for user in step.users(each)]
+    return any(each.name in ("mean", "sum") and each.outputs and not each.outputs[0].shape for each in sums)
 
 
 def _broadcast(one: Shape, other: Shape) -> Shape:
@@ -205,9 +235,10 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
     "cut-off-logits",
     statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits",
     usual="a linear layer, whose outputs have both signs",
-    why="The loss expects logits of both signs. A logit that is cut off at zero has no gradient there.",
+    why="The loss expects logits of any sign and size. An activation before it limits them, and has no gradient, or "
+    "hardly one, where it does.",
     next="Give the output of the last linear layer to the loss.",
-    false_alarms="None are known.",
+    false_alarms="Logits that are limited and then scaled, as in models that bound their logits, are left out.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("dead-output", "gradient-stops", "does-not-move"), _ANY),
     is_lasting=True,
@@ -219,7 +250,8 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
         if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
             continue
         source = step.behind(node)
-        if source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name):
+        is_double = source is not None and node.name != "cross_entropy" and source.name == "sigmoid"
+        if source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name) and not is_double:
             owner = step.owner(source)
             verdict = f"{node.name} gets the output of the {source.name} in {step.place(source)} as logits"
             yield _found(evidence, owner, verdict)
@@ -308,7 +340,7 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 @rule(
     "along-batch",
-    statistic="dimension of softmax, recurrence and position embedding, in steps with one target for each sample",
+    statistic="dimension of softmax, recurrence, mean and position embedding, in steps with one target for each sample",
     usual="a dimension inside of each sample",
     why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
     "the place of the sample in it.",
@@ -324,7 +356,9 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
         return
     found = []
     for node in step.operations:
-        verdict = _of_softmax(step, node) or _of_recurrence(step, node) or _of_position(step, node)
+        verdict = (
+            _of_softmax(step, node) or _of_recurrence(step, node) or _of_position(step, node) or _of_mean(step, node)
+        )
         if verdict:
             found.append(_found(evidence, step.owner(node), verdict, batch=step.batch))
     yield from _joined(found)
@@ -338,7 +372,10 @@ def _of_softmax(step: _Step, node: Node) -> str:
     # The logits of pairs of samples, as in contrastive learning, are square.
     if shape[0] != step.batch or shape[0] == shape[1] or _softmax_dimension(node) != 0:
         return ""
-    if not any(user.name in _LOSSES for user in step.readers(node)):
+    logs = [user for user in step.readers(node) if user.name in ("log", "add", "clamp")]
+    logs += [user for each in logs for user in step.readers(each) if user.name == "log"]
+    readers = [user for each in (node, *logs) for user in step.readers(each)]
+    if not any(user.name in _LOSSES for user in readers):
         return ""
     return f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the samples"
 
@@ -356,6 +393,30 @@ def _of_recurrence(step: _Step, node: Node) -> str:
         f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the {step.batch} "
         f"samples, and takes dimension 1 for the batch: batch_first is off"
     )
+
+
+def _of_mean(step: _Step, node: Node) -> str:
+    """Describe a mean over the samples that replaces each sample: nothing else reads what is averaged."""
+    shape, sources = _shape(node), step.sources(node)
+    dimensions = _setting(node, "dim").strip("()[],")
+    if node.name not in ("mean", "sum") or not shape or len(shape) < 2 or shape[0] != step.batch or dimensions != "0":
+        return ""
+    is_read_once = len(sources) == 1 and [each.id for each in step.readers(step.made_by(sources[0]))] == [node.id]
+    if not is_read_once or "input" not in step.roots[node.id]:
+        return ""
+    todo, seen = [node], {node.id}
+    while todo:
+        for user in step.users(todo.pop()):
+            is_wide = bool(user.outputs) and user.outputs[0].shape[:1] == (step.batch,)
+            if user.name in ("expand", "expand_as", "repeat") and is_wide:
+                return (
+                    f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the "
+                    "samples, and its result is used for each of them"
+                )
+            if user.id not in seen and user.name not in _LOSSES:
+                seen.add(user.id)
+                todo.append(user)
+    return ""
 
 
 def _of_position(step: _Step, node: Node) -> str:
@@ -489,12 +550,15 @@ def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
     step = _of_step(evidence)
     padding = {_setting(node, "padding_idx") for node in step.operations if node.name == "embedding"} - {"", "None"}
     for node in step.operations:
-        if node.name != "masked_fill" or _setting(node, "value") not in ("-inf", "float('-inf')"):
+        if node.name not in ("masked_fill", "masked_fill_") or not _is_low(_setting(node, "value")):
             continue
         sources = step.sources(node)
         mask = sources[-1] if len(sources) > 1 else None
         while mask is not None and (_keeps_values(mask) or mask.name in ("expand", "bool", "getitem")):
             mask = next(iter(step.sources(mask)), None)
+        if mask is not None and (verdict := _of_triangle(step, node, mask)):
+            yield _found(evidence, step.owner(node), verdict)
+            return
         if mask is not None and _INVERTED_BY.fullmatch(mask.name) and _setting(mask, "other") in padding:
             verdict = (
                 f"the mask in {step.place(node)} is True where the token is not the padding "
@@ -502,6 +566,29 @@ def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
             )
             yield _found(evidence, step.owner(node), verdict)
             return
+
+
+def _is_low(value: str) -> bool:
+    """Return True for a number that a softmax makes zero."""
+    return value == "float('-inf')" or (
+        re.fullmatch(r"-(inf|[\d.]+(e\+?\d+)?)", value) is not None and float(value) < -1e3
+    )
+
+
+def _of_triangle(step: _Step, fill: Node, mask: Node) -> str:
+    """Describe a causal mask that leaves out the past: the lower triangle, or what is not in the upper one."""
+    sources = step.sources(mask)
+    is_negated = mask.name in ("invert", "bitwise_not", "logical_not") or (
+        mask.name in ("eq", "__eq__") and _setting(mask, "other") in ("0", "0.0", "False")
+    )
+    triangle = step.made_by(sources[0]) if is_negated and sources else mask
+    is_attention = any(each.name == "softmax" for each in step.readers(fill)) and _is_attention(_shape(fill))
+    if not is_attention or triangle.name.rstrip("_") != ("triu" if is_negated else "tril"):
+        return ""
+    return (
+        f"the mask in {step.place(fill)} leaves out the earlier positions and keeps the later ones: each position sees "
+        "the tokens after it"
+    )
 
 
 @rule(
@@ -588,3 +675,252 @@ def unused_codes(
             since = int(steps[-persistence])
             yield book.gradient.found(verdict, since=since, used=most, rows=rows)
             return
+
+
+def _sides(evidence: Evidence, step: _Step, loss: Node) -> tuple[View, View]:
+    """Return the recorded prediction and target of a loss; views of nothing if they were not recorded."""
+    names = [function_sites(step.graph).get(loss.id, ""), step.owner(loss)]
+    found = [[evidence.view(evidence.losses, name, path) for path in ("in.prediction", "in.target")] for name in names]
+    prediction, target = next((each for each in found if each[1]), found[0])
+    return prediction, target
+
+
+_SQUARED = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+@rule(
+    "output-range",
+    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions",
+    usual="the targets are in the range",
+    why="The activation after the last layer cannot return these targets, so that the loss stays high whatever is "
+    "learned.",
+    next="Remove the activation after the last layer, or scale the targets to its range.",
+    false_alarms="Targets beyond the range by less than a tenth of it, or of their size, do not count.",
+    needs=("activations", GRAPH),
+    records=4,
+    explains=dict.fromkeys(
+        ("target-scale", "saturation", "dead-output", "gradient-stops", "vanishing-gradient", "barely-moves"), _ANY
+    ),
+)
+def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.1) -> Iterator[Finding]:
+    """Yield the losses whose targets are out of the range of their predictions."""
+    step = _of_step(evidence)
+    for node in step.operations:
+        source = step.behind(node)
+        if node.name in _BINARY:
+            low, high = 0.0, 1.0
+        elif node.name in _SQUARED and source is not None and source.kind == "op" and source.name in _RANGES:
+            low, high = _RANGES[source.name]
+        else:
+            continue
+        _, target = _sides(evidence, step, node)
+        (least, most, size), steps = target.columns("min", "max", "rms")
+        if len(steps) < persistence:
+            continue
+        # Without an upper end, the size of the targets is the scale.
+        beyond = np.maximum(low - least, most - high) / np.where(np.isfinite(high), high - low, np.maximum(size, 1e-30))
+        if not (beyond[-persistence:] > margin).all():
+            continue
+        targets = f"targets from {least.min():.3g} to {most.max():.3g}"
+        if node.name in _BINARY:
+            verdict = f"{node.name} in {step.place(node)} gets {targets}, and expects 0 to 1"
+            why = "The target of this loss is a probability. It has no least value for other targets."
+            following = "Scale the labels to 0 and 1, or use a loss for regression."
+            yield replace(target.found(verdict, "max"), module=step.owner(node), path="", why=why, next=following)
+        else:
+            assert source is not None
+            ends = f"{low:.3g} to {high:.3g}" if np.isfinite(high) else f"at least {low:.3g}"
+            verdict = (
+                f"{node.name} in {step.place(node)} gets {targets}, but the {source.name} in {step.place(source)} "
+                f"returns {ends}"
+            )
+            yield replace(target.found(verdict, "max"), module=step.owner(source), path="")
+        return
+
+
+@rule(
+    "classes-by-error",
+    statistic="targets of a squared or absolute error whose predictions are probabilities of classes",
+    usual="cross_entropy for classes",
+    why="A squared error of probabilities has hardly a gradient where a prediction is sure and wrong.",
+    next="Use cross_entropy or binary_cross_entropy_with_logits, and give it the output of the last linear layer.",
+    false_alarms="Probabilities of another model as targets, and predictions of several sigmoids, such as the pixels "
+    "of an image, are left out.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: float = 1e-6) -> Iterator[Finding]:
+    """Yield the losses for numbers whose predictions are probabilities and whose targets are classes."""
+    step = _of_step(evidence)
+    for node in step.operations:
+        source, shape = step.behind(node), _shape(node)
+        if node.name not in _SQUARED or source is None or source.name not in ("softmax", "sigmoid") or not shape:
+            continue
+        if source.name == "sigmoid" and prod(shape[1:]) != 1:
+            continue
+        _, target = _sides(evidence, step, node)
+        (least, most, mean, size), steps = target.columns("min", "max", "mean", "rms")
+        last = slice(-persistence, None)
+        # Values that are 0 or 1 are equal to their squares.
+        are_binary = (least == 0) & (most == 1) & (np.abs(mean - size**2) < tolerance)
+        if len(steps) >= persistence and are_binary[last].all():
+            verdict = (
+                f"{node.name} in {step.place(node)} compares the output of the {source.name} in {step.place(source)} "
+                "with targets of 0 and 1, which are classes"
+            )
+            yield replace(target.found(verdict), module=step.owner(source), path="")
+            return
+
+
+@rule(
+    "constant-target",
+    statistic="std of the targets of a loss",
+    usual="the targets differ between samples",
+    why="The labels are lost on the way: a wrong column, a division of whole numbers, or a cast.",
+    next="Print the targets of some batches, and compare them with the data set.",
+    false_alarms="Targets that the step makes without the batch, such as those of a discriminator or of contrastive "
+    "learning, and targets of 0 for a penalty, are left out.",
+    needs=("activations", GRAPH),
+    records=5,
+    explains=dict.fromkeys(("vanishing-gradient", "gradient-stops", "barely-moves", "saturation"), _ANY),
+)
+def constant_target(evidence: Evidence, *, persistence: int = 5, samples: int = 4) -> Iterator[Finding]:
+    """Yield the losses whose targets are the same number in all records."""
+    step = _of_step(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in _LOSSES or len(sources) < 2 or "input" not in step.roots[sources[1].id]:
+            continue
+        if "parameter" in step.roots[sources[1].id]:
+            continue
+        _, target = _sides(evidence, step, node)
+        (least, most), steps = target.columns("min", "max")
+        if len(steps) < persistence or target.numel < samples:
+            continue
+        if least.min() == most.max() and np.isfinite(least[0]) and least[0] != -100:
+            verdict = (
+                f"all targets of {node.name} in {step.place(node)} are {least[0]:.3g} in each of {len(steps)} records"
+            )
+            yield replace(target.found(verdict, "max"), module=step.owner(node), path="")
+            return
+
+
+@rule(
+    "padding-as-target",
+    statistic="share of the targets of cross_entropy that are the padding of an embedding of the same tokens",
+    usual="the padding is ignored",
+    why="The model learns to predict the padding, which is easy, and the loss looks better than the model is.",
+    next="Pass ignore_index with the number of the padding to cross_entropy.",
+    false_alarms="An embedding without padding_idx, and padding with another number than 0, are not known.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float = 0.2) -> Iterator[Finding]:
+    """Yield the losses many of whose targets are the padding."""
+    step = _of_step(evidence)
+    pads = [node for node in step.operations if node.name == "embedding" and _setting(node, "padding_idx") == "0"]
+    tokens = {each.id for node in pads for each in _inputs_of(step, node)}
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2 or _setting(node, "ignore_index") == "0":
+            continue
+        if not tokens & {each.id for each in _inputs_of(step, sources[1])} or _setting(node, "weight"):
+            continue
+        _, target = _sides(evidence, step, node)
+        zeros, steps = target.column("zero_fraction")
+        if len(steps) >= persistence and (zeros[-persistence:] > share).all():
+            verdict = (
+                f"{np.median(zeros):.0%} of the targets of cross_entropy in {step.place(node)} are 0, the padding of "
+                f"{step.owner(pads[0])}, and none is ignored"
+            )
+            yield replace(target.found(verdict, "zero_fraction"), module=step.owner(node), path="")
+            return
+
+
+def _inputs_of(step: _Step, node: Node) -> list[Node]:
+    """Return the inputs of the model that a node takes through changes of the shape and selections."""
+    found, todo = [], [node]
+    while todo:
+        each = todo.pop()
+        if each.kind == "input":
+            found.append(each)
+        elif each is node or _keeps_values(each) or each.name in ("getitem", "narrow", "long", "clone", "chunk"):
+            todo += step.sources(each)
+    return found
+
+
+@rule(
+    "copies-the-input",
+    statistic="positions of the targets of a causal model, against those of the tokens that it reads",
+    usual="the target of each position is the next token",
+    why="Each position has its target as input, so that the model learns to copy it, and the loss falls to 0.",
+    next="Compare the logits of all positions but the last with the tokens from the second one on.",
+    false_alarms="Models without a causal mask, such as autoencoders, and those that shift the tokens themselves, are "
+    "left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the targets of a causal model are the tokens that it reads at the same positions."""
+    step = _of_step(evidence)
+    attentions = [node for node in step.operations if node.name == "softmax" and _is_attention(_shape(node))]
+    is_causal = any(_is_masked(step, node) for node in attentions) or any(
+        node.name == _ATTENTION and (_setting(node, "is_causal") == "True" or len(node.inputs) > 3)
+        for node in step.operations
+    )
+    for node in step.operations if is_causal else ():
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2:
+            continue
+        tokens, logits = step.made_by(sources[1]), step.made_by(sources[0])
+        readers = list(step.readers(tokens)) if tokens.kind == "input" else []
+        is_read = bool(readers) and all(each is node or each.name == "embedding" for each in readers)
+        if is_read and len(readers) > 1 and logits.name == "linear" and tokens.id in _ancestors(step, logits):
+            verdict = (
+                f"the targets of cross_entropy in {step.place(node)} are the tokens that the model reads at the same "
+                "positions: it learns to copy them"
+            )
+            yield _found(evidence, step.owner(node), verdict)
+            return
+
+
+def _ancestors(step: _Step, node: Node) -> set[int]:
+    """Return the ids of the nodes that a node depends on."""
+    found, todo = set(), [node]
+    while todo:
+        for source in step.sources(todo.pop()):
+            if source.id not in found:
+                found.add(source.id)
+                todo.append(source)
+    return found
+
+
+@rule(
+    "exchanged-by-view",
+    statistic="shapes of the input and the output of view and reshape",
+    usual="a view splits or joins dimensions",
+    why="A view keeps the order of the values in memory, so that exchanging two sizes mixes samples, positions and "
+    "features.",
+    next="Exchange dimensions with transpose or permute.",
+    false_alarms="Dimensions of size 1, and values that do not depend on the batch, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the views whose output has two sizes of the input in exchanged places."""
+    step = _of_step(evidence)
+    found = []
+    for node in step.operations:
+        shape = _shape(node)
+        if node.name not in ("view", "reshape") or not shape or not node.outputs or "input" not in step.roots[node.id]:
+            continue
+        other = node.outputs[0].shape
+        moved = [place for place, sizes in enumerate(zip(shape, other, strict=False)) if len(set(sizes)) > 1]
+        if len(shape) == len(other) and len(moved) == 2 and sorted(shape) == sorted(other) and 1 not in shape:
+            verdict = (
+                f"the {node.name} in {step.place(node)} makes {_listed(other)} of {_listed(shape)}: it mixes the "
+                f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"
+            )
+            found.append(_found(evidence, step.owner(node), verdict))
+    yield from _joined(found)

@@ -152,9 +152,14 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     },
 )
 def constant_weight(
-    evidence: Evidence, *, persistence: int = 2, std: float = 1e-4, fewest: int = 4
+    evidence: Evidence, *, persistence: int = 2, std: float = 1e-4, fewest: int = 4, share: float = 0.5
 ) -> Iterator[Finding]:
     """Yield the weights whose values are all equal."""
+    zeros = [each for each in evidence.weights if each.numel >= fewest and _stays_zero(each, persistence)]
+    if len(zeros) > max(1.0, share * len(evidence.weights)):
+        verdict = f"{zeros[0].name} and {len(zeros) - 1} of {len(evidence.weights) - 1} other weights are zero, and no "
+        verdict += "gradient passes them"
+        yield zeros[0].found(verdict, "rms", others=tuple(each.module for each in zeros[1:]), zeros=len(zeros))
     for each in evidence.weights:
         (values, spreads), _ = each.columns("rms", "std")
         # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
@@ -167,6 +172,12 @@ def constant_weight(
             what = "zero" if values[-1] == 0 else f"equal to {values[-1]:.3g}"
             verdict = f"all values of {each.name} are {what}, so its outputs cannot differ"
             yield each.found(verdict, "std", std=spreads[-1])
+
+
+def _stays_zero(weight: View, persistence: int) -> bool:
+    """Return True for a weight of zeros whose gradient is recorded and zero, too."""
+    values, gradient = weight.rms, weight.gradient.rms
+    return min(len(values), len(gradient)) >= persistence and not values.any() and not gradient.any()
 
 
 @rule(

@@ -14,6 +14,8 @@ from lightning_recorder.insight.rule import rule
 from lightning_recorder.records.table import Floats
 
 _EVERYTHING_AFTER = ("downstream", "same")
+_WHY_TINY = "The inputs are scaled twice, such as pixels that are divided by 255 again, or are in a large unit."
+_NEXT_TINY = "Normalize the inputs to mean 0 and standard deviation 1, once."
 _WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."
 _NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or an embedding of it."
 
@@ -97,9 +99,12 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
         ("any",),
     ),
 )
-def input_scale(evidence: Evidence, *, most: float = 20.0) -> Iterator[Finding]:
+def input_scale(
+    evidence: Evidence, *, most: float = 20.0, least: float = 0.01, records: int = 4, sparse: float = 0.5
+) -> Iterator[Finding]:
     """Yield inputs of the model that are far from a usual scale."""
     table, wiring = evidence.activations, evidence.wiring
+    yield from _tiny_inputs(evidence, least, records, sparse)
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():
         feeds = wiring.inputs.get(site.name)
@@ -135,6 +140,33 @@ def _is_index(evidence: Evidence, name: str) -> bool:
         seen |= {each.id for each in before}
         todo += before
     return False
+
+
+def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
+    """Yield the first layers with tiny inputs, if all first layers have them.
+
+    The gradient of a weight is a sum of gradients times inputs, that of the bias the sum of the same gradients.
+    """
+    found = []
+    for weight in evidence.weights:
+        bias = evidence.parameter(weight.module, "bias")
+        if weight.path != "weight" or evidence.wiring.inputs.get(weight.module) != [INPUT] or not bias.gradient:
+            continue
+        gradient, of_bias = weight.gradient, bias.gradient.rms
+        if len(gradient.rms) != len(of_bias) or len(of_bias) < records or not of_bias.all():
+            return
+        ratio = gradient.rms / of_bias
+        # Rows of zeros and ones have a small rms, too.
+        if not 0 < ratio.max() < least or np.median(gradient.zero_fraction) > sparse:
+            return
+        size = float(np.median(ratio))
+        verdict = (
+            f"the input of {weight.module} is tiny, about {size:.2g}: the gradient of its weight is {size:.2g} × that "
+            "of its bias"
+        )
+        tiny = gradient.found(verdict, "rms", input_rms=size)
+        found.append(replace(tiny, path="", why=_WHY_TINY, next=_NEXT_TINY))
+    yield from found[:1]
 
 
 def _large_inputs(evidence: Evidence, inputs: list[View], most: float) -> Iterator[Finding]:

@@ -321,6 +321,29 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
 
 
 @rule(
+    "label-smoothing",
+    statistic="argument label_smoothing of cross_entropy, in the recorded graph",
+    usual="0 to 0.2",
+    why="The share of the true class was passed instead of the share that all classes get, or the value is a typing "
+    "error.",
+    next="Pass 0.1 or less: a smoothing of 1 gives all classes the same target.",
+    false_alarms="None are known.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Finding]:
+    """Yield the losses whose targets are nearly the same for all samples."""
+    for node in evidence.graph.nodes:
+        smoothing = float(dict(node.arguments).get("label_smoothing", 0.0)) if node.name == "cross_entropy" else 0.0
+        if smoothing >= share:
+            owner = evidence.graph[node.parent or 0].name
+            place = f"{owner or 'training_step'} ({node.source})" if node.source else owner or "training_step"
+            verdict = f"cross_entropy in {place} spreads {smoothing:.0%} of each target evenly over all classes"
+            yield evidence.view(evidence.activations, owner).found(verdict, smoothing=smoothing)
+            return
+
+
+@rule(
     "dropout-in-evaluation",
     statistic="zero_fraction of a dropout function in validation",
     usual="a dropout in eval mode returns its input",

@@ -21,6 +21,8 @@ _EXPECTED = {
     "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
     "nll_loss": (("softmax",), "expects logarithms, as log_softmax returns them"),
     "kl_div": (("softmax",), "expects logarithms, as log_softmax returns them"),
+    "log_softmax": (("softmax",), "applies a softmax itself, so it is applied twice"),
+    "softmax": (("softmax",), "applies a softmax again"),
 }
 # Functions that change the shape or the dtype alone.
 _SAME_VALUES = re.compile(

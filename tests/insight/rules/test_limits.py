@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderF
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, chain, examined, trained
+from tests.insight.records import Values, chain, examined, network, trained
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_operations import Codes, Step, mlp, rows
 from tests.insight.test_odd_blocks import Stage
@@ -115,6 +116,67 @@ def _() -> Iterator[Evidence]:
     for ratios in runs:
         bias: dict[str, Values] = {"net.2/bias": {}, "net.2/bias.grad": {"rms": ratios}}
         yield case({"net.2": {"rms": 1.0}}, None, bias, graph=graph, records=len(ratios))
+
+
+def with_targets(
+    loss: Any, *last: torch.nn.Module, outputs: int = 1, target: Tensor | None = None, **options: Any
+) -> Evidence:
+    target = torch.randn(8, outputs) if target is None else target
+    graph = capture_graph(Step(mlp(outputs, *last), loss), rows, target)
+    records = options.pop("records", 8)
+    shapes = {(loss.__name__, "in.target"): options.pop("shape", (16, 16))}
+    return case(targets={loss.__name__: options}, graph=graph, records=records, shapes=shapes)
+
+
+@cases("output-range")
+def _() -> Iterator[Evidence]:
+    for beyond, records in ((0.15, 4), (0.075, 4), (0.15, 3)):
+        yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1 + beyond, records=records)
+    yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=last(4, 1.15, 1.0))
+    yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=last(3, 1.15, 1.0))
+
+
+@cases("classes-by-error")
+def _() -> Iterator[Evidence]:
+    for off, records in ((0.75e-6, 4), (1.5e-6, 4), (0.0, 3)):
+        values = {"min": 0.0, "max": 1.0, "mean": 0.25 + off, "rms": 0.5}
+        yield with_targets(F.mse_loss, torch.nn.Sigmoid(), records=records, **values)
+    for number in (3, 4):
+        means = last(number, 0.25, 0.5)
+        yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1.0, mean=means, rms=0.5)
+
+
+@cases("constant-target")
+def _() -> Iterator[Evidence]:
+    classes = torch.arange(8) % 3
+    for records, size in ((5, 4), (4, 4), (5, 3)):
+        options = {"outputs": 3, "target": classes, "shape": (size,)}
+        yield with_targets(F.cross_entropy, min=1.0, max=1.0, records=records, **options)
+
+
+@cases("padding-as-target")
+def _() -> Iterator[Evidence]:
+    tokens = torch.arange(48).view(8, 6) % 11
+    embedding, head = torch.nn.Embedding(11, 8, padding_idx=0), torch.nn.Linear(8, 11)
+
+    class Language(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = embedding, head
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.embedding(ids[:, :-1])).transpose(1, 2), ids[:, 1:])
+
+    graph = capture_graph(Language(), tokens)
+    for zeros, records in ((0.3, 4), (0.15, 4), (0.3, 3), (last(3, 0.3, 0.1), 8), (last(4, 0.3, 0.1), 8)):
+        yield case(targets={"cross_entropy": {"zero_fraction": zeros}}, graph=graph, records=records)
+
+
+@cases("label-smoothing")
+def _() -> Iterator[Evidence]:
+    for smoothing in (0.9, 0.45):
+        loss = partial(F.cross_entropy, label_smoothing=smoothing)
+        yield case(graph=capture_graph(Step(mlp(3), loss), rows, torch.arange(8) % 3))
 
 
 @cases("unused-codes")
@@ -261,6 +323,20 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for rms in (30.0, 15.0):
         yield case({"a": {}}, inputs={"a": {"rms": rms}}, graph=chain("a", "b"))
+    for ratio, records, zeros in (
+        (0.015, 4, 0.0),
+        (0.0075, 4, 0.0),
+        (0.0075, 3, 0.0),
+        (0.0075, 4, 0.75),
+        (0.0075, 4, 0.4),
+    ):
+        tiny: dict[str, Values] = {
+            "a/weight": {},
+            "a/weight.grad": {"rms": ratio, "zero_fraction": zeros},
+            "a/bias": {},
+            "a/bias.grad": {"rms": 1.0},
+        }
+        yield case({"a": {}}, None, tiny, graph=chain("a", "b"), records=records)
 
 
 @cases("two-optimizers")
@@ -287,6 +363,10 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, weight(rms=1.0, std=std))
     for shape in ((2, 2), (3, 1)):
         yield case(None, None, weight(rms=1.0, std=0.0), shapes=shape_of("a", *shape))
+    zero = {"rms": 0.0, "std": 0.0}
+    for number in (2, 3):  # of four weights
+        layers = {f"{name}/weight{part}": zero for name in "abcd"[:number] for part in ("", ".grad")}
+        yield case(None, None, {**layers, **network(*"abcd"[number:])})
 
 
 @cases("learning-rate-outlier")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, brief, run
+from tests.insight.records import Examination, Values, brief, run
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".operations")}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
@@ -62,6 +62,22 @@ def test_a_loss_of_unequal_shapes() -> None:
     assert brief([found]) == [("warning", "loss-shapes", "")]
     assert found.verdict.endswith("compares a prediction [8, 1] with a target [8]: torch expands both to [8, 8]")
     assert "test_operations.py:" in found.verdict
+
+
+def test_a_loss_of_unequal_shapes_by_hand() -> None:
+    """The difference of a column and a vector is found in a loss that is written by hand, with the prediction first."""
+    losses: list[Loss] = [lambda y, target: (y - target).pow(2).mean(), lambda y, target: (target - y).abs().sum()]
+    for loss in losses:
+        (found,) = examine(mlp(1), loss, rows, torch.randn(8))
+        assert found.rule == "loss-shapes"
+        assert found.verdict.endswith("compares a prediction [8, 1] with a target [8]: torch expands both to [8, 8]")
+
+
+def test_differences_that_are_meant() -> None:
+    """Pairs of predictions, and a target of another size than the batch, are fine."""
+    pairs = examine(mlp(1), lambda y, target: (y - y.squeeze(-1)).pow(2).mean() + 0 * target.sum(), rows, rows)
+    assert pairs == []
+    assert examine(mlp(3), lambda y, target: (y - target).pow(2).mean(), rows, torch.randn(3)) == []
 
 
 @TORCH_WARNS
@@ -312,6 +328,190 @@ def test_an_inverted_mask() -> None:
     (found,) = examine(Padded(True), F.cross_entropy, tokens, classes)
     assert (found.rule, found.severity) == ("inverted-mask", "warning")
     assert examine(Padded(False), F.cross_entropy, tokens, classes) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_wrong"),
+    [
+        (lambda x: x.mean(0)[:1].expand(8, 5), True),
+        (lambda x: x.mean(1), False),
+        (lambda x: (x - x.mean(0)).mean(1), False),  # a normalization along the batch
+    ],
+)
+def test_a_mean_over_the_samples(function: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    """A mean over the samples that takes the place of each sample is a finding."""
+    net = nn.Sequential(Shaped(function), nn.Linear(5, 3))
+    found = examine(net, F.cross_entropy, series, classes)
+    assert [each.rule for each in found] == ["along-batch"] * is_wrong
+
+
+class Causal(nn.Module):
+    """Attention whose causal mask is given by a function of a matrix of ones."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], shift: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head, self.mask, self.shift = nn.Embedding(11, 8), nn.Linear(8, 11), mask, shift
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids[:, :-1] if self.shift else ids)
+        scores = (x @ x.transpose(1, 2) / 8**0.5).masked_fill(self.mask(torch.ones(x.shape[1], x.shape[1]) > 0), -1e9)
+        output: Tensor = self.head(scores.softmax(-1) @ x).transpose(1, 2)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_wrong"),
+    [
+        (lambda ones: ones.tril(-1), True),
+        (lambda ones: ~ones.triu(), True),
+        (lambda ones: ones.triu(1), False),
+        (lambda ones: ~ones.tril(), False),
+        (lambda ones: ones.tril() == 0, False),
+    ],
+)
+def test_a_causal_mask_that_is_inverted(mask: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    """A mask that leaves out the earlier positions is a finding, and one that leaves out the later ones is not."""
+    found = examine(Causal(mask), lambda y, ids: F.cross_entropy(y, ids[:, 1:]), tokens, tokens)
+    assert [each.rule for each in found] == ["inverted-mask"] * is_wrong
+    assert all("each position sees the tokens after it" in each.verdict for each in found)
+
+
+class Unshifted(nn.Module):
+    """A step of a language model whose targets are its tokens."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(ids), ids)
+
+
+def test_targets_that_are_not_shifted() -> None:
+    """A causal model whose targets are its inputs is a finding; an autoencoder without a mask is not."""
+    found = Examination(capture_graph(Unshifted(Causal(lambda ones: ones.triu(1), False)), tokens)).findings()
+    assert [each.rule for each in found if each.rule in NAMES] == ["copies-the-input"]
+    plain = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11), Shaped(lambda x: x.transpose(1, 2)))
+    found = Examination(capture_graph(Unshifted(plain), tokens)).findings()
+    assert [each.rule for each in found if each.rule in NAMES] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "is_wrong"),
+    [
+        (lambda x: x.view(6, 8, 5), True),
+        (lambda x: x.reshape(8, 5, 6), True),
+        (lambda x: x.transpose(0, 1), False),
+        (lambda x: x.view(8, 6, 1, 5), False),
+        (lambda x: x.view(8, 30), False),
+    ],
+)
+def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    """A view to the same sizes in another order mixes them; a transpose and a view that joins sizes do not."""
+    found = examine(Shaped(function), lambda y, target: (y.mean() - target.mean()).square(), series, rows)
+    assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Softplus"])
+def test_logits_with_a_range(kind: str) -> None:
+    """An activation with a range before cross_entropy is a finding."""
+    (found,) = examine(mlp(3, getattr(nn, kind)()), F.cross_entropy, rows, classes)
+    assert brief([found]) == [("warning", "cut-off-logits", "net.3")]
+
+
+def test_a_softmax_along_the_batch_before_a_logarithm() -> None:
+    """A softmax over the samples is found behind a logarithm and a small number, too."""
+    found = [
+        examine(mlp(3), lambda y, target, dim=dim: F.nll_loss((y.softmax(dim) + 1e-8).log(), target), rows, classes)  # type: ignore[misc]  # mypy infers no lambda with defaults
+        for dim in (0, 1)
+    ]
+    assert [[each.rule for each in one] for one in found] == [["along-batch"], []]
+
+
+def with_targets(
+    loss: Loss, *last: nn.Module, outputs: int = 1, target: Tensor | None = None, **values: float
+) -> list[Finding]:
+    """Return the findings of a step with a loss of torch whose targets have some statistics."""
+    target = torch.randn(8, outputs) if target is None else target
+    graph = capture_graph(Step(mlp(outputs, *last), loss), rows, target)
+    name = next(
+        node.name for node in graph.nodes if node.name in ("cross_entropy", "mse_loss") or "binary" in node.name
+    )
+    targets: dict[str, Values] = {name: values}
+    return [each for each in run({"net.0": {}}, targets=targets, graph=graph) if each.rule in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("last", "least", "most", "is_wrong"),
+    [
+        (nn.Sigmoid(), 21.0, 82.0, True),
+        (nn.Sigmoid(), 0.0, 1.0, False),
+        (nn.Tanh(), -3.0, 3.0, True),
+        (nn.Tanh(), -1.0, 1.1, False),
+        (nn.ReLU(), -2.0, 4.0, True),
+        (nn.ReLU(), 0.0, 90.0, False),
+        (nn.Identity(), -3.0, 90.0, False),
+    ],
+)
+def test_targets_out_of_the_range_of_the_outputs(last: nn.Module, least: float, most: float, is_wrong: bool) -> None:
+    """Targets that the activation after the last layer cannot return are a finding with both ranges."""
+    found = with_targets(F.mse_loss, last, min=least, max=most, rms=1.0)
+    assert brief(found) == [("warning", "output-range", "net.3")] * is_wrong
+    assert all(f"targets from {least:.3g} to {most:.3g}" in each.verdict for each in found)
+
+
+def test_labels_that_are_no_probabilities() -> None:
+    """Labels of -1 and 1, or 1 and 2, for a binary cross entropy are a finding, and smoothed ones are not."""
+    loss = F.binary_cross_entropy_with_logits
+    assert [each.rule for each in with_targets(loss, min=-1.0, max=1.0)] == ["output-range"]
+    assert [each.rule for each in with_targets(loss, min=1.0, max=2.0)] == ["output-range"]
+    assert with_targets(loss, min=0.0, max=1.05) == []
+
+
+def test_an_error_of_probabilities_and_classes() -> None:
+    """A squared error of a softmax, or of one sigmoid, and 0 and 1 is a finding; one of other targets is not."""
+    zeros_and_ones = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
+    (found,) = with_targets(F.mse_loss, nn.Softmax(-1), outputs=4, **zeros_and_ones)
+    assert brief([found]) == [("warning", "classes-by-error", "net.3")]
+    assert [each.rule for each in with_targets(F.mse_loss, nn.Sigmoid(), **zeros_and_ones)] == ["classes-by-error"]
+    assert with_targets(F.mse_loss, nn.Sigmoid(), outputs=4, **zeros_and_ones) == []
+    assert with_targets(F.mse_loss, nn.Softmax(-1), outputs=4, min=0.0, max=1.0, mean=0.25, rms=0.3) == []
+    assert with_targets(F.mse_loss, outputs=4, **zeros_and_ones) == []
+
+
+def test_targets_that_are_all_equal() -> None:
+    """Targets from the batch that are one class in every record are a finding; those that the step makes are not."""
+    (found,) = with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=0.0)
+    assert found.rule == "constant-target"
+    assert found.verdict.endswith("are 0 in each of 8 records")
+
+    def discriminated(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y, torch.zeros(8, dtype=torch.long)) + 0 * target.sum()
+
+    assert with_targets(discriminated, outputs=3, target=classes, min=0.0, max=0.0) == []
+    assert with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=2.0) == []
+
+
+@pytest.mark.parametrize(("ignored", "zeros", "is_wrong"), [(-100, 0.6, True), (0, 0.6, False), (-100, 0.1, False)])
+def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool) -> None:
+    """Targets most of which are the padding are a finding, unless they are ignored."""
+    net = nn.Sequential(nn.Embedding(11, 8, padding_idx=0), nn.GRU(8, 8, batch_first=True), Shaped(lambda x: x[0]))
+    net.append(nn.Linear(8, 11))
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = self.net(ids[:, :-1]).flatten(0, 1)
+            return F.cross_entropy(logits, ids[:, 1:].flatten(), ignore_index=ignored)
+
+    graph = capture_graph(Language(), tokens)
+    found = run(
+        {"net.1": {}}, targets={"cross_entropy": {"zero_fraction": zeros, "min": 0.0, "max": 10.0}}, graph=graph
+    )
+    assert [each.rule for each in found if each.rule in NAMES] == ["padding-as-target"] * is_wrong
 
 
 def errors(error: float, outputs: int = 2, loss: Loss = F.mse_loss) -> list[Finding]:

@@ -295,3 +295,14 @@ def test_zeros_without_a_gradient_are_no_constant_weight(gradient: float | None,
     if gradient is not None:
         parameters["lora/weight.grad"] = {"rms": gradient}
     assert [each.rule for each in run(None, None, parameters) if each.rule == "constant-weight"] == rules
+
+
+@pytest.mark.parametrize(("zeros", "rules"), [("abc", ["constant-weight"]), ("ab", [])])
+def test_a_network_of_zeros(zeros: str, rules: list[str]) -> None:
+    """More than half of the weights that stay zero, as their gradients do, are a finding with all their modules."""
+    zero: Values = {"rms": 0.0, "std": 0.0}
+    parameters = {f"{name}/weight{part}": zero for name in zeros for part in ("", ".grad")}
+    others = network(*(name for name in "abcd" if name not in zeros))
+    found = [each for each in run(None, None, {**parameters, **others}) if each.rule == "constant-weight"]
+    assert [each.rule for each in found] == rules
+    assert all((each.module, each.others) == ("a", ("b", "c")) for each in found)

@@ -66,3 +66,15 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     (found,) = [each for each in findings if each.rule == "input-scale"]
     assert found.verdict == "the input in[0] of a has rms 300"
     assert found.path == "in[0]"
+
+
+@pytest.mark.parametrize(("ratio", "zeros", "alarm"), [(1.5e-3, 0.0, True), (0.2, 0.0, False), (1.5e-3, 0.9, False)])
+def test_tiny_inputs(ratio: float, zeros: float, alarm: bool) -> None:
+    """The gradients of the first weight and its bias show tiny inputs; rows of a few ones are no finding."""
+    grads = [1e-3 * ratio * (1 + row / 10) for row in range(8)]
+    bias: dict[str, Values] = {"a/bias": {}, "a/bias.grad": {"rms": 1e-3}}
+    weights = {**network("a", "b", a=trained("a", grad=grads)), **bias}
+    weights["a/weight.grad"] = {**weights["a/weight.grad"], "zero_fraction": zeros}
+    found = run({"a": {}}, None, weights, graph=chain("a", "b"))
+    assert brief(found) == [("warning", "input-scale", "a")] * alarm
+    assert all("the input of a is tiny, about 0.002" in each.verdict for each in found)

@@ -197,6 +197,16 @@ def test_strong_dropout(op: str, share: str, training: str, alarm: int) -> None:
         assert f"drops {100 * float(share):g}% of its inputs" in dead.verdict
 
 
+@pytest.mark.parametrize(("smoothing", "alarm"), [("1.0", 1), ("0.6", 1), ("0.2", 0)])
+def test_label_smoothing(smoothing: str, alarm: int) -> None:
+    """A smoothing that makes the targets of all samples nearly the same is a finding."""
+    graph = chain("fc")
+    arguments = (("label_smoothing", smoothing),)
+    nodes = [replace(each, name="cross_entropy", arguments=arguments) if each.id == 3 else each for each in graph.nodes]
+    found = run({"fc": {}}, graph=replace(graph, nodes=tuple(nodes)))
+    assert brief(found) == [("warning", "label-smoothing", "fc")] * alarm
+
+
 @pytest.mark.parametrize(
     ("rates", "alarm"),
     [
