@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("outputs", "watch"),
     ("check",),
     ("callbacks", "commands", "testing"),
+    ("loops",),
     ("__main__", "entry_point", "tensorboard_tab"),
 )
 
