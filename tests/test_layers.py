@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check",),
     ("callbacks", "commands", "testing"),
     ("loops",),
-    ("__main__", "entry_point", "tensorboard_tab"),
+    ("__main__", "entry_point", "huggingface", "tensorboard_tab"),
 )
 
 # A recording shows itself in a notebook, and the page that it shows reads recordings.

@@ -164,6 +164,11 @@ class ResumingCallback(EvaluationCallback):
         if self._run is not None:
             self._run.interrupt()
 
+    @override
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        if self._run is not None:
+            self._run.abandon_step()
+
     @property
     def _waits_for_checkpoints(self) -> bool:
         """True if ``dumps`` was given as ``"checkpoints"`` only and no dump has been written."""

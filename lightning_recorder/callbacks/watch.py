@@ -334,6 +334,11 @@ class StepWatch(RecorderCallback):
         if self.on_finding == "stop" and (run is not None or self._exchange is not None):
             self._stop(trainer)
 
+    @override
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        if self._run is not None:
+            self._run.abandon_step()
+
     def _stop(self, trainer: Trainer) -> None:
         """End the fit after a checkpoint, on all ranks, if one of them has a finding."""
         step, self._stops_at = -1 if self._stops_at is None else self._stops_at, None

@@ -273,6 +273,12 @@ class WatchedRun:
                 self._queue.add(reading)
                 self._queue.forget(_MOST_KEPT)
 
+    def abandon_step(self) -> None:
+        """Discard the current step, whose batch failed in a loop that goes on."""
+        if self._flags is not None and self._step.batches:
+            self._flags.end_batch()
+        self._step = _Step(has_ended=True)
+
     def flush(self) -> None:
         """Read all values, waiting for the device, and write them."""
         self._arrive(self._queue.take(wait=True))
@@ -292,15 +298,13 @@ class WatchedRun:
         self._series.end()
 
     def _reading(self, batches: list[KeptBatch]) -> Reading:
-        divides = is_automatic(self._pl_module)
+        divides = is_automatic(self._pl_module) or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
         losses = [each for kept in batches for each in (self._first(kept.losses) if divides else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         count = self._trainer.accumulate_grad_batches
         if loss is not None and divides and len(losses) != count:  # Lightning has divided each loss by the count
             loss = loss * (count / len(losses))
-        elif loss is not None and getattr(self._trainer, "logs_loss", False):  # before a division by the count
-            loss = loss / sum(bool(kept.losses) for kept in batches)
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
         totals = list(self._step.totals.values())

@@ -186,8 +186,8 @@ class Monitor:
             return self._trainer
         if self._has_ended:
             raise RecordingError("this Monitor has ended: make a new one for another run")
+        atexit.register(self.close)  # after an exception that nobody passes on
         if not self._is_entered:
-            atexit.register(self.close)
             self._say("Monitor records until the program ends: write `with Monitor(…) as monitor:` around the loop")
         trainer = LoopTrainer(self._root, list(self._recorders), [], "", **self._settings)
         folder = free_folder(Path("runs")) if self._log_dir is None else Path(self._log_dir)
@@ -305,7 +305,11 @@ class Monitor:
         if loss is not None and step is not None and step.is_training and not step.has_loss:
             trainer = self._begin()
             trainer.logs_loss = True
-            self._note_loss(torch.as_tensor(loss), is_scaled=False)
+            found = torch.as_tensor(loss).detach()
+            count, scaler = trainer.accumulate_grad_batches, self._settings["scaler"]
+            found = found if count == 1 else found / count
+            self.note_loss(found if scaler is None else scaler.scale(found))
+            self._call("on_after_backward")
         for name, each in values.items():
             self._values[name] = each.detach() if isinstance(each, Tensor) else each
 
@@ -319,17 +323,14 @@ class Monitor:
         """
         if self._step is not None and self._step.is_training:
             self._step.has_loss = True
-            self._note_loss(loss, is_scaled=True, ends=False)
+            self.note_loss(loss.detach())
         (loss.backward if backward is None else backward)(*([] if backward is None else [loss]), **options)
         self._call("on_after_backward")
 
-    def _note_loss(self, loss: Tensor, *, is_scaled: bool, ends: bool = True) -> None:
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss before its backward pass, multiplied by the scale of the ``GradScaler``. Those of a step add."""
         self._has_loss = True
-        scaler = None if self._trainer is None else self._trainer.precision_plugin.scaler
-        loss = loss.detach()
-        self._call("on_before_backward", loss if is_scaled or scaler is None else scaler.scale(loss))
-        if ends:
-            self._call("on_after_backward")
+        self._call("on_before_backward", loss)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Called by torch before an optimizer of the process steps."""
@@ -369,7 +370,7 @@ class Monitor:
             self._own = {id(each) for each in parameters_of(self._root)}  # the model may have got new ones
         if not any(id(each) in self._own for each in parameters):
             self._say(
-                f"{type(optimizer).__name__} stepped, but the model that Monitor has owns none of its parameters. If the "
+                f"{type(optimizer).__name__} stepped, but the model of the Monitor has none of its parameters. If the "
                 "model was replaced, make the Monitor after that; if there are several, pass a dictionary of them"
             )
             return False
@@ -391,8 +392,8 @@ class Monitor:
             if isinstance(owner, torch.amp.GradScaler) and owner.is_enabled():
                 trainer.precision_plugin.scaler = owner
                 self._say(
-                    "the loop uses a GradScaler: pass Monitor(scaler=scaler). Otherwise the gradients of activations in "
-                    "the first recorded step have its scale"
+                    "the loop uses a GradScaler: pass Monitor(scaler=scaler). Without it, gradients of outputs in the "
+                    "first recorded step have its scale"
                 )
             frame = None if frame is None else frame.f_back
 
@@ -471,6 +472,20 @@ class Monitor:
     def saved(self, path: str | Path) -> None:
         """Write the dump beside a checkpoint that the loop has just saved."""
         self._begin().strategy.checkpoint_io.save_checkpoint({}, Path(path))
+
+    @property
+    def has_begun(self) -> bool:
+        """True after the first step began."""
+        return self._trainer is not None
+
+    @property
+    def accumulate(self) -> int:
+        """The number of batches by which the loop divides each loss. Set before the first step."""
+        return int(self._settings["accumulate_grad_batches"])
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._settings["accumulate_grad_batches"] = count
 
     @property
     def should_stop(self) -> bool:

@@ -125,7 +125,7 @@ class LoopTrainer:
     knows_epochs = False
     """True once the loop has said that an epoch ended."""
     logs_loss = False
-    """True if the losses are those of batches, before the loop divides them by the number of accumulated ones."""
+    """True if the loop reports one loss for each batch, from which that of a step is computed as in a Trainer."""
     has_stepped: bool | None = False
     """True if an optimizer stepped in the batch that ends."""
     should_stop = interrupted = False
