@@ -24,6 +24,7 @@ from .errors import (
     UnknownArgumentError,
 )
 from .graph import Drawing, Graph, capture_graph, draw, make_dot, record, render_network
+from .loops import Monitor
 from .recordings import Recording, Run, Series, open_recording
 from .selection import Selection
 from .sinks import MemorySink, Sink, register_sink
@@ -51,6 +52,7 @@ __all__ = [
     "Graph",
     "GraphRecorder",
     "MemorySink",
+    "Monitor",
     "OptimizerRecorder",
     "Outputs",
     "ParameterRecorder",

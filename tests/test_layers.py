@@ -36,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("outputs", "watch"),
     ("check",),
     ("callbacks", "commands", "testing"),
-    ("__main__", "entry_point", "tensorboard_tab"),
+    ("loops",),
+    ("__main__", "entry_point", "huggingface", "tensorboard_tab"),
 )
 
 # A recording shows itself in a notebook, and the page that it shows reads recordings.

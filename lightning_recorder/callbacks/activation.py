@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback

@@ -10,8 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
@@ -20,6 +18,7 @@ from lightning_recorder.callbacks.config_file import read_recorders
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING
 from lightning_recorder.callbacks.labels import check_names
+from lightning_recorder.callbacks.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
 from lightning_recorder.internals.rendezvous import missing_ranks

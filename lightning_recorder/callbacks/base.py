@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -20,6 +18,7 @@ from lightning_recorder import disk
 from lightning_recorder.callbacks.arguments import check_compiled, check_name, checked_sinks
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.labels import check_names, labels
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import (
     claimed_directory,
@@ -257,6 +256,10 @@ class RecorderCallback(GuardedCallback):
 
     def _before_evaluation(self, trainer: Trainer) -> None:
         """Remove hooks that are for training batches only. Called before validation and test."""
+
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        """Remove the hooks of a training batch that does not end. Called by a plain loop, which may go on."""
+        self._before_evaluation(trainer)
 
     def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
         """Start recording a run. A validation inside a fit is not a run of its own."""

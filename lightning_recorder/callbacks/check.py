@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.callbacks.guard import GuardedCallback, guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, need_lightning, rank_zero_info
 from lightning_recorder.callbacks.replay import run_manual, training_step, unchanged
 from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
 from lightning_recorder.check import Answer, Bench, Question, Result
@@ -76,6 +75,7 @@ class Check(GuardedCallback):
         seconds: float = 20.0,
         strict: bool = False,
     ) -> None:
+        need_lightning("Check")
         super().__init__()
         check_bool("only", only)
         check_bool("strict", strict)

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
-
+from lightning_recorder.callbacks.lightning import CheckpointIO, Strategy, Trainer
 from lightning_recorder.errors import describe_error, warn
 
 __all__ = ["CheckpointWatch", "why_no_checkpoint"]

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.messages import Silence, say_ran_eagerly, why_no_files, why_no_step, write_ran_eagerly
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.trainer import LossScale, gradient_factor, logged_step
@@ -268,7 +268,7 @@ class TensorDumper(RecorderCallback):
         if self._schedule(step, trainer.current_epoch):
             self._step = step
             self._scale.begin_batch(trainer)
-            self._capture.factor = gradient_factor(trainer, pl_module, self._scale.value)
+            self._capture.factor = gradient_factor(trainer, self._scale.value)
             self._capture.attach()
 
     @guarded

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.messages import say_ran_eagerly
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.internals.module_tree import is_a, modules_of

@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_recorder.callbacks.graph import GraphRecorder
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.module_tree import named_modules_of
 from lightning_recorder.outputs import RunFindings

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
@@ -178,7 +178,7 @@ class GradientRecorder(TensorsCallback):
     @override
     def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
-            factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
+            factor = gradient_factor(trainer, self.loss_scale.value)
             recorder.factor = factor / averaged_ranks(trainer)
             self._passes = _LossPasses(pl_module)
             recorder.ignores = self._passes.are_others

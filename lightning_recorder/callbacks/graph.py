@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback, fixed_in_run
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
@@ -346,6 +345,14 @@ class GraphRecorder(RecorderCallback):
         if capture is not None and isinstance(exception, Exception):
             self._leave_failed(trainer, capture, exception)
         super().on_exception(trainer, pl_module, exception)
+
+    @override
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        capture = self._capture
+        if capture is not None and exception is not None:
+            self._leave_failed(trainer, capture, exception)
+            self._waiting = True  # the loop may handle the exception, and the next step replaces the graph
+        self._leave_capture()
 
     def _leave_failed(self, trainer: Trainer, capture: GraphCapture, exception: Exception) -> None:
         """Write the graph up to the failure. Errors become warnings, so that they do not replace the exception."""

@@ -8,9 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
-
+from lightning_recorder.callbacks.lightning import Callback, Trainer
 from lightning_recorder.callbacks.trainer import running_function
 from lightning_recorder.disk import raise_errors
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
@@ -150,7 +148,7 @@ class GuardedCallback(Callback):
     def _is_nested(self, trainer: object, hook: str) -> bool:
         """Return True if a hook belongs to another trainer's run inside the recorded run, and warn once about it."""
         outer = None if self._trainer is None else self._trainer()
-        if outer is None or outer is trainer or outer.state.status != TrainerStatus.RUNNING:
+        if outer is None or outer is trainer or outer.state.status != "running":
             return False
         function = running_function(trainer)
         if hook.endswith("_start") and not self._has_warned_of_nested_run and self._begins_with(function):

@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import warn
 from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
-
 from lightning_recorder.callbacks.arguments import checked_histograms
+from lightning_recorder.callbacks.lightning import Trainer
 from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
 from lightning_recorder.insight import Finding, check_rules
 from lightning_recorder.outputs import (

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
+from lightning_recorder.callbacks.trainer import is_automatic
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
@@ -191,7 +192,7 @@ class ParameterRecorder(StatisticsCallback):
             return
         recorder.root = pl_module
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
-        if not pl_module.automatic_optimization:
+        if not is_automatic(pl_module):
             recorder.optimizers = tuple(trainer.optimizers)
         if isinstance(trainer.gradient_clip_val, (int, float)):
             algorithm = trainer.gradient_clip_algorithm or "norm"

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from lightning_recorder.callbacks.lightning import DummyLogger, LightningModule, Trainer
+from lightning_recorder.callbacks.trainer import device_of, is_automatic
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.autograd import has_accumulate_hooks
 from lightning_recorder.internals.module_tree import modules_of, named_buffers_of, named_parameters_of, parameters_of
@@ -26,7 +26,17 @@ from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
-__all__ = ["Replay", "ReplayError", "computed", "other_values", "replay", "run_manual", "training_step", "unchanged"]
+__all__ = [
+    "Replay",
+    "ReplayError",
+    "computed",
+    "other_values",
+    "replay",
+    "run_manual",
+    "runs_alone",
+    "training_step",
+    "unchanged",
+]
 
 _RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
 
@@ -87,10 +97,12 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
         CommunicationError: If the step communicates with other processes.
         Exception: If the step raises an error that it did not raise before.
     """
+    if not hasattr(type(pl_module), "training_step") and not runs_alone(trainer, pl_module):
+        raise ReplayError("the body of a loop is no function: give Monitor(step_function=…) one that returns the loss")
     if any(each.is_changed for each in batches):
         raise ReplayError("the step changed its batch in place")
     parameters = list(parameters_of(pl_module))
-    device = pl_module.device
+    device = device_of(pl_module)
     for index, kept in enumerate(batches):
         is_last = index == len(batches) - 1
         run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None)
@@ -129,7 +141,7 @@ def computed(
     Raises:
         ReplayError: If the gradients cannot be computed.
     """
-    with unchanged(trainer, pl_module, parameters, pl_module.device), kept.restored(parameters):
+    with unchanged(trainer, pl_module, parameters, device_of(pl_module)), kept.restored(parameters):
         if not of_gradient:
             loss = _loss(trainer, pl_module, batch, kept)
             return None if loss is None else float(loss.detach())
@@ -197,7 +209,7 @@ def _run(
     modules = dict(named_submodules(pl_module))
     gradients = _Gradients(trainer, parameters, by_backward=by_backward)
     with OriginTrace(modules, known) as trace:
-        if pl_module.automatic_optimization:
+        if runs_alone(trainer, pl_module):
             _run_automatic(trainer, pl_module, batch, kept, gradients)
         else:
             run_manual(trainer, pl_module, batch, kept.batch_idx, gradients, steps)
@@ -284,10 +296,16 @@ def _run_automatic(
 
 
 def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Tensor | None:
+    step_function = getattr(trainer, "step_function", None)
     with trainer.precision_plugin.train_step_context():
-        output = training_step(pl_module, batch, kept.batch_idx)
+        output = step_function(batch) if step_function else training_step(pl_module, batch, kept.batch_idx)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
+
+
+def runs_alone(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return True if a function computes the loss of a batch and does no more: it calls no backward and no step."""
+    return is_automatic(pl_module) or getattr(trainer, "step_function", None) is not None
 
 
 def training_step(pl_module: LightningModule, batch: Any, batch_idx: int) -> Any:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.lightning import Callback, LightningModule, Trainer, need_lightning
 from lightning_recorder.callbacks.replay import Replay, replay
 from lightning_recorder.callbacks.run_settings import logged_hparams
+from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.callbacks.watched_run import Discovery
 from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
@@ -129,7 +129,7 @@ def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) ->
         "global_step": trainer.global_step,
         "model": {"module": kind.__module__, "name": kind.__qualname__, "file": file, "hparams": hparams},
         "precision": str(trainer.precision),
-        "accelerator": str(pl_module.device.type),
+        "accelerator": str(device_of(pl_module).type),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "eval": [name for name, module in named_modules_of(pl_module) if not is_training(module)],
         "rank": trainer.global_rank,
@@ -201,6 +201,7 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
     Raises:
         RecorderError: If there are no parameters, the batch was not written, or the files do not fit the model.
     """
+    need_lightning("running an incident again")
     folder = Path(folder)
     incident = read_incident(folder)
     again = _Again(incident)
@@ -295,6 +296,8 @@ class _Again(Callback):
             loop.epoch_progress.current.processed = about["epoch"]
             progress = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
             progress.total.completed = about["global_step"]
+        from lightning.fabric.utilities import move_data_to_device
+
         batch = move_data_to_device(incident.batch, pl_module.device)
         kept = KeptBatch(batch, about["batch_idx"], about["step"], about["epoch"], incident.random, [], [])
         pl_module.train()

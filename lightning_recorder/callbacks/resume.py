@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import in_words
@@ -17,6 +16,7 @@ from lightning_recorder.callbacks.base import fixed_in_run
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.messages import Silence, why_no_due_validation, why_no_files
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import describe_error, warn
@@ -163,6 +163,11 @@ class ResumingCallback(EvaluationCallback):
     def _before_evaluation(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.interrupt()
+
+    @override
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        if self._run is not None:
+            self._run.abandon_step()
 
     @property
     def _waits_for_checkpoints(self) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.replay import ReplayError, computed
 from lightning_recorder.check.answer import NoAnswerError
 from lightning_recorder.check.batches import rows_of, take_rows

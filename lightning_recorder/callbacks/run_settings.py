@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.statistics import batch_fingerprint
 
@@ -50,7 +50,7 @@ def run_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]
 def logged_hparams(pl_module: LightningModule) -> dict[str, Any]:
     """Return the hyperparameters that the loggers may have: none after ``save_hyperparameters(logger=False)``."""
     # Lightning has no public name for this.
-    is_logged = getattr(pl_module, "_log_hyperparams", False)
+    is_logged = hasattr(type(pl_module), "training_step") and getattr(pl_module, "_log_hyperparams", False)
     return {str(name): value for name, value in pl_module.hparams.items()} if is_logged else {}
 
 

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -23,6 +21,7 @@ from lightning_recorder.callbacks.evaluation import never_fused
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.labels import check_tags
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_mixed,
@@ -34,7 +33,16 @@ from lightning_recorder.callbacks.messages import (
 from lightning_recorder.callbacks.output_options import Outputs, consumers, drawing_time_of
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_settings
-from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
+from lightning_recorder.callbacks.trainer import (
+    LossScale,
+    decline,
+    device_of,
+    is_automatic,
+    logged_step,
+    make_directory,
+    merge_ranks,
+    stepped,
+)
 from lightning_recorder.callbacks.watch import add_watch
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.insight import Finding
@@ -241,7 +249,7 @@ class StatisticsCallback(ResumingCallback):
                     reduce=self.reduce,
                     announce=self._announce,
                     budget=None if (limit := self.sampling.max_overhead) is None else OverheadLimit(limit),
-                    device=pl_module.device,
+                    device=device_of(pl_module),
                     **options,
                 )
         if trainer.is_global_zero and self._samples_validation(trainer, pl_module):
@@ -380,7 +388,7 @@ class StatisticsCallback(ResumingCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run is None or self._run.phase is not RunPhase.RECORDING:
             return
-        if not pl_module.automatic_optimization:  # another optimizer may have stepped in this batch
+        if not is_automatic(pl_module):  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         self._pipeline.find_gradients()
 

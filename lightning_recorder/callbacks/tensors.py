@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, ChosenFunctions, function_of
 from lightning_recorder.internals.compiled import compiled_modules
@@ -125,7 +125,7 @@ class TensorsCallback(StatisticsCallback):
         """Choose how to record compiled modules, and return this as the receipt has it."""
         if self.compiled == "eager":
             return "eager"
-        why = self._why_eager(pl_module.device) or why_not_traceable(pl_module, modules.values())
+        why = self._why_eager(device_of(pl_module)) or why_not_traceable(pl_module, modules.values())
         if not why:
             self._traced = compiled
             return "inside"

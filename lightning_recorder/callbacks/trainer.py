@@ -11,12 +11,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+import torch
 
+from lightning_recorder.callbacks.lightning import LightningModule, Logger, Trainer
 from lightning_recorder.disk import attempt, fits
 from lightning_recorder.errors import warn
 from lightning_recorder.folder_lock import FolderLock, lock_folder
+from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.records.file import FURTHER_RUN
 from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecorder
 
@@ -25,8 +26,10 @@ __all__ = [
     "averaged_ranks",
     "claimed_directory",
     "decline",
+    "device_of",
     "exclusive_directory",
     "gradient_factor",
+    "is_automatic",
     "largest_rate",
     "logged_step",
     "make_directory",
@@ -235,19 +238,39 @@ def stepped(trainer: Trainer, batch_idx: int) -> bool:
     """Return True if ``self.log`` counts a step after the batch that ends. Equal on all ranks.
 
     With gradient accumulation, this is the last of the accumulated batches. In manual optimization, the trainer does
-    not accumulate batches, so it is every batch.
+    not accumulate batches, so it is every batch. A plain loop decides this itself.
     """
+    has_stepped: bool | None = getattr(trainer, "has_stepped", None)
+    if has_stepped is not None:
+        return has_stepped
     is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or is_last
 
 
-def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) -> float:
+def gradient_factor(trainer: Trainer, scale: float) -> float:
     """Return the factor that converts a gradient of the backward pass to the gradient of the ``training_step`` loss.
 
     Lightning divides the loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by ``scale``.
-    The factor undoes both. In manual optimization the user accumulates, so the factor only undoes the scale.
+    The factor undoes both. In manual optimization, Lightning accepts no number but 1.
     """
-    return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
+    return trainer.accumulate_grad_batches / scale
+
+
+def is_automatic(pl_module: LightningModule) -> bool:
+    """Return True if the trainer runs the backward pass and the optimizer, and divides the loss; False in a loop."""
+    return _is_lightning(pl_module) and pl_module.automatic_optimization
+
+
+def _is_lightning(model: object) -> bool:
+    """Return True for a LightningModule under any name of the package, without calling code of another model."""
+    return hasattr(type(model), "automatic_optimization")
+
+
+def device_of(pl_module: LightningModule) -> torch.device:
+    """Return the device of the model, or of its first parameter if it does not name one."""
+    if _is_lightning(pl_module):
+        return pl_module.device
+    return next((each.device for each in parameters_of(pl_module)), torch.device("cpu"))
 
 
 def averaged_ranks(trainer: Trainer) -> int:
@@ -263,7 +286,7 @@ def averaged_ranks(trainer: Trainer) -> int:
 
 def running_function(trainer: Any) -> str:
     """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-    return str(getattr(trainer.state.fn, "value", ""))
+    return str(getattr(trainer.state.fn, "value", trainer.state.fn) or "")
 
 
 class LossScale:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.reproduce import save_incident
 from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
@@ -333,6 +333,11 @@ class StepWatch(RecorderCallback):
             self._samples.end_batch()
         if self.on_finding == "stop" and (run is not None or self._exchange is not None):
             self._stop(trainer)
+
+    @override
+    def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
+        if self._run is not None:
+            self._run.abandon_step()
 
     def _stop(self, trainer: Trainer) -> None:
         """End the fit after a checkpoint, on all ranks, if one of them has a finding."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer
+from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay, runs_alone
 from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find_row
-from lightning_recorder.callbacks.trainer import largest_rate, logged_step
+from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate, logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.compiled import compiled_modules
@@ -123,7 +123,7 @@ class WatchedRun:
         every_module: bool,
         name_row: Callable[[list[int] | None, int], str],
     ) -> None:
-        device = pl_module.device
+        device = device_of(pl_module)
         self._trainer, self._pl_module, self._series = trainer, pl_module, series
         self._on_discovery, self._on_spike = on_discovery, on_spike
         self._is_on_host = self._is_host(device)
@@ -235,7 +235,7 @@ class WatchedRun:
 
         Its first evaluation belongs to the values before the step. With manual optimization, another step may begin.
         """
-        return self._pl_module.automatic_optimization and id(optimizer) in self._step.totals
+        return is_automatic(self._pl_module) and id(optimizer) in self._step.totals
 
     def _first(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
@@ -273,6 +273,12 @@ class WatchedRun:
                 self._queue.add(reading)
                 self._queue.forget(_MOST_KEPT)
 
+    def abandon_step(self) -> None:
+        """Discard the current step, whose batch failed in a loop that goes on."""
+        if self._flags is not None and self._step.batches:
+            self._flags.end_batch()
+        self._step = _Step(has_ended=True)
+
     def flush(self) -> None:
         """Read all values, waiting for the device, and write them."""
         self._arrive(self._queue.take(wait=True))
@@ -292,12 +298,12 @@ class WatchedRun:
         self._series.end()
 
     def _reading(self, batches: list[KeptBatch]) -> Reading:
-        is_automatic = self._pl_module.automatic_optimization
+        divides = is_automatic(self._pl_module) or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
-        losses = [each for kept in batches for each in (self._first(kept.losses) if is_automatic else kept.losses)]
+        losses = [each for kept in batches for each in (self._first(kept.losses) if divides else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         count = self._trainer.accumulate_grad_batches
-        if loss is not None and is_automatic and len(losses) != count:  # Lightning has divided each loss by the count
+        if loss is not None and divides and len(losses) != count:  # Lightning has divided each loss by the count
             loss = loss * (count / len(losses))
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
@@ -411,7 +417,7 @@ class WatchedRun:
     def _find_row(
         self, batch: KeptBatch, is_bad: Callable[[float, float], bool], series: str
     ) -> tuple[KeptBatch, FoundRow, str] | None:
-        if self._searches >= _MOST_SEARCHES or not self._pl_module.automatic_optimization:
+        if self._searches >= _MOST_SEARCHES or not runs_alone(self._trainer, self._pl_module):
             return None
         self._searches += 1
         try:
@@ -497,7 +503,7 @@ class WatchedRun:
             return None, f"{_MOST_REPLAYS} steps have been run again before"
         if not reading.batches:
             return None, "its batch was no longer kept"
-        if copies and not self._pl_module.automatic_optimization:
+        if copies and not runs_alone(self._trainer, self._pl_module):
             return None, "in manual optimization, the values must be read before the optimizer steps"
         self._replays += 1
         steps = self._step.optimizer_steps

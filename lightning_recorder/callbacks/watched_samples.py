@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, is_overridden
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
@@ -136,6 +135,9 @@ class WatchedSamples:
 
     def _iterator(self) -> tuple[Any, int]:
         """Return the iterator over the only loader, and the number of batches that are fetched ahead."""
+        own = getattr(self._trainer, "loader_iterator", None)  # of a plain loop
+        if own is not None:
+            return own, 0
         try:
             fetcher: Any = self._trainer.fit_loop._data_fetcher
             (iterator,) = fetcher.combined_loader._iterator.iterators
@@ -175,7 +177,7 @@ class WatchedSamples:
         name += f" (row {below[0]:,} of the data set below its Subset)" if below else ""
         # Code of the user's own may sort the samples of a batch.
         is_usual = loader.collate_fn is default_collate and not any(
-            is_overridden(each, pl_module) for each in _TRANSFERS
+            hasattr(type(pl_module), each) and is_overridden(each, pl_module) for each in _TRANSFERS
         )
         return name if is_usual else f"sample {place} of the batch ({name} unless the batch is made in another order)"
 
@@ -366,6 +368,8 @@ class WatchedSamples:
             self._written = data
 
     def _facts(self) -> DataFacts:
+        if not getattr(self._trainer, "knows_epochs", True):  # a plain loop: a sample may come again in the next epoch
+            return DataFacts()
         epochs = list(self._epochs)
         if self._epoch is not None and self._epoch.batches:
             epochs.append(self._epoch.facts(self._before))

@@ -200,6 +200,11 @@ class RunRecorder(RankMergingRecorder):
         if not self._window.is_empty and (self.reduce == "epoch" or ends_window(self.reduce, self._step - 1)):
             self._write_record(step)
 
+    def abandon_step(self) -> None:
+        """Discard the current step, whose batch failed in a loop that goes on."""
+        self.interrupt()
+        self._drop_step()
+
     def finish(self) -> None:
         """End the run: write the remaining statistics as a record, and also keep them in the state."""
         self.interrupt()

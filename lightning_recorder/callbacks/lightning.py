@@ -1,0 +1,90 @@
+"""The names of Lightning that the callbacks use, with stand-ins for a program that has no Lightning.
+
+A loop without Lightning calls the hooks of the same recorders, through :mod:`lightning_recorder.loops`.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning_recorder.errors import RecorderError
+
+__all__ = [
+    "HAS_LIGHTNING",
+    "Callback",
+    "CheckpointIO",
+    "DummyLogger",
+    "LightningModule",
+    "Logger",
+    "Strategy",
+    "Trainer",
+    "is_overridden",
+    "need_lightning",
+    "rank_zero_info",
+]
+
+HAS_LIGHTNING = find_spec("lightning") is not None
+"""True if Lightning is installed."""
+
+if TYPE_CHECKING or HAS_LIGHTNING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities import rank_zero_info
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+else:
+
+    class Callback:
+        """The hooks of Lightning that a recorder may hide, which do nothing."""
+
+        def _ignore(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing."""
+
+        on_train_batch_start = on_train_batch_end = on_before_zero_grad = on_before_backward = _ignore
+        on_after_backward = on_before_optimizer_step = _ignore
+        on_validation_batch_start = on_validation_batch_end = _ignore
+
+        def _generate_state_key(self, **kwargs: Any) -> str:
+            # As Lightning has it, so that a checkpoint can be read with and without it.
+            return f"{type(self).__qualname__}{kwargs!r}"
+
+    class _Unknown:
+        """Stands for a class of Lightning in annotations and as a base class."""
+
+    CheckpointIO = LightningModule = Logger = Strategy = Trainer = _Unknown
+
+    class DummyLogger:
+        """Takes the place of a logger while a step is run again."""
+
+    def is_overridden(method_name: str, instance: object) -> bool:
+        """Return False: a model that is no LightningModule overrides no method of one."""
+        return False
+
+    _log = logging.getLogger("lightning_recorder")
+
+    def rank_zero_info(message: str) -> None:
+        """Log a message on the first process."""
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            return
+        if not _log.hasHandlers():  # otherwise Python shows warnings only
+            _log.addHandler(logging.StreamHandler())
+            _log.setLevel(logging.INFO)
+        _log.info(message)
+
+
+def need_lightning(what: str) -> None:
+    """Raise if Lightning is not installed.
+
+    Raises:
+        RecorderError: Names the command that installs it.
+    """
+    if not HAS_LIGHTNING:
+        raise RecorderError(
+            f"{what} needs Lightning: pip install lightning. Without it, record a loop with lightning_recorder.Monitor"
+        )

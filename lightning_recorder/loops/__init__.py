@@ -1,0 +1,5 @@
+"""Recorders in any loop: they read a small object instead of a Lightning Trainer, and `Monitor` calls their hooks."""
+
+from lightning_recorder.loops.monitor import Monitor
+
+__all__ = ["Monitor"]

@@ -1,0 +1,1 @@
+"""Tests of loops without a Trainer of Lightning."""
