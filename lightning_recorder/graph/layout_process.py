@@ -1,4 +1,6 @@
-"""A script that lays out a Graphviz document and moves the titles of frames away from edges.
+"""A script that lays out a Graphviz document, each of its sheets by itself, and moves titles of frames away from edges.
+
+Graphviz would align the nodes of all sheets, so that a high node on one sheet makes a gap on all others.
 
 It runs in a process of its own and imports neither torch nor this package, so it starts in 0.1 s. Its arguments are the
 path of ``dot``, or the folder of ``pygraphviz``, then the document, and then the paths of the pictures.
@@ -25,6 +27,8 @@ from typing import Any
 _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
+_SHEET = "cluster_sheet_"
+_BETWEEN = 24.0  # points between two sheets
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _WIDER = 1.05  # Without the font, Graphviz takes a text for up to 4 % narrower than it is.
@@ -77,6 +81,24 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = worked_s()
+    sheets = sheets_of(source)
+    if sheets is None:
+        source, engine = arranged(renderer, source, start)[0], "dot"
+    else:
+        source, engine = beside_each_other(renderer, sheets, start), "nop2"
+    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], engine)
+    for path, picture in zip(pictures, made, strict=True):
+        Path(path).write_bytes(picture)
+
+
+def arranged(renderer: str, source: str, start: float) -> tuple[str, Any]:
+    """Return a document in which no edge crosses a title, if there is room for it, and its layout.
+
+    Args:
+        renderer: As for :func:`main`.
+        source: The document.
+        start: The processor time at which the first layout of the picture began.
+    """
     for attempt in range(_ROUNDS):
         before = worked_s()
         layout = json.loads(draw(renderer, source, ["json0"])[0])
@@ -85,18 +107,117 @@ def main(renderer: str, document: str, *pictures: str) -> None:
         moved = {
             name: place(frame, widths[name], lines, attempt) for name, frame in frames_of(layout) if name in widths
         }
-        if moved == widths:
+        now = worked_s()
+        if moved == widths or now - start + (now - before) > _QUICK_S:
             break
         source = with_widths(source, {**widths, **moved})
-        now = worked_s()
-        if now - start + (now - before) > _QUICK_S:
-            break
-    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures])
-    for path, picture in zip(pictures, made, strict=True):
-        Path(path).write_bytes(picture)
+    return source, layout
 
 
-def draw(renderer: str, source: str, formats: list[str]) -> list[bytes]:
+@dataclass
+class Sheets:
+    """A document in parts: each statement is a line, or several if a label has line breaks.
+
+    Args:
+        settings: The statements about the graph and all nodes and edges.
+        parts: The statements of each sheet, without the frame around them, and those of what is on none.
+        edges: The edges of each part.
+    """
+
+    settings: list[str]
+    parts: list[list[str]]
+    edges: list[list[str]]
+
+
+def sheets_of(source: str) -> Sheets | None:
+    """Return the parts of a document with several sheets, in their order; ``None`` for any other document."""
+    if _SHEET not in source:
+        return None
+    opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
+    settings, edges, rest = [opening], [], []
+    numbered: dict[int, list[str]] = {}
+    part = rest
+    for statement in inner:
+        if beginning := re.match(rf"subgraph {_SHEET}(\d+) \{{", statement):
+            part = numbered.setdefault(int(beginning[1]), [])
+        elif statement == "}" and part is not rest:
+            part = rest
+        elif part is rest and re.match(r"(graph|node|edge) \[", statement):
+            settings.append(statement)
+        elif part is rest and re.match(r"\w+ -> \w+", statement):
+            edges.append(statement)
+        # The attributes of the frame around a sheet, which is not drawn, are left out.
+        elif part is rest or not re.match(r"\t[\w]+=", statement):
+            part.append(statement)
+    parts = [numbered[number] for number in sorted(numbered)] + ([rest] if rest else [])
+    where = {name: at for at, each in enumerate(parts) for name in re.findall(r"(?m)^\t*(\w+) \[", "\n".join(each))}
+    divided: list[list[str]] = [[] for _ in parts]
+    for edge in edges:
+        divided[where[edge.split(" ", 1)[0]]].append(edge)
+    return Sheets(settings, parts, divided)
+
+
+def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
+    """Return a document with the positions of all nodes, edges and frames of sheets, which are laid out one by one.
+
+    The sheets stand side by side, or below each other if the data flows across the page.
+    """
+    document = [*sheets.settings]
+    direction = (re.findall(r"\brankdir=(\w\w)", "\n".join(sheets.settings)) or ["TB"])[-1]
+    untitled = [*sheets.settings, 'graph [label=""]']
+    at = 0.0
+    for part, edges in zip(sheets.parts, sheets.edges, strict=True):
+        # Dot ignores the attribute, by which the layout tells edges with the same ends.
+        marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
+        source, layout = arranged(renderer, "\n\t".join([*untitled, *part, *marked]) + "\n}\n", start)
+        left, bottom, right, top = map(float, layout["bb"].split(","))
+        if direction in ("TB", "BT"):
+            move = at - left, -(top if direction == "TB" else bottom)
+            at += right - left + _BETWEEN
+        else:
+            move = -(left if direction == "LR" else right), at - top
+            at -= top - bottom + _BETWEEN
+        document += placed(source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(untitled) :], layout, move)
+    return "\n\t".join(document) + "\n}\n"
+
+
+def placed(statements: list[str], layout: Any, move: Point) -> list[str]:
+    """Return statements with the positions of a layout, all moved by the same distance."""
+    nodes = {each["name"]: each for each in layout.get("objects", ())}
+    edges = {each["_no"]: each for each in layout.get("edges", ())}
+    found = []
+    for statement in statements:
+        if frame := re.match(r"(\t*)subgraph \"?([^\"]+)\"? \{", statement):
+            at = {key: moved(nodes[frame[2]][key], move) for key in ("bb", "lp") if key in nodes[frame[2]]}
+            found += [statement, f"{frame[1]}\t" + " ".join(f'{key}="{value}"' for key, value in at.items())]
+            continue
+        number, name = re.search(r"\b_no=(\d+)\]$", statement), re.match(r"\t*(\w+) \[", statement)
+        each = edges[number[1]] if number else nodes.get(name[1], {}) if name else {}
+        found.append(_with(statement, **{key: moved(each[key], move) for key in ("pos", "lp") if key in each}))
+    return found
+
+
+def moved(places: str, move: Point) -> str:
+    """Return points, or a spline, as Graphviz writes them, moved by a distance."""
+    if " " not in places and places.count(",") == 3:  # a frame: left, bottom, right, top
+        numbers = [float(each) + move[side % 2] for side, each in enumerate(places.split(","))]
+        return ",".join(f"{each:.2f}" for each in numbers)
+
+    def further(point: re.Match[str]) -> str:
+        return f"{float(point[1]) + move[0]:.2f},{float(point[2]) + move[1]:.2f}"
+
+    return re.sub(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)", further, places)
+
+
+def _with(statement: str, **attributes: str) -> str:
+    """Return the statement of a node or an edge with further attributes."""
+    if not attributes:
+        return statement
+    words = " ".join(f'{key}="{value}"' if key != "_no" else f"{key}={value}" for key, value in attributes.items())
+    return f"{statement[:-1]} {words}]" if statement.endswith("]") else f"{statement} [{words}]"
+
+
+def draw(renderer: str, source: str, formats: list[str], engine: str = "dot") -> list[bytes]:
     """Return the pictures of a document in each format."""
     if Path(renderer).is_dir():
         sys.path.append(renderer)
@@ -106,13 +227,15 @@ def draw(renderer: str, source: str, formats: list[str]) -> list[bytes]:
             sys.exit(f"pygraphviz cannot be loaded ({error}): {_REMEDY}")
         try:
             graph = pygraphviz.AGraph(string=source)
-            return [graph.draw(format=each, prog="dot") for each in formats]
+            return [graph.draw(format=each, prog=engine) for each in formats]
         except Exception as error:  # noqa: BLE001 - the other process shows any error in one line
             # The context may have the reason.
             sys.exit(f"{error} {error.__context__ or ''}".strip())
     made = []
     for each in formats:
-        done = subprocess.run([renderer, f"-T{each}"], input=source.encode(), stdout=subprocess.PIPE, check=False)
+        done = subprocess.run(
+            [renderer, f"-K{engine}", f"-T{each}"], input=source.encode(), stdout=subprocess.PIPE, check=False
+        )
         if done.returncode:
             sys.exit(done.returncode if done.returncode > 0 else 1)
         made.append(done.stdout)

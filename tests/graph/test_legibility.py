@@ -361,3 +361,15 @@ def test_draw_and_the_recorder_agree(name: str, tmp_path: Path) -> None:
     graph = capture_graph(net, *batch, **keywords)
     GraphPicture(graph, tmp_path / "graph.dot", ())
     assert (tmp_path / "graph.dot").read_text(encoding="utf-8") == draw(graph).visual_graph.source
+
+
+def test_a_sheet_has_no_gaps_from_another_one(tmp_path: Path) -> None:
+    """The layers of a chain have equal distances, although the frames beside them on other sheets have titles."""
+    framed = (nn.Sequential(nn.Linear(4, 5 + at), nn.Linear(5 + at, 4)) for at in range(12))
+    drawing = draw(nn.Sequential(*(linear() for _ in range(24)), *framed), X, fold=False)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    names = {f"{at}" for at in range(24)}
+    layers = [picture.named(f"n{node.id}") for node in drawing.view.nodes if node.name in names]
+    gaps = [after.top - before.bottom for before, after in pairwise(layers) if after.top > before.top]
+    assert "cluster_sheet_2" in drawing.visual_graph.source
+    assert max(gaps) - min(gaps) <= 1

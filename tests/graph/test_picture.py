@@ -81,8 +81,9 @@ def _fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
 def test_every_attempt_is_smaller(chain: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each failure a smaller view is tried, three in all, and the last document remains."""
     log = tmp_path / "log"
+    document = str(tmp_path / "graph.dot")
     script = (
-        f"import sys; open({str(log)!r}, 'a').write(f'{{open(sys.argv[-1]).read().count(chr(10))}}\\n'); sys.exit(3)"
+        f"import sys; open({str(log)!r}, 'a').write(f'{{open({document!r}).read().count(chr(10))}}\\n'); sys.exit(3)"
     )
     _fake_dot(tmp_path, monkeypatch, script)
     picture = GraphPicture(chain, tmp_path / "graph.dot", ("svg",))
