@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.functions import function_of
 from lightning_recorder.insight.module_edges import families
-from lightning_recorder.records.table import SIDES, Floats
+from lightning_recorder.records.table import Floats, is_of_data
 
 __all__ = [
     "STANDS_OUT",
@@ -100,7 +100,7 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
 
 @lru_cache(maxsize=8)
 def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
-    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets.
+    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets, and for batches.
 
     Their values have other scales than those of layers. If there is nothing else, the mask is False for all.
     """
@@ -110,7 +110,7 @@ def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
 
 def _is_of_loss(name: str, path: str) -> bool:
     function = function_of(name)
-    return path.startswith(SIDES) or (function is not None and function.kind == "losses")
+    return is_of_data(name, path) or (function is not None and function.kind == "losses")
 
 
 def _not_finite(counts: Floats) -> Floats:
