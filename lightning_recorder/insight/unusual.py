@@ -50,7 +50,7 @@ _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind on
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # the ends of the paths of optimizer states that are means of squares
-_NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
+_NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count", "batch_spread")
 
 
 def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_latest: bool = False) -> Floats:
@@ -122,7 +122,7 @@ def _not_finite(counts: Floats) -> Floats:
 
 def compared(statistics: Collection[str]) -> tuple[str, ...]:
     """Return those of some statistics that :func:`unusualness` reads."""
-    return tuple(name for name in statistics if name not in ("count", "mean", "std"))
+    return tuple(name for name in statistics if name not in ("count", "mean", "std", "batch_spread"))
 
 
 def compared_steps(count: int) -> list[int]:

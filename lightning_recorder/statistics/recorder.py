@@ -233,19 +233,20 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         functions: ChosenFunctions | None = None,
         strict: bool = False,
     ) -> None:
-        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
+        kinds = [tap] if isinstance(tap, type) else tap
+        options: dict[str, Any] = {"sample": sample, "quantiles": quantiles, "strict": strict}
+        super().__init__(SiteStates(extra=extra, spread=OutputTap in kinds, **options))
         self._sample = sample
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         self.ignores: Callable[[], bool] = bool
         """A function that returns True while tensors are to be ignored."""
-        kinds = [tap] if isinstance(tap, type) else tap
         inside = {name: module for name, module in modules.items() if module in traced} if traced else {}
         outside = {name: module for name, module in modules.items() if name not in inside} if inside else modules
         self._modules = modules
         self.taps: list[Tap] = []
         """The taps that provide the tensors."""
-        options: dict[str, Any] = {"condition": condition, "strict": strict}
+        options = {"condition": condition, "strict": strict}
         # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
         recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
         inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
@@ -279,7 +280,11 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         if self.ignores():
             return
         # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
-        parts = tensor.flatten().split(self._sample) if self._sample and site.path.endswith(CLASS_COUNTS) else [tensor]
+        if site.path.endswith(CLASS_COUNTS):
+            tensor = tensor.flatten()
+            parts = tensor.split(self._sample or max(1, len(tensor)))
+        else:
+            parts = (tensor,)
         for part in parts:
             self.states.add(site, part, self.factor, extra=not is_of_loss)
 

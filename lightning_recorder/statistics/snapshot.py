@@ -19,6 +19,7 @@ from lightning_recorder.records.classes import CLASS_COUNTS, class_scalars
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.table import Table, make_schema
 from lightning_recorder.reductions import SCALAR_STATISTICS, Collected, CompactStates, Reduction, row_state
+from lightning_recorder.reductions.batch_spread import BatchSpread
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
 from lightning_recorder.reductions.user import Results
 from lightning_recorder.statistics.user_states import UserSnapshot
@@ -38,7 +39,7 @@ __all__ = [
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
 
-SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
+SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS, *BatchSpread.statistics)
 """The statistics that can be shown for any site."""
 
 SETTINGS = ("learning_rate", "weight_decay", "eval_mode")

@@ -79,9 +79,13 @@ def fit(folder: Path, model: LightningModule, *callbacks: Any, steps: int = 12) 
     return read["receipt"], read.get("findings", {}).get("findings", [])
 
 
-def recorders() -> list[Any]:
-    """Return the recorders that the rules need, recording every second step."""
-    options: dict[str, Any] = {"every_n_train_steps": 2, "outputs": Outputs(plots=False, report=False), "strict": True}
+def recorders(interval: int = 2) -> list[Any]:
+    """Return the recorders that the rules need."""
+    options: dict[str, Any] = {
+        "every_n_train_steps": interval,
+        "outputs": Outputs(plots=False, report=False),
+        "strict": True,
+    }
     every = [kind(**options) for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)]
     return [GraphRecorder(formats=(), strict=True), *every]
 

@@ -71,28 +71,26 @@ def test_batches_are_chosen_with_the_losses(functions: Any, options: Any, expect
 def test_large_and_numerous_tensors_are_bounded() -> None:
     """Of a large tensor the first samples are recorded, and of a batch 16 tensors."""
     assert len(recorded([torch.zeros(1)] * 3 + [torch.zeros(1) for _ in range(40)])) == 16
-    assert {
-        path: len(tensor) for path, tensor in recorded([torch.zeros(5 << 20), torch.zeros(64, 1 << 15)]).items()
-    } == {
-        "batch[0]": 1 << 20,
-        "batch[1]": 32,
-    }
+    found = recorded([torch.zeros(5 << 20), torch.zeros(64, 1 << 15)])
+    assert [len(tensor) for tensor in found.values()] == [1 << 20, 32]
 
 
 class Wrapper(Tensor):
     """A tensor that holds its values in another one."""
 
-    @staticmethod
-    @override
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # no stub
+    held: Tensor
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = tree_map(lambda each: each.inner if isinstance(each, Wrapper) else each, args)
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is disabled
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        values = tree_map(lambda each: each.held if isinstance(each, Wrapper) else each, args)
         return func(*values, **(kwargs or {}))
 
 
