@@ -19,6 +19,7 @@ __all__ = [
     "compile_glob",
     "corrected_glob",
     "default_modules",
+    "is_batch",
     "is_input",
     "is_metric",
     "is_never_called",
@@ -302,12 +303,26 @@ def is_input(path: str) -> bool:
     return path == "in" or path.startswith(("in[", "in."))
 
 
+def is_batch(name: str, path: str) -> bool:
+    """Return True for the site of a tensor of the batch. The model gets it, so the site has no module.
+
+    Example:
+        >>> [is_batch("", path) for path in ("batch", "batch[0]", "batch.image", "batches", "out")]
+        [True, True, True, False, False]
+    """
+    return not name and path[:5] == "batch" and path[5:6] in ("", ".", "[")
+
+
 def site_title(name: str, path: str) -> str:
     """Return the title of a site in pictures and messages.
 
     Example:
         >>> site_title("head", "out"), site_title("head", "in.mask"), site_title("act", "out#2"), site_title("", "out")
         ('head', 'head in.mask', 'act#2', '(root)')
+        >>> site_title("", "batch.image")
+        'batch.image'
     """
+    if is_batch(name, path):
+        return path
     inner, call = split_call(path)
     return (name or "(root)") + call + ("" if inner == "out" else f" {inner}")

@@ -59,9 +59,10 @@ class ActivationRecorder(TensorsCallback):
             module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
             runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
-            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
-            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
-            single rank. Quantiles are estimated from the histogram.
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``batch_spread``, ``rank_mean_min``, ``rank_mean_max`` and
+            quantiles such as ``quantile_0.99``. ``batch_spread`` is the part of the size of an output ``[samples,
+            features]`` that differs between samples. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the
+            largest mean of any single rank. Quantiles are estimated from the histogram.
         extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
             as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
             and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names

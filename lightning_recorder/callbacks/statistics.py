@@ -373,6 +373,7 @@ class StatisticsCallback(ResumingCallback):
         if self._run.phase is RunPhase.RECORDING and self._run.is_active:
             with self._run.contained():
                 self._fingerprints.add(trainer, batch, step, batch_idx, apart=self.reduce == "step")
+                self._run.recorder.observe_batch(batch)
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         self.loss_scale.begin_batch(trainer)

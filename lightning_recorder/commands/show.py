@@ -21,7 +21,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import Finding
 from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.unusual import compared, standing_out, unusualness
-from lightning_recorder.names import closest_names, compile_glob
+from lightning_recorder.names import closest_names, compile_glob, is_batch
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording
 
 __all__ = ["run"]
@@ -93,20 +93,25 @@ def _matching(chosen: list[tuple[Run, str, Series]], patterns: list[str]) -> lis
     matched: set[int] = set()
     for pattern in patterns:
         glob = compile_glob(pattern)
-        places = {
-            place for place, each in enumerate(sites) if each.site.name == pattern or glob.fullmatch(each.site.name)
-        }
+        places = {place for place, name in enumerate(map(_name, sites)) if name == pattern or glob.fullmatch(name)}
         if not places:
-            names = dict.fromkeys(each.site.name for each in sites)
+            names = dict.fromkeys(map(_name, sites))
             raise ArgumentError(f"no site matches {pattern!r}; {closest_names(pattern, names)}")
         matched |= places
     return [each for place, each in enumerate(sites) if place in matched or not patterns]
 
 
+def _name(found: _Found) -> str:
+    """Return the name of the module of a site, or of a tensor of the batch."""
+    name, path = found.site.site
+    return path if is_batch(name, path) else name
+
+
 def _title(found: _Found, *, several: bool) -> str:
     site = found.site
     where = [*([printable(found.run.name)] if several else []), printable(found.label), *_kind(site)]
-    return f"{module(site.name)} {printable(site.path)} ({', '.join(where)})"
+    title = printable(site.path) if is_batch(*site.site) else f"{module(site.name)} {printable(site.path)}"
+    return f"{title} ({', '.join(where)})"
 
 
 def _condition(text: str) -> _Condition:

@@ -1,5 +1,6 @@
-"""Torch functions as sites: the functions that can be recorded, their taps, and their places in a recorded graph."""
+"""Torch functions and batches as sites: the functions that can be recorded, their taps, and their places in a graph."""
 
+from lightning_recorder.functions.batches import BatchTap
 from lightning_recorder.functions.graph_sites import function_sites, is_of_loss
 from lightning_recorder.functions.losses import sides_of_loss
 from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, KNOWN, function_of
@@ -10,6 +11,7 @@ __all__ = [
     "FUNCTIONS",
     "KINDS",
     "KNOWN",
+    "BatchTap",
     "ChosenFunctions",
     "FunctionGradientTap",
     "FunctionOutputTap",

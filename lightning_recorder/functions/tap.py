@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
-from lightning_recorder.functions.losses import sides_of_loss, some_of
+from lightning_recorder.functions.losses import classes_of_loss, sides_of_loss, some_of
 from lightning_recorder.functions.table import FUNCTIONS, KNOWN, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import FUSED
@@ -84,6 +84,15 @@ class ChosenFunctions:
     def is_fused_path_open(self) -> bool:
         """True if a module would take another path of computation under a function mode than without."""
         return not all(map(is_training, self._fused))
+
+    @property
+    def has_batches(self) -> bool:
+        """True if the tensors of batches are recorded: with losses, unless sites are named."""
+        return self._names is None and self._types is None and "cross_entropy" in self.functions
+
+    def has_batch(self, path: str) -> bool:
+        """Return True if a tensor of the batch is not excluded by its name, such as ``batch[0]``."""
+        return not any(fits(path) for fits in self._excluded)
 
     def name(self, module: nn.Module | None, function: str, number: int, *, is_loss: bool = False) -> str:
         """Return the name of a site, or an empty string if it is not to be recorded.
@@ -369,8 +378,8 @@ class _FunctionTap(Tap):
 class FunctionOutputTap(_FunctionTap, OutputTap):
     """Records the results of functions when they return; arguments as for ``_FunctionTap``.
 
-    The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``; see
-    :func:`~lightning_recorder.functions.losses.sides_of_loss`.
+    The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``, with the counts
+    of their classes; see :mod:`~lightning_recorder.functions.losses`.
 
     Example:
         >>> class Net(nn.Module):
@@ -399,8 +408,8 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
             self._guarded(name, None, self._record_loss, function, args, kwargs)
 
     def _record_loss(self, name: str, function: str, args: Any, kwargs: Any) -> None:
-        sides = sides_of_loss(function, args, kwargs)
-        self._pass_on(name, [(path, some_of(tensor)) for path, tensor in sides.items()])
+        sides = {path: some_of(tensor) for path, tensor in sides_of_loss(function, args, kwargs).items()}
+        self._pass_on(name, [*sides.items(), *classes_of_loss(function, sides, args, kwargs).items()])
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):

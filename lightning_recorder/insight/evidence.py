@@ -34,6 +34,7 @@ STATISTICS = (
     "zero_fraction",
     "nan_count",
     "inf_count",
+    "batch_spread",
     "update_ratio",
     "learning_rate",
     "weight_decay",

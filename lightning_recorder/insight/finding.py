@@ -11,6 +11,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.untrusted import check_fields
 
 __all__ = [
+    "ALL_IGNORED",
     "FINDINGS_FORMAT",
     "NON_FINITE",
     "ORIGIN_VALUES",
@@ -32,6 +33,7 @@ FINDINGS_FORMAT = "lightning_recorder.findings/1"
 """The format of ``findings.json``. A reader of version 1 ignores keys that it does not know."""
 
 NON_FINITE = "non-finite"
+ALL_IGNORED = "all-ignored"
 """The rule about NaN and infinity, which the records and the watch on every step have in common."""
 
 SPIKE = "spike"
@@ -211,7 +213,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
     that is probably the cause. If the records show a spike of the gradients at the same step, it is part of the finding
-    of the watch. A loss that falls without bound is left out if the one about the first bad value says so.
+    of the watch. A loss that falls without bound is left out if the one about the first bad value says so, and the
+    values that are not finite are if the records show that the loss has no target.
 
     Args:
         findings: The findings from records, ranked.
@@ -226,6 +229,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
         or min(named, default=math.inf) > each.first_step
     ]
+    without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)
+    watched = [each for each in watched if each.rule != NON_FINITE or each.first_step < without_target]
     if any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
         watched = [each for each in watched if each.rule != UNBOUNDED]
     for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.functions import function_of
 from lightning_recorder.insight.module_edges import families
-from lightning_recorder.records.table import SIDES, Floats
+from lightning_recorder.records.table import Floats, is_of_data
 
 __all__ = [
     "STANDS_OUT",
@@ -50,7 +50,7 @@ _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind on
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # the ends of the paths of optimizer states that are means of squares
-_NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
+_NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count", "batch_spread")
 
 
 def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_latest: bool = False) -> Floats:
@@ -100,7 +100,7 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats], *, is_l
 
 @lru_cache(maxsize=8)
 def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
-    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets.
+    """Return a mask, ``[sites]``, that is True for losses, their predictions and targets, and for batches.
 
     Their values have other scales than those of layers. If there is nothing else, the mask is False for all.
     """
@@ -110,7 +110,7 @@ def are_of_losses(sites: tuple[Hashable, ...]) -> NDArray[np.bool_]:
 
 def _is_of_loss(name: str, path: str) -> bool:
     function = function_of(name)
-    return path.startswith(SIDES) or (function is not None and function.kind == "losses")
+    return is_of_data(name, path) or (function is not None and function.kind == "losses")
 
 
 def _not_finite(counts: Floats) -> Floats:
@@ -122,7 +122,7 @@ def _not_finite(counts: Floats) -> Floats:
 
 def compared(statistics: Collection[str]) -> tuple[str, ...]:
     """Return those of some statistics that :func:`unusualness` reads."""
-    return tuple(name for name in statistics if name not in ("count", "mean", "std"))
+    return tuple(name for name in statistics if name not in ("count", "mean", "std", "batch_spread"))
 
 
 def compared_steps(count: int) -> list[int]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE
 from lightning_recorder.errors import DumpError
+from lightning_recorder.records.classes import CLASS_COUNTS
 from lightning_recorder.records.counts import pairs_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def histograms_by_octave(series: Series, each: int) -> dict[str, Any]:
     places = {site: place for place, site in enumerate(series.sites)}
     tables = np.zeros((len(places), len(chosen), 2 * _ZERO + 1))
     for at, step in enumerate(chosen):
-        packed = series.packed_counts(step)
+        # Of classes, which are no numbers on an axis, there is no histogram.
+        packed = {
+            site: each for site, each in series.packed_counts(step).items() if not site.path.endswith(CLASS_COUNTS)
+        }
         tables[[places[site] for site in packed], at] = _by_octave(list(packed.values()))
     return {"steps": chosen, "sites": [_trimmed(table) if chosen else None for table in tables]}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.names import closest_names
+from lightning_recorder.names import closest_names, is_batch
 from lightning_recorder.recordings.reader import Entry, Part, PartKey, RecordReader, Session, frame_of
 from lightning_recorder.records.counts import unpack_counts
 from lightning_recorder.records.file import calls_of
@@ -267,7 +267,7 @@ class Series:
 
     def _matching(self, key: object) -> list[Site]:
         if isinstance(key, str):
-            return [site for site in self._part.sites if site.name == key]
+            return [site for site in self._part.sites if key == (site.path if is_batch(*site) else site.name)]
         return [site for site in self._part.sites if site == key]
 
     def frame(self) -> Any:
@@ -393,6 +393,18 @@ class SiteSeries:
         if packed is None:
             raise ArgumentError(f"{self.name!r} was recorded at step {step} without a histogram")
         return unpack_counts(packed)
+
+    def classes(self, step: int) -> dict[int, int]:
+        """Return the number of values of each class at one step, for a site whose path ends with ``.classes``.
+
+        Raises:
+            ArgumentError: As for :meth:`bins`.
+            DumpError: If the counts are damaged.
+        """
+        from lightning_recorder.records.classes import class_counts
+
+        counts = class_counts(self.bins(step))
+        return {each: int(number) for each, number in enumerate(counts) if number}
 
     def histogram(self, step: int) -> Histogram:
         """Return the histogram at one step, with edges, quantiles and the fraction that a narrower dtype would lose.

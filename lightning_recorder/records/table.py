@@ -16,20 +16,25 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import did_you_mean
-from lightning_recorder.names import Site, is_input
+from lightning_recorder.names import Site, is_batch, is_input
+from lightning_recorder.records.classes import class_counts
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.histogram import Histogram, to_histogram
 
-__all__ = ["SIDES", "Floats", "Schema", "SiteStatistics", "Table", "make_schema"]
+__all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_schema"]
 
 Floats = NDArray[np.float64]
 
-SIDES = ("in.prediction", "in.target")
-"""The beginnings of the paths of what enters a loss. A target may have any values."""
+_SIDES = ("in.prediction", "in.target")
 
 _NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 _MOST_PARTS = 64  # schemas of parts that are kept
+
+
+def is_of_data(name: str, path: str) -> bool:
+    """Return True for the site of a tensor of the batch, or of what enters a loss. They may have any values."""
+    return path.startswith(_SIDES) or is_batch(name, path)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class SiteStatistics:
     def histogram(self) -> Histogram:
         """The counts and edges of the bins, without the empty bins at both ends."""
         return to_histogram(self.scalars, self.bins)
+
+    @property
+    def classes(self) -> dict[int, int]:
+        """The number of values of each class that occurs, if the path of the site ends with ``.classes``."""
+        counts = class_counts(self.bins) if len(self.bins) else np.zeros(0, dtype=np.int64)
+        return {int(each): int(counts[each]) for each in np.flatnonzero(counts)}
 
     @property
     def abs_max(self) -> float:
@@ -151,8 +162,8 @@ class Schema:
 
     @cached_property
     def losses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of the other sites, and those of the predictions and targets of losses."""
-        are_sides = np.array([site.path.startswith(SIDES) for site in self.sites], dtype=bool)
+        """The rows of the other sites, and those of the batches and of what enters a loss."""
+        are_sides = np.array([is_of_data(*site) for site in self.sites], dtype=bool)
         return np.flatnonzero(~are_sides), np.flatnonzero(are_sides)
 
     @cached_property
@@ -372,7 +383,7 @@ class Table(Mapping[Site, SiteStatistics]):
         return self.take(np.array([self.rows[site] for site in order], dtype=np.int64))
 
     def without_losses(self) -> tuple[Table, Table | None]:
-        """Return the table without the sides of losses, and that of the predictions and targets, if there are any."""
+        """Return the table without the data, and that of batches, predictions and targets, if there are any."""
         others, sides = self.schema.losses
         if not len(sides) or self.group != "activations":
             return self, None

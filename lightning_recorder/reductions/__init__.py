@@ -4,6 +4,7 @@ from lightning_recorder.records.counts import CoarseHistogram, SparseCounts, Tag
 from lightning_recorder.records.histogram import SUMMED, Histogram, Sums, sums_of, to_histogram
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.batch_spread import BatchSpread
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.compact import CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
@@ -34,6 +35,7 @@ __all__ = [
     "BatchMax",
     "BatchMean",
     "BatchMin",
+    "BatchSpread",
     "BatchSum",
     "Change",
     "ChannelExtrema",

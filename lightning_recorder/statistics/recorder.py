@@ -11,9 +11,16 @@ from zlib import crc32
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from lightning_recorder.functions import ChosenFunctions, FunctionGradientTap, FunctionOutputTap, function_of
+from lightning_recorder.functions import (
+    BatchTap,
+    ChosenFunctions,
+    FunctionGradientTap,
+    FunctionOutputTap,
+    function_of,
+)
 from lightning_recorder.internals.module_tree import is_training, parameters_of
 from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.records.classes import CLASS_COUNTS
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates
@@ -90,6 +97,9 @@ class BaseStatisticsRecorder(ABC):
     @abstractmethod
     def watch(self, stopwatch: Stopwatch | None) -> None:
         """Measure the time inside the hooks, or stop measuring if ``stopwatch`` is None."""
+
+    def observe_batch(self, batch: Any) -> None:  # noqa: B027 - most recorders do not record batches
+        """Record the tensors of the batch of a step, after :meth:`attach`."""
 
     def revive(self) -> None:
         """Record the failed modules and the skipped reductions again."""
@@ -223,22 +233,26 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         functions: ChosenFunctions | None = None,
         strict: bool = False,
     ) -> None:
-        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
+        kinds = [tap] if isinstance(tap, type) else tap
+        options: dict[str, Any] = {"sample": sample, "quantiles": quantiles, "strict": strict}
+        super().__init__(SiteStates(extra=extra, spread=OutputTap in kinds, **options))
+        self._sample = sample
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         self.ignores: Callable[[], bool] = bool
         """A function that returns True while tensors are to be ignored."""
-        kinds = [tap] if isinstance(tap, type) else tap
         inside = {name: module for name, module in modules.items() if module in traced} if traced else {}
         outside = {name: module for name, module in modules.items() if name not in inside} if inside else modules
         self._modules = modules
         self.taps: list[Tap] = []
         """The taps that provide the tensors."""
-        options: dict[str, Any] = {"condition": condition, "strict": strict}
+        options = {"condition": condition, "strict": strict}
         # Compiled code stays in use after this recorder is gone, so a recorder of other modules needs another key.
         recorded = repr((sorted(inside), [kind.__name__ for kind in kinds]))
         inner: dict[str, Any] = {"key": f"{key} {crc32(recorded.encode()):08x}", "others": traced}
         of_functions: dict[type[Tap], Any] = {OutputTap: FunctionOutputTap, OutputGradientTap: FunctionGradientTap}
+        if functions is not None and OutputTap in kinds:
+            self.taps.append(BatchTap(functions, self._receive_from_function, **options))
         for kind in kinds:
             if functions is not None and kind in of_functions:
                 self.taps.append(of_functions[kind](functions, self._receive_from_function, **options))
@@ -263,8 +277,22 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
         function = function_of(site.name)
         is_of_loss = site.path != "out" or function is None or function.kind == "losses"
-        if not self.ignores():
-            self.states.add(site, tensor, self.factor, extra=not is_of_loss)
+        if self.ignores():
+            return
+        # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
+        if site.path.endswith(CLASS_COUNTS):
+            tensor = tensor.flatten()
+            parts = tensor.split(self._sample or max(1, len(tensor)))
+        else:
+            parts = (tensor,)
+        for part in parts:
+            self.states.add(site, part, self.factor, extra=not is_of_loss)
+
+    @override
+    def observe_batch(self, batch: Any) -> None:
+        for tap in self.taps:
+            if isinstance(tap, BatchTap):
+                tap.observe(batch)
 
     @property
     @override

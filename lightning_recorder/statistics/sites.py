@@ -22,8 +22,9 @@ from lightning_recorder.reductions import (
     compacted,
 )
 from lightning_recorder.reductions.base import is_foreign
+from lightning_recorder.reductions.batch_spread import MOST_COLUMNS, MOST_ROWS, BatchSpread, has_spread
 from lightning_recorder.reductions.compact import RecycledRows
-from lightning_recorder.reductions.kernels.fused import is_fast, may_become_available
+from lightning_recorder.reductions.kernels.fused import add_spread, is_fast, may_become_available
 from lightning_recorder.reductions.kernels.fused_cuda import add_tensor_on_device
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
@@ -47,6 +48,8 @@ class SiteStates:
         quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
             ``quantile_<q>``.
         strict: Raise the errors of extra reductions.
+        spread: Record the spread of matrices along their rows, too; see
+            :class:`~lightning_recorder.reductions.BatchSpread`.
 
     Raises:
         ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.
@@ -62,11 +65,15 @@ class SiteStates:
         sample: int | None = None,
         quantiles: Iterable[float] = (),
         strict: bool = False,
+        spread: bool = False,
     ) -> None:
         statistics = Statistics(sample=sample, quantiles=quantiles)
         self._extra = as_reductions(extra, taken=statistics.statistics)
         reductions = [statistics, *(each for each in self._extra if isinstance(each, Reduction))]
         self._users = [UserStates(each, strict=strict) for each in self._extra if isinstance(each, UserReduction)]
+        self._extra_places = range(1, len(reductions))
+        self._spread_place = len(reductions) if spread else None
+        reductions += [BatchSpread()] if spread else []
         Combined(reductions)  # rejects objects that are not reductions, and duplicate names
         self.strict = strict
         self._reductions = reductions
@@ -80,6 +87,7 @@ class SiteStates:
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._calls: dict[Site, int] = {}
         self._rows: dict[Site, Tensor] = {}
+        self._spread_rows: dict[Site, Tensor] = {}
         self._recycled: RecycledRows[Site] = RecycledRows(statistics)
         self._again = 0
         self._can_recycle = not self._extra and are_scalars_enough(statistics)
@@ -87,7 +95,9 @@ class SiteStates:
 
     def new_empty(self) -> SiteStates:
         """Return empty states of the same kind."""
-        return SiteStates(extra=self._extra, sample=self._sample, quantiles=self._quantiles, strict=self.strict)
+        spread = self._spread_place is not None
+        options: dict[str, Any] = {"sample": self._sample, "quantiles": self._quantiles, "strict": self.strict}
+        return SiteStates(extra=self._extra, spread=spread, **options)
 
     @property
     def described(self) -> str:
@@ -143,9 +153,11 @@ class SiteStates:
             self._can_recycle = self._recycled.allocate() or may_become_available()
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1
+        if self._spread_place is not None and has_spread(values.plain):
+            self._banks[self._spread_place].add(site, values)
         if not extra:
             return
-        for place in range(1, len(self._banks)):
+        for place in self._extra_places:
             if site not in self._left_out[place]:
                 self._add_extra(place, site, values)
         for states in self._users:
@@ -172,7 +184,20 @@ class SiteStates:
             return False
         self._kinds[site] = kind
         self._calls[site] = self._calls.get(site, 0) + 1
+        if self._spread_place is not None and len(kind[1]) == 2 and has_spread(tensor):
+            self._add_spread(self._banks[self._spread_place], site, tensor)
         return True
+
+    def _add_spread(self, bank: StateBank[Site], site: Site, tensor: Tensor) -> None:
+        """Update the spread of a site, without any torch operation if possible."""
+        row = self._spread_rows.get(site)
+        if row is None:
+            row = bank.row(site, tensor.device)
+            if row is not None:
+                self._spread_rows[site] = row
+        if row is None or not add_spread(row, tensor, MOST_ROWS, MOST_COLUMNS):
+            with pause_recording():
+                bank.add(site, Values(tensor.detach()))
 
     def _add_extra(self, place: int, site: Site, values: Values) -> None:
         try:
@@ -286,11 +311,14 @@ class SiteStates:
             ArgumentError: If the states belong to other reductions.
         """
         banks = state_dict.get("banks")
+        left_out_before = state_dict["left_out"]
+        if isinstance(banks, list) and self._spread_place is not None and len(banks) == self._spread_place:
+            banks, left_out_before = [*banks, []], [*left_out_before, []]  # saved before there was a spread
         if not isinstance(banks, list) or len(banks) != len(self._banks):
             raise ArgumentError("the saved state has other reductions")
         for bank, rows in zip(self._banks, banks, strict=True):
             bank.load_state_dict(rows, lambda key: Site(*key), device)
-        for left_out, sites in zip(self._left_out, state_dict["left_out"], strict=True):
+        for left_out, sites in zip(self._left_out, left_out_before, strict=True):
             left_out.update(Site(*site) for site in sites)
         for states, rows in zip(self._users, state_dict.get("users", ()), strict=True):
             states.load_state_dict(rows)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.records.classes import CLASS_COUNTS, class_scalars
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.table import Table, make_schema
 from lightning_recorder.reductions import SCALAR_STATISTICS, Collected, CompactStates, Reduction, row_state
+from lightning_recorder.reductions.batch_spread import BatchSpread
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
 from lightning_recorder.reductions.user import Results
 from lightning_recorder.statistics.user_states import UserSnapshot
@@ -37,7 +39,7 @@ __all__ = [
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
 
-SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
+SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS, *BatchSpread.statistics)
 """The statistics that can be shown for any site."""
 
 SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
@@ -115,7 +117,9 @@ class Snapshot:
     def completed(self, table: Table) -> Table:
         """Return a table of the default statistics with the statistics across ranks and those of extra reductions."""
         if self.rank_means:
-            has = np.array([site in self.rank_means for site in table.sites], dtype=bool)
+            # The numbers that stand for classes have no mean.
+            known = self.rank_means
+            has = np.array([each in known and not each.path.endswith(CLASS_COUNTS) for each in table.sites], dtype=bool)
             for place, name in enumerate(RANK_STATISTICS):
                 means = [self.rank_means.get(site, (math.nan, math.nan))[place] for site in table.sites]
                 table = table.with_column(name, np.array(means), has)
@@ -292,6 +296,9 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
         return [Table(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
     columns, counts = _summaries([group for _, group in groups])
     values = np.stack(list(columns.values()), axis=1)
+    for row, site in enumerate(site for _, group in groups for site in group.keys):
+        if site.path.endswith(CLASS_COUNTS):
+            values[row] = class_scalars(counts.dense(row), columns)
     # A row that was allocated for an earlier step and has received nothing since is skipped.
     seen = ((columns["count"] != 0) | (columns["nan_count"] != 0) | (columns["inf_count"] != 0)).tolist()
     found: list[list[tuple[int, Site]]] = [[] for _ in snapshots]
@@ -330,7 +337,10 @@ def _dtypes_and_shapes(
 ) -> tuple[tuple[str | None, ...], tuple[tuple[int, ...] | None, ...]]:
     """Return the dtypes and shapes of the sites; None for a site that only another rank has seen."""
     kinds = [snapshot.kinds.get(site, (None, None)) for site in sites]
-    dtypes = tuple(None if dtype is None else str(dtype).removeprefix("torch.") for dtype, _ in kinds)
+    dtypes = tuple(
+        "int64" if site.path.endswith(CLASS_COUNTS) else None if dtype is None else str(dtype).removeprefix("torch.")
+        for site, (dtype, _) in zip(sites, kinds, strict=True)
+    )
     return dtypes, tuple(None if shape is None else tuple(shape) for _, shape in kinds)
 
 

@@ -46,18 +46,22 @@ def recorded(net: nn.Module) -> dict[Site, Tensor]:
 
 
 def test_sides_of_functions_and_modules() -> None:
-    """A loss function has its own name, a loss module that of the module; the targets to ignore are counted."""
+    """A loss function has its own name, a loss module that of the module; classes and targets to ignore are counted."""
     found = recorded(Criterion())
     sides = {f"{name} {path}": tensor for (name, path), tensor in found.items() if path != "out"}
     assert list(sides) == [
         "criterion in.prediction",
         "criterion in.target",
         "criterion in.target.ignored",
+        "criterion in.prediction.classes",
+        "criterion in.target.classes",
         "mse_loss in.prediction",
         "mse_loss in.target",
         "cross_entropy in.prediction",
         "cross_entropy in.target",
         "cross_entropy in.target.ignored",
+        "cross_entropy in.prediction.classes",
+        "cross_entropy in.target.classes",
     ]
     assert sides["criterion in.target.ignored"].tolist() == [False, True, True]
     assert sides["cross_entropy in.target.ignored"].tolist() == [False, True, False]

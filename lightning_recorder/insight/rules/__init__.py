@@ -2,6 +2,7 @@
 
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
+    classes,
     comparisons,
     gradient_depth,
     gradient_steps,
@@ -43,6 +44,7 @@ _FILES = (
     comparisons,
     gradient_steps,
     gradient_depth,
+    classes,
 )
 
 RULES: tuple[Rule, ...] = tuple(each for file in _FILES for each in vars(file).values() if isinstance(each, Rule))

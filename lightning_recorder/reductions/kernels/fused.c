@@ -19,6 +19,7 @@
 #define FEW 32768 /* fewer values than this are not worth the start of another thread */
 #define MOST_THREADS 256
 #define FEWER 1024 /* fewer values than this are not worth reading the tables */
+#define WIDEST 256 /* columns of a matrix whose spread is computed */
 #define LINE 32 /* bins of a table per cache line */
 
 enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* ways to count the values in the bins */
@@ -333,6 +334,51 @@ double norm_of_floats(const int64_t *arrays, int64_t count, int threads) {
     }
   }
   return sqrt(sum);
+}
+
+/* Read every `along`-th of the values from a place on, as doubles. */
+static void read_doubles(const void *data, int kind, int64_t from, int64_t along, int count, double *restrict to) {
+  const float *floats = (const float *)data + from;
+  const double *doubles = (const double *)data + from;
+  const uint16_t *halves = (const uint16_t *)data + from;
+  if (kind == 0 && along == 1) {
+    for (int i = 0; i < count; i++) to[i] = floats[i];
+  } else if (kind == 0) {
+    for (int i = 0; i < count; i++) to[i] = floats[i * along];
+  } else if (kind == 1) {
+    for (int i = 0; i < count; i++) to[i] = doubles[i * along];
+  } else {
+    for (int i = 0; i < count; i++) {
+      uint32_t bits = (uint32_t)halves[i * along] << 16;
+      float value;
+      memcpy(&value, &bits, sizeof value);
+      to[i] = value;
+    }
+  }
+}
+
+/* Add to the state the sum of the squared deviations of a matrix, [rows, columns], from the means of its columns, and
+   the sum of its squares. Every `down`-th row and every `along`-th column are read, at most WIDEST columns. Deviations
+   are from the first row, so that equal rows have none. Nothing is added if a value is not finite. */
+void add_spread(const void *data, int64_t rows, int64_t columns, int64_t down, int64_t along, int kind, double *state) {
+  double first[WIDEST], x[WIDEST], sums[WIDEST] = {0}, squares[WIDEST] = {0}, totals[WIDEST] = {0};
+  double deviation = 0, total = 0;
+  int count = (int)((columns + along - 1) / along);
+  int64_t n = (rows + down - 1) / down;
+  read_doubles(data, kind, 0, along, count, first);
+  for (int64_t row = 0; row < rows; row += down) {
+    read_doubles(data, kind, row * columns, along, count, x);
+    for (int i = 0; i < count; i++) {
+      double delta = x[i] - first[i];
+      sums[i] += delta, squares[i] += delta * delta, totals[i] += x[i] * x[i];
+    }
+  }
+  for (int i = 0; i < count; i++) {
+    double rest = squares[i] - sums[i] * sums[i] / (double)n;
+    deviation += rest > 0 ? rest : 0, total += totals[i];
+  }
+  if (!(total < INFINITY) || !(deviation < INFINITY)) return;
+  state[0] += deviation, state[1] += total;
 }
 
 /* Copy states, [rows, width], without the empty bins of their histograms: first all slots but the histogram,

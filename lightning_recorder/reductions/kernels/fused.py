@@ -40,7 +40,16 @@ from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, P
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
-__all__ = ["add_statistics", "add_tensor", "compact_states", "is_fast", "may_become_available", "norm_of", "prepare"]
+__all__ = [
+    "add_spread",
+    "add_statistics",
+    "add_tensor",
+    "compact_states",
+    "is_fast",
+    "may_become_available",
+    "norm_of",
+    "prepare",
+]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -61,6 +70,7 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
 _Norm = Callable[[int, int, int], float]
+_Spread = Callable[[int, int, int, int, int, int, int], None]
 
 
 class _Loaded:
@@ -76,6 +86,7 @@ class _Loaded:
     kernel: _Kernel | None = None
     compactor: _Compactor | None = None
     norm: _Norm | None = None
+    spread: _Spread | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -166,6 +177,37 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
         sampled = min(sample, numel)
         places = sample_places(numel, sample).ctypes.data if numel > sample else 0
     kernel(pointer, numel, kind, factor, places, sampled, torch.get_num_threads(), row.data_ptr())
+    return True
+
+
+def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int) -> bool:
+    """Add the sums of squares of a matrix to a state of :class:`BatchSpread`, if the compiled function supports it.
+
+    Args:
+        state: The state, ``[2]`` float64.
+        tensor: The matrix, ``[rows, columns]``.
+        most_rows: The number of rows to read, at regular distances.
+        most_columns: The number of columns to read, at most 256.
+
+    Returns:
+        True if the state was updated; False without any change.
+    """
+    kind = _KINDS.get(tensor.dtype)
+    if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
+        return False
+    if not (tensor.is_cpu and state.is_cpu):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.is_contiguous():
+        return False
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a tensor inside a transform of torch.func
+        return False
+    if not pointer:  # zeros without memory, which autograd creates
+        return False
+    rows, columns = tensor.shape
+    down, along = -(-rows // most_rows), -(-columns // most_columns)
+    _Loaded.spread(pointer, rows, columns, down, along, kind, state.data_ptr())
     return True
 
 
@@ -286,13 +328,14 @@ def _use(library: Path) -> str:
     """Use the functions of a library, or return the reason why not."""
     try:
         kernel, compactor, norm = _opened(library), _opened_compactor(library), _opened_norm(library)
+        spread = _opened_spread(library)
     except (OSError, AttributeError) as error:
         return describe_error(error)
     missing = _missing(kernel)
     if missing is None:
         return "its code gives wrong results"
     # Other threads use the functions as soon as there is a kernel.
-    _Loaded.missing, _Loaded.compactor, _Loaded.norm = missing, compactor, norm
+    _Loaded.missing, _Loaded.compactor, _Loaded.norm, _Loaded.spread = missing, compactor, norm, spread
     _Loaded.kernel = kernel
     return ""
 
@@ -403,6 +446,14 @@ def _opened_norm(library: Path) -> _Norm:
     function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).norm_of_floats
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     function.restype = ctypes.c_double
+    return function
+
+
+def _opened_spread(library: Path) -> _Spread:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).add_spread
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [address, number, number, number, number, ctypes.c_int, address]
+    function.restype = None
     return function
 
 

@@ -23,6 +23,7 @@ from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, trained
+from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_operations import Codes, Step, mlp, rows
 from tests.insight.test_odd_blocks import Stage
@@ -800,6 +801,28 @@ def _() -> Iterator[Evidence]:
         logs = [3.0, 3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]
         behind = {"layer_04/weight": {"rms": 1000.0 / unexplained / 16}}
         yield _depths(logs, parameters=behind)
+
+
+@cases("all-ignored")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield run_of_classes([{0: 1}] * records, [{}] * records, ignored=1.0).evidence()
+
+
+@cases("one-class-present")
+def _() -> Iterator[Evidence]:
+    for records, count in ((8, 15), (7, 15), (8, 8), (8, 7)):
+        yield run_of_classes([{1: count}] * records, [{1: count}] * records).evidence()
+
+
+@cases("one-class-predicted")
+def _() -> Iterator[Evidence]:
+    for records, others, count, rest in (
+        *((13, 5, 31, 15), (12, 4, 31, 15), (20, 12, 31, 15), (14, 7, 31, 15), (14, 5, 31, 15), (16, 8, 7, 4)),
+        *((16, 8, 8, 5), (16, 8, 40, 13), (16, 8, 40, 19), (16, 8, 40, 1), (16, 8, 40, 3), (16, 8, 100, 99)),
+    ):
+        predicted = [{0: 1, 1: count}] * others + [{1: count}] * (records - others)
+        yield run_of_classes(predicted, [{1: count - rest, 0: rest}] * records).evidence()
 
 
 def epoch(**numbers: Any) -> EpochFacts:

@@ -1,0 +1,82 @@
+"""A tap for the tensors of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_recorder.functions.losses import some_of
+from lightning_recorder.functions.tap import ChosenFunctions
+from lightning_recorder.structure import ignore_unknown, iter_tensors
+from lightning_recorder.taps import Receiver, Tap
+
+__all__ = ["BatchTap"]
+
+_MOST_TENSORS = 16
+_NAME = "batch"
+
+
+class BatchTap(Tap):
+    """Passes the tensors of each batch on, under the names that they have in a recorded graph, such as ``batch[0]``.
+
+    Their sites have no module. At most 16 tensors are recorded, and of a large one the first samples. A tensor of a
+    class that implements the operations itself is left out, except for a ``DTensor``.
+
+    Args:
+        chosen: The functions to record. Batches belong to losses: they are recorded if all losses are.
+        receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
+        condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
+        strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
+
+    Example:
+        >>> import torch
+        >>> chosen = ChosenFunctions(torch.nn.Linear(2, 2), ["cross_entropy"])
+        >>> with BatchTap(chosen, lambda site, tensor: print(*site, tuple(tensor.shape))) as tap:
+        ...     tap.observe({"image": torch.ones(4, 2), "label": torch.zeros(4)})
+         batch.image (4, 2)
+         batch.label (4,)
+    """
+
+    def __init__(
+        self,
+        chosen: ChosenFunctions,
+        receive: Receiver,
+        *,
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__({}, receive, condition=condition, strict=strict)
+        self._chosen = chosen
+
+    @override
+    def _register(self, name: str, module: nn.Module) -> None:
+        pass  # there are no modules
+
+    @override
+    def attach(self) -> None:
+        self._attached = True
+
+    @override
+    def remove(self) -> None:
+        self._attached = False
+
+    def observe(self, batch: Any) -> None:
+        """Pass the tensors of a batch on."""
+        if self._chosen.has_batches:
+            self._guarded(_NAME, None, self._record, batch)
+
+    def _record(self, name: str, batch: Any) -> None:
+        self._pass_on("", islice(self._readable(batch), _MOST_TENSORS))
+
+    def _readable(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for path, tensor in iter_tensors(batch, _NAME, unknown=ignore_unknown):
+            has_values = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or hasattr(tensor, "to_local")
+            # A tensor that the batch has twice is one input of the graph.
+            if has_values and id(tensor) not in seen and self._chosen.has_batch(path):
+                seen.add(id(tensor))
+                yield path, some_of(tensor)

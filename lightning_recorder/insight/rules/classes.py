@@ -1,0 +1,147 @@
+"""Rules about the classes that losses compare: those of the targets, and those that are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import ALL_IGNORED, NON_FINITE, Finding
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
+from lightning_recorder.taps import Site
+
+_ANY = ("any",)
+_PREDICTED, _MEANT = (f"in.{side}{CLASS_COUNTS}" for side in ("prediction", "target"))
+_OF_CLASSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss"}
+
+
+def _sides(evidence: Evidence, path: str) -> Iterator[View]:
+    """Yield the sites of the losses with a path, without the further calls of a loss in a step."""
+    for site in evidence.losses.places:
+        if site.path == path:
+            yield View(evidence, evidence.losses, site)
+
+
+def _only_class(view: View, persistence: int) -> int | None:
+    """Return the class that all values of the last records have; None if there are several."""
+    (low, high), _ = view.columns("min", "max")
+    last = np.concatenate([low[-persistence:], high[-persistence:]])
+    return int(last[0]) if len(low) >= persistence and (last == last[0]).all() else None
+
+
+@rule(
+    ALL_IGNORED,
+    "critical",
+    statistic="share of the targets of a loss that are ignore_index",
+    usual="below 1",
+    why="The loss has no target, so that it is zero or NaN and the model learns nothing.",
+    next="Look at the targets of a batch, and at what replaces them by ignore_index, such as truncation or masking.",
+    false_alarms="Single batches do not count: all targets of the last records must be ignored.",
+    needs=("activations",),
+    records=2,
+    explains=dict.fromkeys((NON_FINITE, "does-not-move", "gradient-stops"), _ANY),
+)
+def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
+    """Yield the losses that ignore all of their targets."""
+    for view in _sides(evidence, "in.target.ignored"):
+        shares, steps = view.column("mean")
+        if len(shares) >= persistence and (shares[-persistence:] == 1).all():
+            since = int(steps[np.flatnonzero(shares < 1)[-1] + 1]) if (shares < 1).any() else int(steps[0])
+            verdict = f"all targets of {view.module} are ignored in each record from step {since} on"
+            yield view.found(verdict, "mean", since=since, share=1.0)
+
+
+@rule(
+    "one-class-present",
+    statistic="classes of the targets of cross_entropy and nll_loss that come from the batch",
+    usual="at least two classes",
+    why="The data set, a filter or the mapping of labels leaves one class, which the model predicts without its input.",
+    next="Count the labels of the data set, and look at the code that maps or filters them.",
+    false_alarms="Targets that the step makes itself, as for contrastive losses, and fewer than 64 targets are left "
+    "out.",
+    needs=("activations", GRAPH),
+    records=8,
+    explains=dict.fromkeys(("does-not-move", "gradient-stops", "vanishing-gradient", "barely-moves"), _ANY),
+)
+def one_class_present(evidence: Evidence, *, persistence: int = 8, targets: int = 64) -> Iterator[Finding]:
+    """Yield the losses whose targets have one class."""
+    for view in _sides(evidence, _MEANT):
+        name = _OF_CLASSES.get(evidence.type_of(view.module))
+        only = _only_class(view, persistence)
+        if name is None or only is None or _only_class(view, len(view.min)) is None or view.count.sum() < targets:
+            continue
+        if _are_given(evidence, name):
+            verdict = f"all {int(view.count.sum())} recorded targets of {view.module} are class {only}"
+            yield view.found(verdict, "std", targets=view.count.sum())
+
+
+def _are_given(evidence: Evidence, name: str) -> bool:
+    """Return True if the targets of all losses of a kind come from the batch."""
+    graph = evidence.graph
+    losses = [node for node in graph.nodes if node.kind == "op" and node.name == name]
+    targets = [[edge.source for edge in graph.into(node)][1:2] for node in losses]
+    return bool(losses) and all(any(_is_given(evidence, source) for source in each) for each in targets)
+
+
+def _is_given(evidence: Evidence, number: int) -> bool:
+    """Return True if a node is an input of the model, or follows from inputs alone."""
+    todo, seen = [number], {number}
+    kinds = set()
+    while todo:
+        node = evidence.graph[todo.pop()]
+        before = {edge.source for edge in evidence.graph.into(node)} - seen
+        kinds |= {node.kind} - {"op"}
+        seen |= before
+        todo += before
+    return kinds == {"input"}
+
+
+@rule(
+    "one-class-predicted",
+    statistic="classes of the predictions that a loss gets in a record whose targets have several",
+    usual="several after the first 50 steps",
+    why="The model does not use its input, or one class outweighs the others in the loss.",
+    next="See the other findings first. Otherwise compare the numbers of samples of the classes, and weight them.",
+    false_alarms="The first 50 steps of a run do not count. A class that most targets have is a note, and one that "
+    "nearly all have is left out.",
+    needs=("activations",),
+    records=8,
+)
+def one_class_predicted(
+    evidence: Evidence,
+    *,
+    persistence: int = 8,
+    begun: int = 50,
+    predictions: int = 64,
+    most: float = 0.6,
+    nearly_all: float = 0.95,
+) -> Iterator[Finding]:
+    """Yield the losses that get the same class as prediction for all samples of a record."""
+    for view in _sides(evidence, _PREDICTED):
+        target = View(evidence, evidence.losses, Site(view.module, _MEANT))
+        (low, high), steps = view.columns("min", "max")
+        (least, largest), at = target.columns("min", "max")
+        last = slice(-persistence, None)
+        if (
+            len(steps) < persistence
+            or steps[-persistence] < begun
+            or not np.array_equal(steps, at)
+            or view.count[last].sum() < predictions
+        ):
+            continue
+        # Samples of a single class may have the same prediction.
+        if (low[last] < high[last]).any() or (least[last] == largest[last]).any():
+            continue
+        counts, only = [classes_in(each) for each in target.histograms()], int(low[-1])
+        share = sum(each.get(only, 0) for each in counts) / max(1, sum(sum(each.values()) for each in counts))
+        if counts and share <= nearly_all:
+            which = f"class {only}" if (low[last] == only).all() else "one class"
+            verdict = (
+                f"the predictions that {view.module} gets have {which} for all samples of each of the last "
+                f"{persistence} records; {share:.0%} of the targets are of class {only}"
+            )
+            found = view.found(verdict, "std", since=int(steps[-persistence]), share=share)
+            yield found if share <= most else replace(found, severity="note")

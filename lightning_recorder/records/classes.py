@@ -1,0 +1,55 @@
+"""Counts of classes, which are kept as the histogram of a site: each class has a bin of its own.
+
+So they are merged over batches and ranks like every histogram, exactly, and files contain them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN
+from lightning_recorder.records.histogram import Histogram
+
+__all__ = ["CLASS_COUNTS", "class_counts", "class_scalars", "classes_in"]
+
+CLASS_COUNTS = ".classes"
+"""The end of the paths of sites that count classes."""
+
+_BINS = slice(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES)
+
+
+def class_counts(bins: Tensor) -> NDArray[np.int64]:
+    """Return the number of values of each class, ``[1000]``, for the bins of a site that counts classes, ``[2048]``."""
+    return bins.numpy()[_BINS].astype(np.int64)
+
+
+def classes_in(histogram: Histogram) -> dict[int, int]:
+    """Return the number of values of each class that occurs, for the histogram of a site that counts classes."""
+    # The lower edge of a bin has the bits of the bin alone.
+    bins = histogram.edges[:-1].astype(np.float32).view(np.uint32) >> BIN_SHIFT
+    is_class = (histogram.edges[:-1] > 0) & (histogram.counts > 0)
+    classes = bins[is_class].astype(np.int64) - FIRST_CLASS_BIN
+    return dict(zip(classes.tolist(), histogram.counts[is_class].tolist(), strict=True))
+
+
+def class_scalars(bins: Tensor, names: Iterable[str]) -> list[float]:
+    """Return statistics of class numbers, for the bins of a site that counts classes.
+
+    Args:
+        bins: The counts, ``[2048]``.
+        names: The names of statistics; those that class numbers do not have are NaN.
+    """
+    counts = class_counts(bins)
+    classes, number = np.flatnonzero(counts), int(counts.sum())
+    found: dict[str, float] = {"count": number, "nan_count": 0.0, "inf_count": 0.0, "histogram_fraction": 1.0}
+    if number:
+        weights = counts[classes]
+        mean, square = (float((weights * classes**power).sum() / number) for power in (1, 2))
+        spread = float((weights * (classes - mean) ** 2).sum() / number)
+        found |= {"mean": mean, "std": spread**0.5, "rms": square**0.5, "min": classes[0], "max": classes[-1]}
+        found["zero_fraction"] = float(counts[0] / number)
+    return [float(found.get(name, np.nan)) for name in names]

@@ -1,0 +1,139 @@
+"""Tests of the rules about classes: each fault, its repaired twin, and healthy designs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_recorder.bins import BINS, FIRST_CLASS_BIN
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.records.classes import class_scalars
+from lightning_recorder.reductions import to_histogram
+from tests.callbacks.test_functions import Net, fit, recorders
+from tests.insight.records import Examination, brief, record
+from tests.insight.rules.test_operations import Step, mlp, rows
+
+NAMES = ("all-ignored", "one-class-present", "one-class-predicted")
+Counts = Mapping[int, int]
+_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction")
+
+
+def run_of_classes(
+    predicted: Sequence[Counts], meant: Sequence[Counts], *, ignored: float = 0.0, loss: Any = F.cross_entropy
+) -> Examination:
+    """Return a run with the counts of the classes in each record."""
+    graph = capture_graph(Step(mlp(5), loss), rows, torch.arange(8) % 3)
+    found = Examination(graph)
+    for number, sides in enumerate(zip(predicted, meant, strict=True)):
+        sites: dict[tuple[str, str], dict[str, float]] = {("net.0", "out"): {}}
+        sites["cross_entropy", "in.target.ignored"] = {"mean": ignored}
+        histograms = {}
+        for side, counts in zip(("prediction", "target"), sides, strict=True):
+            bins = torch.zeros(BINS, dtype=torch.int64)
+            for each, count in counts.items():
+                bins[FIRST_CLASS_BIN + each] = count
+            site = ("cross_entropy", f"in.{side}.classes")
+            sites[site] = dict(zip(_STATISTICS, class_scalars(bins, _STATISTICS), strict=True))
+            histograms[site] = to_histogram(sites[site], bins)
+        found.add(record("activations", 10 * number, sites, histograms=histograms))
+    return found
+
+
+def named(examination: Examination) -> list[tuple[str, str, str]]:
+    return brief([each for each in examination.findings() if each.rule in NAMES])
+
+
+SEVERAL, ONE = {0: 20, 1: 20, 2: 24}, {1: 64}
+PREDICTED = ("one-class-predicted", "cross_entropy")
+PRESENT = ("one-class-present", "cross_entropy")
+
+
+def test_one_predicted_class() -> None:
+    """The same class for all samples of many records is a finding; several classes are none."""
+    examination = run_of_classes([ONE] * 16, [SEVERAL] * 16)
+    assert named(examination) == [("warning", *PREDICTED)]
+    assert "class 1 for all samples of each of the last 8 records; 31% of" in examination.findings()[-1].verdict
+    assert named(run_of_classes([ONE, {0: 64}] * 8, [SEVERAL] * 16)) == [("warning", *PREDICTED)]
+    assert named(run_of_classes([ONE] * 16, [SEVERAL] * 15 + [ONE])) == []  # as in batches of one sample
+    assert named(run_of_classes([SEVERAL] * 16, [SEVERAL] * 16)) == []
+    assert named(run_of_classes([ONE] * 12, [SEVERAL] * 12)) == []  # a run that has only begun
+
+
+@pytest.mark.parametrize(("rest", "severity"), [(20, ["note"]), (1, [])])
+def test_a_class_that_most_targets_have(rest: int, severity: list[str]) -> None:
+    """Predicting the most frequent class is a note, and nothing if nearly all targets have it."""
+    meant = {1: 64 - rest, 0: rest}
+    assert [each[0] for each in named(run_of_classes([ONE] * 16, [meant] * 16))] == severity
+
+
+def test_one_present_class() -> None:
+    """Targets of one class are a finding, if they come from the batch."""
+    assert named(run_of_classes([ONE] * 8, [ONE] * 8)) == [("warning", *PRESENT)]
+    assert named(run_of_classes([ONE] * 8, [ONE] * 7 + [SEVERAL])) == []
+    assert named(run_of_classes([{1: 7}] * 8, [{1: 7}] * 8)) == []  # too few targets
+
+
+def test_targets_that_the_step_makes() -> None:
+    """The positive pair of a contrastive loss is always at the same place."""
+
+    def contrast(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64)) + 0 * y.sum()
+
+    assert named(run_of_classes([SEVERAL] * 8, [ONE] * 8, loss=contrast)) == []
+
+
+def test_all_targets_are_ignored() -> None:
+    """A loss without a target is a finding, most of them ignored are none."""
+    assert named(run_of_classes([SEVERAL] * 2, [{}] * 2, ignored=1.0)) == [("critical", "all-ignored", "cross_entropy")]
+    assert named(run_of_classes([SEVERAL] * 2, [ONE] * 2, ignored=0.9)) == []
+
+
+class Labels(Net):
+    """A classifier whose labels or images are changed."""
+
+    def __init__(self, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().__init__(F.relu)
+        self.change = change
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return self.change(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda batch: batch, []),
+        (lambda batch: [batch[0], torch.full_like(batch[1], -100)], ["all-ignored"]),
+        (lambda batch: [batch[0], batch[1] * 0 + 3], ["one-class-present"]),
+    ],
+)
+def test_real_runs(tmp_path: Path, change: Any, expected: list[str]) -> None:
+    """Changed batches give the finding; the loss that is NaN without targets is its consequence."""
+    seed_everything(3, verbose=False)
+    findings = fit(tmp_path, Labels(change), *recorders(1), steps=24)[1]
+    assert [each["rule"] for each in findings if each["rule"] in NAMES] == expected
+    if expected == ["all-ignored"]:
+        assert [each["rule"] for each in findings] == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, []), (0.0, ["one-class-predicted"])])
+def test_predictions_without_the_input(tmp_path: Path, factor: float, expected: list[str]) -> None:
+    """A model that gets zeros predicts one class for all samples; the same model learns from its images."""
+    seed_everything(3, verbose=False)
+    findings = fit(tmp_path, Labels(lambda batch: [batch[0] * factor, batch[1]]), *recorders(4), steps=90)[1]
+    assert [each["rule"] for each in findings if each["rule"] in NAMES] == expected
+
+
+def test_statistics_of_no_class() -> None:
+    """Without a counted class, the statistics are unknown."""
+    found = class_scalars(torch.zeros(BINS, dtype=torch.int64), ("count", "mean", "min"))
+    assert found[0] == 0
+    assert np.isnan(found[1:]).all()
