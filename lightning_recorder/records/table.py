@@ -24,8 +24,8 @@ __all__ = ["SIDES", "Floats", "Schema", "SiteStatistics", "Table", "make_schema"
 
 Floats = NDArray[np.float64]
 
-SIDES = ("in.prediction", "in.target")
-"""The beginnings of the paths of what enters a loss. A target may have any values."""
+SIDES = ("in.prediction", "in.target", "in.scores")
+"""The beginnings of the paths of what enters a loss, or is inside of attention. They may have any values."""
 
 _NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")

@@ -251,6 +251,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             each.traced = traced
             if isinstance(each, _OF_FUNCTIONS):
                 each.per_call = False  # their calls are always kept apart, by their names
+            if isinstance(each, FunctionOutputTap):
+                each.receive_scores = self._receive_scores
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.ignores() or self.states.try_fast_path(site, tensor, self.factor)
@@ -265,6 +267,12 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         is_of_loss = site.path != "out" or function is None or function.kind == "losses"
         if not self.ignores():
             self.states.add(site, tensor, self.factor, extra=not is_of_loss)
+
+    def _receive_scores(self, site: Site, tensor: Tensor, block: Tensor) -> None:
+        """Update the statistics of the scores inside of a function, and those of each head or expert."""
+        if not self.ignores():
+            self.states.add(site, tensor, extra=False)
+            self.states.add_scores(site, block)
 
     @property
     @override
