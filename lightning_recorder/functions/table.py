@@ -147,11 +147,11 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
 
 SCORED = frozenset(
     (
-        *("argmax", "multi_head_attention_forward", "scaled_dot_product_attention", "sigmoid", "softmax"),
-        *("special_expit", "special_softmax", "topk"),
+        *("argmax", "embedding", "multi_head_attention_forward", "scaled_dot_product_attention", "sigmoid"),
+        *("softmax", "special_expit", "special_softmax", "topk"),
     )
 )
-"""The functions that attention and routers consist of."""
+"""The functions that attention and routers consist of, and the one that gets the tokens."""
 
 SCORES = "in.scores"
 """The path of the scores inside of attention and routers."""

@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from threading import get_ident
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.attention import scores_of_call
-from lightning_recorder.functions.losses import sides_of_loss, some_of
+from lightning_recorder.functions.losses import share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
 from lightning_recorder.functions.table import FUNCTIONS, KNOWN, SCORED, SCORES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
@@ -403,6 +404,9 @@ class _FunctionTap(Tap):
         """
 
 
+_MOST_TOKENS = 4  # inputs of a step: those of encoder and decoder, with their positions
+
+
 class FunctionOutputTap(_FunctionTap, OutputTap):
     """Records the results of functions when they return; arguments as for ``_FunctionTap``.
 
@@ -438,7 +442,17 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 
     def _record_loss(self, name: str, function: str, args: Any, kwargs: Any) -> None:
         sides = sides_of_loss(function, args, kwargs)
-        self._pass_on(name, [(path, some_of(tensor)) for path, tensor in sides.items()])
+        found = [(path, some_of(tensor)) for path, tensor in sides.items()]
+        target = sides.get("in.target")
+        if function == "cross_entropy" and target is not None and not target.is_floating_point():
+            found += [("in.target.next", each) for each in self._shares_of_next(target)]
+        self._pass_on(name, found)
+
+    def _shares_of_next(self, target: Tensor) -> list[Tensor]:
+        """Return the largest share of targets that are the next token of some input of the step, if there is one."""
+        same = [each for each in self._tokens if each.device == target.device]
+        shares = [each for each in (share_of_next(target, tokens) for tokens in same) if each is not None]
+        return [torch.stack(shares).amax()] if shares else []
 
     receive_scores: Callable[[Site, Tensor, Tensor], None] | None = None
     """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none."""
@@ -447,15 +461,15 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
     def _routers(self) -> RouterReader:
         return RouterReader()
 
-    @override
-    def pause(self) -> None:
-        super().pause()
-        self._routers.clear()
+    @cached_property
+    def _tokens(self) -> deque[Tensor]:
+        return deque(maxlen=_MOST_TOKENS)
 
     @override
-    def remove(self) -> None:
-        super().remove()
+    def _leave(self) -> None:
+        super()._leave()
         self._routers.clear()
+        self._tokens.clear()
 
     @override
     def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
@@ -466,6 +480,11 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
 
     def _record_scores(self, name: str, function: str, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
         if self.receive_scores is None or (self._condition is not None and not self._condition()):
+            return
+        if function == "embedding":
+            tokens = args[0] if args else kwargs["input"]
+            if type(tokens) is Tensor and tokens.dim() == 2 and tokens.shape[1] > 1:
+                self._tokens.append(tokens)
             return
         scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
         if scores is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,9 +22,7 @@ from lightning_recorder.reductions.scores import (
     ("kind", "slots", "statistics"),
     [(HeadScores, HEAD_SLOTS, HEAD_STATISTICS), (ExpertScores, EXPERT_SLOTS, EXPERT_STATISTICS)],
 )
-def test_merge_is_an_update(
-    kind: type[HeadScores] | type[ExpertScores], slots: tuple[str, ...], statistics: tuple[str, ...]
-) -> None:
+def test_merge_is_an_update(kind: Any, slots: tuple[str, ...], statistics: tuple[str, ...]) -> None:
     """Updates with two blocks are equal to the merge of two updates, also through a saved state."""
     torch.manual_seed(0)
     blocks = [torch.rand(len(slots), 5, dtype=torch.float64) for _ in range(3)]
@@ -45,8 +45,13 @@ def test_maxima_of_heads() -> None:
     """The largest score is that of any call; other statistics are means over the queries."""
     scores = HeadScores()
     for largest, queries, entropy in ((3.0, 2.0, 1.0), (-1.0, 6.0, 7.0)):
-        found = {"max_logit": torch.tensor([largest, -5.0]), "queries": queries, "entropy": torch.tensor([entropy, 0])}
-        scores.update(slots_of_scores(HEAD_SLOTS, {**found, "minus_least_alike": -torch.inf}, torch.zeros(2)))
+        given: dict[str, torch.Tensor | float] = {
+            "max_logit": torch.tensor([largest, -5.0]),
+            "queries": queries,
+            "entropy": torch.tensor([entropy, 0]),
+            "minus_least_alike": -torch.inf,
+        }
+        scores.update(slots_of_scores(HEAD_SLOTS, given, torch.zeros(2)))
     found = scores.compute()
     assert found["attention_max_logit"].tolist() == [3.0, -5.0]
     assert found["attention_entropy"].tolist() == [1.0, 0.0]

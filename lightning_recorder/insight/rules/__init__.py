@@ -2,7 +2,9 @@
 
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
+    attention,
     comparisons,
+    experts,
     gradient_depth,
     gradient_steps,
     gradients,
@@ -30,6 +32,8 @@ _FILES = (
     ranks,
     samples,
     operations,
+    attention,
+    experts,
     training_settings,
     training_step,
     scales,
