@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN, NO_CLASS_BIN
 from lightning_recorder.records.classes import CLASS_COUNTS
 
-__all__ = ["classes_of_loss", "sides_of_loss", "some_of"]
+__all__ = ["classes_of_loss", "share_of_next", "sides_of_loss", "some_of"]
 
 _MOST_VALUES = 1 << 20
 
@@ -119,6 +119,35 @@ def _table(device: torch.device, ignored: int) -> Tensor:
         words = torch.tensor(bins, dtype=torch.int64, device="cpu") << BIN_SHIFT
         # A plain copy to the device would synchronize it.
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
+
+
+def share_of_next(target: Tensor, tokens: Tensor, ignored: int = -100) -> Tensor | None:
+    """Return the share of targets that are the next token of the input, as for a language model; 0-d.
+
+    Args:
+        target: The targets, of any shape, with or without one for the last token.
+        tokens: The tokens, ``[samples, positions]``.
+        ignored: The number of the targets that do not count. Neither do those that follow an equal token.
+
+    Returns:
+        The share, 0 if no target counts; None if the numbers of targets and tokens do not fit.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> float(share_of_next(torch.tensor([[1, 4, 1, 5]]), tokens)), float(share_of_next(tokens, tokens))
+        (1.0, 0.0)
+    """
+    samples, positions = tokens.shape
+    if target.numel() == samples * positions:
+        target = target.reshape(samples, positions)[:, :-1]
+    elif target.numel() == samples * (positions - 1):
+        target = target.reshape(samples, positions - 1)
+    else:
+        return None
+    before, after = tokens[:, :-1], tokens[:, 1:]
+    counts = (target != ignored) & (before != after)
+    return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
 
 
 def some_of(tensor: Tensor) -> Tensor:

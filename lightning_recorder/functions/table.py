@@ -11,7 +11,18 @@ from torch import Tensor
 
 from lightning_recorder.graph.capture.function_calls import function_name
 
-__all__ = ["DEFAULT_KINDS", "FUNCTIONS", "KINDS", "KNOWN", "FunctionKind", "base_name", "function_of", "site_name"]
+__all__ = [
+    "DEFAULT_KINDS",
+    "FUNCTIONS",
+    "KINDS",
+    "KNOWN",
+    "SCORED",
+    "SCORES",
+    "FunctionKind",
+    "base_name",
+    "function_of",
+    "site_name",
+]
 
 
 class FunctionKind(NamedTuple):
@@ -103,7 +114,7 @@ _NORMALIZATIONS = {
     "rms_norm": "RMSNorm",
 }
 
-KINDS = ("activations", "losses", "dropout", "normalizations", "attention", "embedding")
+KINDS = ("activations", "losses", "dropout", "normalizations", "attention", "embedding", "routing")
 """The kinds of functions."""
 
 DEFAULT_KINDS = ("activations", "losses")
@@ -119,8 +130,12 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
                 _LOSSES,
                 _DROPOUTS,
                 _NORMALIZATIONS,
-                {"scaled_dot_product_attention": "ScaledDotProductAttention"},
+                {
+                    "multi_head_attention_forward": "MultiheadAttention",
+                    "scaled_dot_product_attention": "ScaledDotProductAttention",
+                },
                 {"embedding": "Embedding", "embedding_bag": "EmbeddingBag"},
+                {"argmax": "Argmax", "topk": "TopK"},
             ),
             strict=True,
         )
@@ -128,6 +143,18 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
     }
 )
 """The kind of each function, by the name that a recorded graph gives it."""
+
+
+SCORED = frozenset(
+    (
+        *("argmax", "embedding", "multi_head_attention_forward", "scaled_dot_product_attention", "sigmoid"),
+        *("softmax", "special_expit", "special_softmax", "topk"),
+    )
+)
+"""The functions that attention and routers consist of, and the one that gets the tokens."""
+
+SCORES = "in.scores"
+"""The path of the scores inside of attention and routers."""
 
 
 def _known() -> dict[Callable[..., Any], str]:

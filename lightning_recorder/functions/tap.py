@@ -6,7 +6,9 @@ import copy
 import sys
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
@@ -17,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
-from lightning_recorder.functions.losses import classes_of_loss, sides_of_loss, some_of
-from lightning_recorder.functions.table import FUNCTIONS, KNOWN, site_name
+from lightning_recorder.functions.attention import scores_of_call
+from lightning_recorder.functions.losses import classes_of_loss, share_of_next, sides_of_loss, some_of
+from lightning_recorder.functions.routers import RouterReader
+from lightning_recorder.functions.table import FUNCTIONS, KNOWN, SCORED, SCORES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
@@ -109,6 +113,25 @@ class ChosenFunctions:
             within = self.root if module is None else module
             found = self._sites[key] = self._new_name(within, function, number, is_loss)
         return found
+
+    def name_of_scores(self, module: nn.Module | None, function: str, number: int) -> str:
+        """Return the name of the site of the scores of a function, or an empty string if they are not to be recorded.
+
+        They are recorded whether or not the output of the function is, which for attention and routers is no default.
+        """
+        within = self.root if module is None else module
+        around = self._modules.get(within)
+        if around is None or not self.has_scores:
+            return ""
+        if _is_whole(within, function):
+            return self._if_chosen(function, around, around)
+        bare, name = (site_name(around, function, each, self._taken) for each in (1, number))
+        return self._if_chosen(function, bare, name)
+
+    @property
+    def has_scores(self) -> bool:
+        """True if the scores inside of attention and routers are recorded: unless single functions are named."""
+        return "softmax" in self.functions or "scaled_dot_product_attention" in self.functions
 
     def _new_name(self, module: nn.Module, function: str, number: int, is_loss: bool) -> str:
         around = self._modules.get(module)
@@ -254,6 +277,9 @@ class _FunctionMode(TorchFunctionMode):
         if FUNCTIONS[name].kind == "losses":
             for tap in tuple(self._taps):
                 tap.observe_loss(name, tap.chosen.name(call.module, name, number, is_loss=True), args, kwargs)
+        elif name in SCORED:
+            for tap in tuple(self._taps):
+                tap.observe_scores(name, number, call, args, kwargs, result)
 
     def _fail(self, error: Exception) -> None:
         is_strict = any(tap.strict for tap in self._taps)
@@ -374,12 +400,28 @@ class _FunctionTap(Tap):
     def observe_loss(self, function: str, name: str, args: Any, kwargs: Any) -> None:
         """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
 
+    def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
+        """Receive a call of a function that attention or a router may consist of.
+
+        Args:
+            function: The name of the function.
+            number: The number of its call in the call of the module, starting at 1.
+            call: The call of the module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            result: The result.
+        """
+
+
+_MOST_TOKENS = 4  # inputs of a step: those of encoder and decoder, with their positions
+
 
 class FunctionOutputTap(_FunctionTap, OutputTap):
     """Records the results of functions when they return; arguments as for ``_FunctionTap``.
 
     The prediction and the target of a loss are recorded, too, as ``in.prediction`` and ``in.target``, with the counts
-    of their classes; see :mod:`~lightning_recorder.functions.losses`.
+    of their classes; see :mod:`~lightning_recorder.functions.losses`. So are the scores inside of attention and
+    routers, as ``in.scores``, if there is a receiver for them.
 
     Example:
         >>> class Net(nn.Module):
@@ -408,8 +450,59 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
             self._guarded(name, None, self._record_loss, function, args, kwargs)
 
     def _record_loss(self, name: str, function: str, args: Any, kwargs: Any) -> None:
-        sides = {path: some_of(tensor) for path, tensor in sides_of_loss(function, args, kwargs).items()}
-        self._pass_on(name, [*sides.items(), *classes_of_loss(function, sides, args, kwargs).items()])
+        sides = sides_of_loss(function, args, kwargs)
+        some = {path: some_of(tensor) for path, tensor in sides.items()}
+        found = [*some.items(), *classes_of_loss(function, some, args, kwargs).items()]
+        target = sides.get("in.target")
+        if function == "cross_entropy" and target is not None and not target.is_floating_point():
+            found += [("in.target.next", each) for each in self._shares_of_next(target)]
+        self._pass_on(name, found)
+
+    def _shares_of_next(self, target: Tensor) -> list[Tensor]:
+        """Return the largest share of targets that are the next token of some input of the step, if there is one."""
+        same = [each for each in self._tokens if each.device == target.device]
+        shares = [each for each in (share_of_next(target, tokens) for tokens in same) if each is not None]
+        return [torch.stack(shares).amax()] if shares else []
+
+    receive_scores: Callable[[Site, Tensor, Tensor], None] | None = None
+    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none."""
+
+    @cached_property
+    def _routers(self) -> RouterReader:
+        return RouterReader()
+
+    @cached_property
+    def _tokens(self) -> deque[Tensor]:
+        return deque(maxlen=_MOST_TOKENS)
+
+    @override
+    def _leave(self) -> None:
+        super()._leave()
+        self._routers.clear()
+        self._tokens.clear()
+
+    @override
+    def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
+        if self.receive_scores is not None and not in_backward():
+            name = self.chosen.name_of_scores(call.module, function, number)
+            if name:
+                self._guarded(name, None, self._record_scores, function, call, args, kwargs, result)
+
+    def _record_scores(self, name: str, function: str, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
+        if self.receive_scores is None or (self._condition is not None and not self._condition()):
+            return
+        if function == "embedding":
+            tokens = args[0] if args else kwargs["input"]
+            if type(tokens) is Tensor and tokens.dim() == 2 and tokens.shape[1] > 1:
+                self._tokens.append(tokens)
+            return
+        scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
+        if scores is not None:
+            self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
+        elif call.module is not None:  # the model itself chooses predictions, not experts
+            choice = self._routers.read(function, name, call.module, call.frame, args, kwargs, result)
+            if choice is not None:
+                self.receive_scores(Site(choice.name, SCORES), choice.best, choice.block)
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):

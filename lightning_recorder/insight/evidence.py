@@ -71,7 +71,7 @@ class View:
         return self.site in self.table.places
 
     def __getattr__(self, statistic: str) -> Floats:
-        if statistic not in STATISTICS:
+        if statistic not in self.table.statistics:
             raise AttributeError(f"{type(self).__name__} has no {statistic!r}")
         return self.column(statistic)[0]
 
@@ -210,6 +210,8 @@ class Evidence:
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
         inputs: The inputs of modules in training, if they were recorded.
         losses: The predictions and targets of losses in training.
+        heads: The heads of attention in training, with the statistics of :data:`HEAD_STATISTICS`; see :func:`parts_of`.
+        experts: The experts of routers in training, with those of :data:`EXPERT_STATISTICS`.
         data: The samples of the batches.
     """
 
@@ -221,13 +223,15 @@ class Evidence:
     coverage: Mapping[str, Any] = field(default_factory=dict)
     inputs: History = field(default_factory=_none)
     losses: History = field(default_factory=_none)
+    heads: History = field(default_factory=_none)
+    experts: History = field(default_factory=_none)
     data: DataFacts = field(default_factory=DataFacts)
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
         tables = {
             name: getattr(self, name).before(step)
-            for name in ("activations", "gradients", "parameters", "validation", "inputs", "losses")
+            for name in ("activations", "gradients", "parameters", "validation", "inputs", "losses", "heads", "experts")
         }
         return replace(self, **tables)
 

@@ -25,6 +25,7 @@ from lightning_recorder.insight.finding import (
 )
 from lightning_recorder.insight.gaps import Diagnosis, gaps_of, group_records
 from lightning_recorder.insight.module_edges import Wiring
+from lightning_recorder.insight.parts import add_parts, new_parts
 from lightning_recorder.insight.rule import DATA, GRAPH, Rule
 from lightning_recorder.insight.rules import RULES
 from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
@@ -32,6 +33,7 @@ from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.rules.non_finite import first_bad_step
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Table
+from lightning_recorder.reductions.scores import EXPERT_STATISTICS, HEAD_STATISTICS
 
 __all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of", "examine"]
 
@@ -88,6 +90,8 @@ class RunHistory:
         self._tables: dict[tuple[str, str], History] = {}
         self.losses = History(STATISTICS)
         """The predictions and targets of losses in training."""
+        self.heads, self.experts = new_parts(HEAD_STATISTICS), new_parts(EXPERT_STATISTICS)
+        """The heads of attention and the experts of routers in training."""
 
     def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
@@ -96,6 +100,8 @@ class RunHistory:
         record, sides = record.without_losses()
         if sides is not None and stage == "train":
             self.losses.add(sides)
+            for table in (self.heads, self.experts):
+                add_parts(table, sides)
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:
             self._tables.setdefault((group, stage), History(STATISTICS)).add(outputs)
@@ -116,7 +122,7 @@ class RunHistory:
 
     def free(self) -> None:
         """Free the arrays that rules have read."""
-        for table in (*self._tables.values(), self.losses):
+        for table in (*self._tables.values(), self.losses, self.heads, self.experts):
             table.free()
 
 
@@ -173,6 +179,8 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
         validation=history.table("activations", "validate"),
         inputs=inputs,
         losses=history.losses,
+        heads=history.heads,
+        experts=history.experts,
         wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
         coverage=facts.coverage,
         data=facts.data or DataFacts(),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from lightning_recorder.functions import SCORES
 from lightning_recorder.names import site_title
 from lightning_recorder.plots import PlotHistory, feature_maps, heat_map
 from lightning_recorder.plots.canvas import Image
@@ -21,6 +22,12 @@ _Key = tuple[Site, str]
 """A site and the name of a statistic."""
 
 _VALUE = "value"
+_JOINED = {
+    "attention_entropy_ratio": "head",
+    "attention_max_logit": "head",
+    "router_load": "expert",
+}
+"""The statistics of heads and experts that are drawn, those of all layers in one picture."""
 _MOST_CHANNELS = 4096  # of a vector; a longer one has no heat map
 
 
@@ -29,7 +36,8 @@ class TensorPictures:
 
     A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. A matrix
     and an image are drawn as they are in the latest record, with the leading dimension of three as panels. A tensor
-    without values is not drawn.
+    without values is not drawn. The heads of all attention have one picture for each statistic, with a row for each
+    head, and so have the experts of all routers.
 
     Args:
         max_images: The maximum number of pictures. The sites are evenly spaced among those of the first record that
@@ -41,6 +49,7 @@ class TensorPictures:
         self._chosen: dict[_Key, None] = {}
         self._vectors: dict[_Key, PlotHistory] = {}
         self._latest: dict[_Key, Tensor] = {}
+        self._joined: dict[str, PlotHistory] = {}
 
     def add(self, step: int, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
         """Add a record.
@@ -50,6 +59,8 @@ class TensorPictures:
             sites: The sites in the order of execution.
             found: Their statistics.
         """
+        if self._max_images:
+            self._join(step, sites, found)
         if not self._chosen:
             self._choose(sites, found)
         for site, statistic in self._chosen:
@@ -64,8 +75,20 @@ class TensorPictures:
                 )
                 history.add_sites(step, {row: ({_VALUE: value}, None) for row, value in enumerate(tensor.tolist())})
 
+    def _join(self, step: int, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
+        rows: dict[str, dict[str, tuple[dict[str, float], None]]] = {}
+        for site in sites:
+            if site.path == SCORES:
+                for statistic, word in _JOINED.items():
+                    values = found[site].tensors.get(statistic)
+                    for row, value in enumerate([] if values is None else values.tolist()):
+                        rows.setdefault(statistic, {})[f"{site.name} {word} {row}"] = {_VALUE: value}, None
+        for statistic, values in rows.items():
+            history = self._joined.setdefault(statistic, PlotHistory(statistics=(_VALUE,), max_histograms=0))
+            history.add_sites(step, values)
+
     def _choose(self, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
-        having = [site for site in sites if found[site].tensors]
+        having = [site for site in sites if found[site].tensors and site.path != SCORES]
         names = dict.fromkeys(name for site in having for name in found[site].tensors)
         rows = max(1, self._max_images // max(1, len(names)))
         chosen = [having[place] for place in evenly(len(having), rows)]
@@ -80,6 +103,12 @@ class TensorPictures:
             tags: The first part of the tags.
         """
         images: dict[str, Image] = {}
+        for name, joined in self._joined.items():
+            word = _JOINED[name]
+            rows = [str(row) for row in joined.sites]
+            title = f"{group}: {name.partition('_')[2].replace('_', ' ')} of each {word}"
+            image = heat_map(joined.steps, rows, joined.table(_VALUE), statistic=name, title=title)
+            images[make_tag(f"{tags}_plots", name, "out", f"{word}s")] = image
         for (site, statistic), history in self._vectors.items():
             title, names = _title(group, site, statistic), [str(row) for row in history.sites]
             values = history.table(_VALUE)

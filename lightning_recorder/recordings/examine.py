@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.functions import SCORES
 from lightning_recorder.insight import (
     Diagnosis,
     Finding,
@@ -78,7 +79,9 @@ def records_of(label: str, series: Series) -> Iterator[Table]:
         own = series.of(key.stage, key.loader)
         for step, entry in part.entries.items():
             about = {**entry.table.about, "group": group, "recorder": label}
-            found = entry.table.having(about=about, histogram=_histograms(own, step))
+            has_parts = any(site.path == SCORES for site in entry.table.sites)
+            tensors = own.all_vectors(step) if has_parts else {}
+            found = entry.table.having(about=about, histogram=_histograms(own, step), tensors=tensors)
             yield found.in_order(calls_of(entry.table))
 
 

@@ -25,7 +25,7 @@ __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_sc
 
 Floats = NDArray[np.float64]
 
-_SIDES = ("in.prediction", "in.target")
+_SIDES = ("in.prediction", "in.target", "in.scores")  # these may have any values
 
 _NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")

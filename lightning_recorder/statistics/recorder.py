@@ -265,6 +265,8 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             each.traced = traced
             if isinstance(each, _OF_FUNCTIONS):
                 each.per_call = False  # their calls are always kept apart, by their names
+            if isinstance(each, FunctionOutputTap):
+                each.receive_scores = self._receive_scores
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.ignores() or self.states.try_fast_path(site, tensor, self.factor)
@@ -293,6 +295,12 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         for tap in self.taps:
             if isinstance(tap, BatchTap):
                 tap.observe(batch)
+
+    def _receive_scores(self, site: Site, tensor: Tensor, block: Tensor) -> None:
+        """Update the statistics of the scores inside of a function, and those of each head or expert."""
+        if not self.ignores():
+            self.states.add(site, tensor, extra=False)
+            self.states.add_scores(site, block)
 
     @property
     @override

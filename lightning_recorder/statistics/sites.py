@@ -26,6 +26,7 @@ from lightning_recorder.reductions.batch_spread import MOST_COLUMNS, MOST_ROWS, 
 from lightning_recorder.reductions.compact import RecycledRows
 from lightning_recorder.reductions.kernels.fused import add_spread, is_fast, may_become_available
 from lightning_recorder.reductions.kernels.fused_cuda import add_tensor_on_device
+from lightning_recorder.reductions.scores import ExpertScores, HeadScores
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
 from lightning_recorder.statistics.user_states import UserStates
@@ -33,6 +34,7 @@ from lightning_recorder.taps import Site
 
 __all__ = ["SiteStates"]
 
+_SCORES = (HeadScores, ExpertScores)  # they get numbers that were computed from a tensor, instead of the tensor
 _LASTING = 256  # sites with rows of their own, 4 MiB; further sites share rows
 _MOST_AGAIN = 64  # sites that come again later in one record; if more do, several batches are merged
 
@@ -76,6 +78,8 @@ class SiteStates:
         reductions += [BatchSpread()] if spread else []
         Combined(reductions)  # rejects objects that are not reductions, and duplicate names
         self.strict = strict
+        self._scores = tuple(range(len(reductions), len(reductions) + len(_SCORES)))
+        reductions = [*reductions, *(kind() for kind in _SCORES)]
         self._reductions = reductions
         self._are_foreign = [is_foreign(each) for each in reductions]
         self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
@@ -162,6 +166,17 @@ class SiteStates:
                 self._add_extra(place, site, values)
         for states in self._users:
             states.add(site, tensor, factor)
+
+    def add_scores(self, site: Site, block: Tensor) -> None:
+        """Update the statistics of the heads of attention, or of the experts of a router, at a site that has a tensor.
+
+        Args:
+            site: The site.
+            block: The numbers of one call, ``[slots, heads]`` or ``[slots, experts]`` float64.
+        """
+        place = next(each for each in self._scores if len(block) == self._reductions[each].blocks)  # type: ignore[attr-defined]
+        if block.device.type != "meta":
+            self._banks[place].add(site, Values(block))
 
     def try_fast_path(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
         """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
@@ -311,14 +326,16 @@ class SiteStates:
             ArgumentError: If the states belong to other reductions.
         """
         banks = state_dict.get("banks")
-        left_out_before = state_dict["left_out"]
-        if isinstance(banks, list) and self._spread_place is not None and len(banks) == self._spread_place:
-            banks, left_out_before = [*banks, []], [*left_out_before, []]  # saved before there was a spread
-        if not isinstance(banks, list) or len(banks) != len(self._banks):
+        # Earlier versions had no spread and no scores.
+        if not isinstance(banks, list) or len(banks) not in (
+            self._extra_places.stop,
+            self._scores[0],
+            len(self._banks),
+        ):
             raise ArgumentError("the saved state has other reductions")
-        for bank, rows in zip(self._banks, banks, strict=True):
+        for bank, rows in zip(self._banks, banks, strict=False):
             bank.load_state_dict(rows, lambda key: Site(*key), device)
-        for left_out, sites in zip(self._left_out, left_out_before, strict=True):
+        for left_out, sites in zip(self._left_out, state_dict["left_out"], strict=False):
             left_out.update(Site(*site) for site in sites)
         for states, rows in zip(self._users, state_dict.get("users", ()), strict=True):
             states.load_state_dict(rows)

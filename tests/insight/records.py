@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import STATISTICS, Diagnosis, Finding, Gap, RunFacts, RunHistory, examine
@@ -122,6 +123,61 @@ def examined(
             values = {site: {name: _at(value, row) for name, value in each.items()} for site, each in sites.items()}
             options = {"shapes": shapes, "dtype": dtype, "histograms": histograms, "about": about}
             examination.add(record(group, row * every, values, stage=stage, **options))  # type: ignore[arg-type]  # mixed
+    return examination
+
+
+_OF_HEAD = {
+    "max_logit": 3.0,
+    "logit_std": 1.0,
+    "entropy": 2.0,
+    "entropy_ratio": 0.8,
+    "least_ratio": 0.6,
+    "most_ratio": 0.95,
+    "first_key": 0.1,
+    "top_key": 0.2,
+    "distance": 4.0,
+    "future": 0.0,
+    "keys": 16.0,
+    "visible": 0.5,
+    "masked": 1.0,
+    "blind": 0.0,
+    "value_rms": 1.0,
+    "alike": 0.5,
+}
+_OF_EXPERT = {"load": 0.25, "probability": 0.25, "entropy": 1.3, "margin": 0.02, "chosen": 2.0, "tokens": 400.0}
+
+
+def parts(
+    layers: Mapping[str, Sequence[Values]],
+    *,
+    kind: str = "attention",
+    records: int = 8,
+    every: int = 10,
+    graph: Graph | None = None,
+) -> Examination:
+    """Return the examination of a run given by the statistics of the heads, or of the experts, of each layer.
+
+    Args:
+        layers: The statistics of each head by the name of its layer; healthy where they are not given.
+        kind: ``"attention"`` or ``"router"``.
+        records: The number of records.
+        every: The number of steps between two records.
+        graph: The graph.
+    """
+    examination = Examination(graph)
+    usual = _OF_HEAD if kind == "attention" else _OF_EXPERT
+    for row in range(records):
+        table = record("activations", row * every, {(name, "in.scores"): {} for name in layers})
+        tensors = {
+            Site(name, "in.scores"): {
+                f"{kind}_{statistic}": torch.tensor(
+                    [_at(each.get(statistic, value), row) for each in given], dtype=torch.float64
+                )
+                for statistic, value in usual.items()
+            }
+            for name, given in layers.items()
+        }
+        examination.add(table.having(tensors=tensors))
     return examination
 
 

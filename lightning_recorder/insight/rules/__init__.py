@@ -2,8 +2,10 @@
 
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
+    attention,
     classes,
     comparisons,
+    experts,
     gradient_depth,
     gradient_steps,
     gradients,
@@ -31,6 +33,8 @@ _FILES = (
     ranks,
     samples,
     operations,
+    attention,
+    experts,
     training_settings,
     training_step,
     scales,

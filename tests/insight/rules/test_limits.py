@@ -22,7 +22,7 @@ from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderF
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, chain, examined, network, trained
+from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_operations import Codes, Step, mlp, rows
@@ -197,6 +197,158 @@ def _() -> Iterator[Evidence]:
     for factor in (1 + 0.01 * ABOVE, 1 + 0.01 * BELOW):
         shapes = {OUT: (4, 8, 8)}
         yield case({"act": {"mean": factor / 4}}, graph=chain("act", "fc", act="Softmax"), shapes=shapes)
+
+
+def heads(*given: Values, records: int = 8, others: int = 0) -> Evidence:
+    """Return the evidence of one layer with these heads, and of further layers with healthy ones."""
+    layers = {f"blocks.{place}.attn.softmax": [{}] for place in range(1, others + 1)}
+    return parts({"blocks.0.attn.softmax": given, **layers}, records=records).evidence()  # type: ignore[dict-item]  # none
+
+
+def experts(*loads: float | Sequence[float], records: int = 8, **others: float) -> Evidence:
+    """Return the evidence of a router with these shares of its experts."""
+    given: list[Values] = [{"load": each, **others} for each in loads]
+    return parts({"mlp.gate.topk": given}, kind="router", records=records).evidence()
+
+
+@cases("attention-scores-grow")
+def _() -> Iterator[Evidence]:
+    for factor in (1.2, 0.7):
+        yield heads({"max_logit": [factor * each for each in (10, 20, 30, 40, 50, 60, 70, 80)]})
+    for first in (15.0, 45.0, 80.0):
+        yield heads({"max_logit": [first, first, first, 100, 100, 110, 125, 130]})
+    for last in (104.0, 112.0, 150.0, 230.0):
+        yield heads({"max_logit": [10, 10, 10, 100, 100, last, last, last]})
+    for records in (5, 6):
+        yield heads({"max_logit": [10, 20, 60, 70, 80, 90]}, records=records)
+
+
+@cases("dead-heads")
+def _() -> Iterator[Evidence]:
+    for records in (2, 3):
+        yield heads({"value_rms": 0.0}, {"logit_std": 0.0}, records=records)
+    for size in (0.75e-7, 1.5e-7):
+        yield heads({"value_rms": size}, {"logit_std": size})
+
+
+@cases("one-hot-heads")
+def _() -> Iterator[Evidence]:
+    one: Values = {"top_key": 0.99, "most_ratio": 0.05}
+    for records in (2, 3):
+        yield heads(one, records=records)
+    for changed in ({"top_key": 0.96}, {"most_ratio": 0.15}, {"most_ratio": 0.3}, {"keys": 4.0}, {"keys": 8.0}):
+        yield heads({**one, **changed})
+    for healthy in (0, 1, 2):
+        yield heads(one, *[{}] * healthy)
+    yield heads({**one, "top_key": 0.5})
+
+
+@cases("attention-sink")
+def _() -> Iterator[Evidence]:
+    for records in (2, 3):
+        yield heads({"first_key": 0.95}, records=records)
+    for share in (0.6, 0.95):
+        yield heads({"first_key": share})
+    for keys in (6.0, 12.0):
+        yield heads({"first_key": 0.95, "keys": keys})
+
+
+@cases("mask-hides-everything")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield heads({"blind": 1.0}, records=records)
+    for share in (0.15, 0.075):
+        yield heads({"blind": share})
+
+
+@cases("sees-later-keys")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield heads({"future": 0.5}, others=4, records=records)
+    for share in (0.75e-3, 1.5e-3):
+        yield heads({"future": share}, others=4)
+    for seeing, number in ((1, 2), (1, 3), (1, 4), (2, 3), (1, 1)):
+        layers: dict[str, Sequence[Values]] = {
+            f"blocks.{place}.attn.softmax": [{"future": 0.5 * (place < seeing)}] for place in range(number)
+        }
+        yield parts(layers).evidence()
+
+
+@cases("attends-the-target")
+def _() -> Iterator[Evidence]:
+    for future, share, records in ((0.5, 1.0, 1), (0.5, 1.0, 2), (0.75e-3, 1.0, 8), (1.5e-3, 1.0, 8), (0.5, 0.6, 8)):
+        layers: dict[str, Sequence[Values]] = {"attn.softmax": [{"future": future}]}
+        examination = parts(layers, records=records)
+        for row in range(records):
+            sites = {("loss", "in.target.next"): {"mean": share}}
+            examination.add(record("activations", row * 10, sites, recorder="losses"))
+        yield examination.evidence()
+
+
+@cases("equal-query-and-key")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield heads({"alike": 1.0}, records=records)
+    yield heads({"alike": 0.7})
+
+
+@cases("attention-scale")
+def _() -> Iterator[Evidence]:
+    for factor, spread, size in ((1.0, 4.0, 16), (1.0, 2.0, 16), (1.0, 4.0, 4), (1.0, 4.0, 64), (1.0, 4.0, 3)):
+        yield scaled(factor, spread, size)
+    for times in (2.0, 4.0):
+        yield scaled(times / 4, 4.0, 16)
+    for off in (1.0, 1.03, 1.07):
+        yield scaled(off / 4, 1.0, 16, twice=True)
+
+
+def scaled(factor: float, spread: float, size: int, *, twice: bool = False) -> Evidence:
+    """Return the evidence of attention whose scores have a factor and vary by this much."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            query = x * factor if twice else x
+            return F.scaled_dot_product_attention(query, x + 1, x + 2, scale=None if twice else factor)
+
+    graph = capture_graph(torch.nn.Sequential(Attention()), torch.randn(2, 2, 5, size))
+    layer: dict[str, Sequence[Values]] = {"0.scaled_dot_product_attention": [{"logit_std": spread}]}
+    return parts(layer, graph=graph).evidence()
+
+
+@cases("router-collapse")
+def _() -> Iterator[Evidence]:
+    for records in (3, 4):
+        yield experts(0.5, 0.5, 0.0, 0.0, records=records)
+    for rest in (0.02, 0.04, 0.1):
+        yield experts(0.5 - rest, 0.5 - rest, rest, rest)
+    for number in (2, 3, 4, 7, 8):
+        yield experts(0.5, 0.5, *[0.0] * (number - 2))
+
+
+@cases("starved-expert")
+def _() -> Iterator[Evidence]:
+    for records in (3, 4):
+        yield experts(0.4, 0.3, 0.3, 0.0, records=records)
+    for share in (0.015 / 4, 0.03 / 4):
+        yield experts(0.4, 0.3, 0.3, share)
+    for tokens in (45.0, 90.0):
+        yield experts(0.4, 0.3, 0.3, 0.0, tokens=tokens)
+    for number in (1, 2, 3):
+        yield experts(*[1 / (4 - number)] * (4 - number), *[0.0] * number, chosen=1.0)
+
+
+@cases("router-drift")
+def _() -> Iterator[Evidence]:
+    for records in (8, 9):
+        yield drifting(0.07, records)
+    for last in (0.07, 0.02, 0.001, 0.2):
+        yield drifting(last, 9)
+
+
+def drifting(last: float, records: int) -> Evidence:
+    """Return the evidence of a router that sends this share of the choices to three of four experts in the end."""
+    third = [0.25] * 3 + [(0.25 + last) / 2] * (records - 6) + [last] * 3
+    return experts([1 - 3 * each for each in third], third, third, third, chosen=1.0, records=records)
 
 
 @cases("learning-rate-too-large")

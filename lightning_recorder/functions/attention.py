@@ -1,0 +1,383 @@
+"""The scores inside of attention, from a sample of its queries."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import functional as F
+
+from lightning_recorder.reductions.base import without_autocast
+from lightning_recorder.reductions.scores import HEAD_SLOTS, slots_of_scores
+
+__all__ = ["HIDDEN", "MOST_QUERIES", "MOST_SAMPLES", "Scores", "scores_of_call"]
+
+MOST_SAMPLES, MOST_QUERIES = 4, 8
+"""The number of samples of a batch and of queries of a sequence whose scores are computed."""
+
+HIDDEN = -5000.0
+"""A key with this score or mask, or a smaller one, gets no attention: masks have -10000, the least number, or -inf."""
+
+_MOST_SCORES = 1 << 22  # 16 MiB, of which there are a few copies
+_MOST_VALUES = 64  # keys of a sample whose values are read
+
+
+class Scores(NamedTuple):
+    """The scores of one call.
+
+    Args:
+        largest: The largest score of each query and head that may attend a key, otherwise zero.
+        block: The numbers of each head, ``[21, heads]``; see ``HEAD_SLOTS``.
+    """
+
+    largest: Tensor
+    block: Tensor
+
+
+class _Sample(NamedTuple):
+    """A sample of the queries of a call.
+
+    Args:
+        scores: The scores with the mask, ``[samples, heads, queries, keys]`` float32.
+        hidden: True for keys that may not be attended, of a shape that broadcasts to that of the scores; None if there
+            are none.
+        rows: The positions of the queries, ``[queries]``.
+        is_own: True if queries and keys have the same positions.
+        is_masked: True if the call has a mask.
+        values: The values of some keys, ``[samples, key heads, keys, features]``; None if they are unknown.
+        alike: The cosine of each query and the key of the same position, ``[samples, heads, queries]``; None likewise.
+    """
+
+    scores: Tensor
+    hidden: Tensor | None
+    rows: Tensor
+    is_own: bool
+    is_masked: bool
+    values: Tensor | None = None
+    alike: Tensor | None = None
+
+
+def scores_of_call(
+    name: str, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Scores | None:
+    """Return the scores of a call of a function; None if it is no attention or cannot be read.
+
+    At most four samples of a batch and eight queries of a sequence are read, evenly spaced. The scores are computed
+    again in float32 from queries and keys, or read where the function gets them, as a softmax does.
+
+    Args:
+        name: The name of the function.
+        module: The module that calls it.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Note:
+        Nothing waits for the device, and nothing is kept. Autograd must be disabled by the caller.
+    """
+    read = _READERS.get(name)
+    if read is None:
+        return None
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    # Subclasses have values of their own kind; values of a tensor without a device are unknown.
+    if not tensors or any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+        return None
+    if any(each.is_nested or each.is_meta or each.is_sparse for each in tensors):
+        return None
+    if name == "softmax" and not _is_attention(args, kwargs):
+        return None
+    sample = read(module, *args, **kwargs)
+    if sample is None:
+        return None
+    with without_autocast(tensors[0].device):
+        return _scores(sample)
+
+
+def _scores(sample: _Sample) -> Scores:
+    scores, hidden = sample.scores, sample.hidden
+    keys = scores.shape[-1]
+    if hidden is None:
+        shown, seen, some = scores, torch.full_like(scores[..., 0], keys), scores
+    else:
+        hidden = hidden.expand_as(scores)
+        shown = scores.masked_fill(hidden, -torch.inf)
+        seen = (keys - hidden.sum(-1)).float()
+        some = scores.masked_fill(hidden, 0.0)
+    sees, counts = seen >= 1, seen >= 2
+    weights = shown.softmax(-1)
+    if hidden is not None:
+        weights = torch.where(sees[..., None], weights, 0.0)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)
+    ratio = entropy / seen.clamp(min=2).log()
+    mean = some.sum(-1, keepdim=True) / seen.clamp(min=1)[..., None]
+    deviations = (some - mean).square_()
+    if hidden is not None:
+        deviations.masked_fill_(hidden, 0.0)
+    largest = shown.amax(-1)
+    found: dict[str, Tensor | float] = {
+        "queries": _total(counts),
+        "entropy": _total(entropy, counts),
+        "entropy_ratio": _total(ratio, counts),
+        "first_key": _total(weights[..., 0], counts),
+        "top_key": _total(weights.amax(-1), counts),
+        "variance": _total(deviations.sum(-1) / seen.clamp(min=1), counts),
+        "rows": float(scores[:, 0, :, 0].numel()),
+        "masked": float(scores[:, 0, :, 0].numel()) * sample.is_masked,
+        "keys": _total(seen),
+        "visible": _total(seen) / keys,
+        "samples": float(len(scores)),
+        "blind": (~sees[..., -1]).sum(0),
+        "max_logit": largest.amax((0, 2)),
+        "most_ratio": _most(ratio, counts),
+        "minus_least_ratio": _most(-ratio, counts),
+        "minus_least_alike": -torch.inf,
+    }
+    if sample.is_own:
+        offsets = torch.arange(keys, device=scores.device) - sample.rows[:, None]
+        found["placed"] = found["queries"]
+        found["distance"] = _total((weights * offsets.abs()).sum(-1), counts)
+        found["future"] = _total((weights * (offsets > 0)).sum(-1), counts)
+    if sample.values is not None:
+        squares = sample.values.float().square().mean((0, 2, 3))
+        found["values"] = squares.repeat_interleave(scores.shape[1] // len(squares))
+        found["valued"] = 1.0
+    if sample.alike is not None:
+        found["minus_least_alike"] = -sample.alike.amin((0, 2))
+    # Zero where nothing is seen, so that the statistics of the largest scores are finite.
+    return Scores(torch.where(sees, largest, 0.0), slots_of_scores(HEAD_SLOTS, found, scores[0, :, 0, 0]))
+
+
+def _total(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return the sum over samples and queries, ``[heads]``, of the values that count."""
+    return (values if counts is None else torch.where(counts, values, 0.0)).sum((0, 2), dtype=torch.float64)
+
+
+def _most(values: Tensor, counts: Tensor) -> Tensor:
+    return torch.where(counts, values, -torch.inf).amax((0, 2))
+
+
+class _Places(NamedTuple):
+    """The samples and the queries that are read: every n-th one."""
+
+    each_sample: int
+    first: int
+    each_query: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a part of a tensor, ``[samples, heads, queries, …]``; one of size 1 stands for all."""
+        found = tensor[:: self.each_sample] if tensor.shape[0] > 1 else tensor
+        return found[..., self.first :: self.each_query, :] if tensor.shape[-2] > 1 else found
+
+    def rows(self, size: int, device: torch.device) -> Tensor:
+        return torch.arange(self.first, size, self.each_query, device=device)
+
+
+def _places(samples: int, heads: int, queries: int, keys: int) -> _Places:
+    """Choose samples and queries, the last query among them. Unlike indices, slices need no copy to the device."""
+    for most_samples, most_queries in ((MOST_SAMPLES, MOST_QUERIES), (1, MOST_QUERIES), (1, 1)):
+        if most_samples * most_queries * heads * keys <= _MOST_SCORES:
+            break
+    each_query = math.ceil(queries / most_queries)
+    return _Places(math.ceil(samples / most_samples), (queries - 1) % each_query, each_query)
+
+
+def _of_fused(
+    module: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> _Sample | None:
+    """Read ``scaled_dot_product_attention``."""
+    query, key, value = (_with_heads(each, module) for each in (query, key, value))
+    if 0 in (*query.shape, *key.shape) or key.shape[0] != query.shape[0] or query.shape[1] % key.shape[1]:
+        return None
+    samples, heads, queries, keys = (*query.shape[:3], key.shape[2])
+    places = _places(samples, heads, queries, keys)
+    some, theirs = places.of(query).float(), key[:: places.each_sample].float()
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    groups = heads // key.shape[1]
+    # [samples, key heads, queries of all heads of the group, keys]
+    together = some.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    with without_autocast(query.device):
+        products = together @ theirs.mT
+    scores = products.unflatten(2, (groups, some.shape[2])).flatten(1, 2) * factor
+    rows = places.rows(queries, query.device)
+    hidden = None
+    if is_causal:
+        hidden = torch.arange(keys, device=query.device) > rows[:, None]
+    if attn_mask is not None:
+        mask = _mask_with_heads(attn_mask, query, module)
+        if mask is None:
+            return None
+        mask = places.of(mask)
+        if mask.dtype != torch.bool:
+            scores = scores + mask
+        hides = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
+        hidden = hides if hidden is None else hidden | hides
+    alike = None
+    if queries == keys:
+        mates = places.of(key).float().repeat_interleave(groups, 1)
+        alike = F.cosine_similarity(some, mates, dim=-1) if mates.shape == some.shape else None
+    values = value[:: places.each_sample, :, :: math.ceil(keys / _MOST_VALUES)]
+    return _Sample(scores, hidden, rows, queries == keys, hidden is not None, values, alike)
+
+
+def _with_heads(tensor: Tensor, module: nn.Module | None) -> Tensor:
+    """Return a tensor as ``[samples, heads, positions, features]``. One of three dimensions may have both together."""
+    if tensor.dim() == 4:
+        return tensor
+    if tensor.dim() > 4:
+        return tensor.flatten(0, -4)
+    if tensor.dim() == 2:
+        return tensor[None, None]
+    heads = _number_of_heads(module)
+    return tensor.unflatten(0, (-1, heads)) if len(tensor) % heads == 0 else tensor[:, None]
+
+
+_NAMES_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+
+
+def _number_of_heads(module: nn.Module | None) -> int:
+    """Return the number of heads of a module whose tensors have samples and heads as one dimension; 1 if unknown."""
+    own = {} if module is None else module.__dict__
+    return next((own[each] for each in _NAMES_OF_HEADS if type(own.get(each)) is int and own[each] > 0), 1)
+
+
+def _mask_with_heads(mask: Tensor, query: Tensor, module: nn.Module | None) -> Tensor | None:
+    """Return a mask with four dimensions that broadcast to those of the scores; None if it does not fit."""
+    if mask.dim() == 3 and mask.shape[0] not in (1, query.shape[1]):
+        mask = mask.unflatten(0, (query.shape[0], -1)) if mask.shape[0] % query.shape[0] == 0 else mask
+    elif mask.dim() > 4:
+        mask = mask.expand(*mask.shape[:-4], mask.shape[-4], *mask.shape[-3:]).flatten(0, -4)
+    while mask.dim() < 4:
+        mask = mask[None]
+    fits = all(mine in (1, size) for mine, size in zip(mask.shape[:3], query.shape[:3], strict=True))
+    return mask if fits else None
+
+
+def _of_softmax(module: nn.Module | None, scores: Tensor, *args: Any, **kwargs: Any) -> _Sample | None:
+    """Read the argument of a softmax."""
+    whole = _with_heads(scores, module)
+    if 0 in whole.shape:
+        return None
+    samples, heads, queries, keys = whole.shape
+    places = _places(samples, heads, queries, keys)
+    some = places.of(whole).float()
+    hidden = some <= HIDDEN
+    # Attention without a mask is common, but to find out whether anything is hidden would wait for the device.
+    return _Sample(some, hidden, places.rows(queries, scores.device), queries == keys, is_masked=False)
+
+
+def _is_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for a softmax over the last dimension of a product of queries and keys, perhaps with a mask.
+
+    A product of two tensors with a batch has a node of its own in the graph of autograd, unlike one with a weight.
+    Without gradients there is no such graph, and a softmax is no attention.
+    """
+    scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    if not isinstance(scores, Tensor) or scores.dim() < 3 or dim not in (-1, scores.dim() - 1):
+        return False
+    if scores.shape[-1] < 2 or not scores.is_floating_point():
+        return False
+    return _is_product(scores.grad_fn)
+
+
+_PRODUCTS = ("BmmBackward0", "BaddbmmBackward0")
+_BETWEEN = frozenset(
+    f"{name}Backward{number}"
+    for number in range(3)
+    for name in (
+        *("Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "ToCopy", "View", "UnsafeView", "Reshape", "ReshapeAlias"),
+        *("Clone", "Transpose", "Permute", "Expand", "Unsqueeze", "Squeeze", "Tanh", "Clamp", "ClampMin", "ClampMax"),
+        *("Slice", "Alias", "T", "Maximum", "Copy", "Copyslices"),
+    )
+)
+_DEEPEST = 12
+
+
+def _is_product(node: Node | None) -> bool:
+    """Return True if some values come from a product of two tensors with a batch, through a scale, a mask or a cap."""
+    level = [] if node is None else [node]
+    seen: set[Node] = set()
+    for _ in range(_DEEPEST):
+        if any(each.name() in _PRODUCTS for each in level):
+            return True
+        seen.update(level)
+        inner = (edge for each in level if each.name() in _BETWEEN for edge, _ in each.next_functions)
+        level = [each for each in dict.fromkeys(inner) if each is not None and each not in seen]
+    return False
+
+
+@lru_cache(1)
+def _signature() -> inspect.Signature:
+    return inspect.signature(F.multi_head_attention_forward)
+
+
+def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample | None:
+    """Read ``multi_head_attention_forward``, which is ``nn.MultiheadAttention``, by projecting a sample once more.
+
+    No function mode is active inside of it, so that its own projections are not seen.
+    """
+    given = _signature().bind(*args, **kwargs)
+    given.apply_defaults()
+    call = given.arguments
+    query, key, value, heads = (call[name] for name in ("query", "key", "value", "num_heads"))
+    is_plain = all(call[name] is None for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    if not is_plain or call["add_zero_attn"]:
+        return None  # there are further keys
+    query, key, value = (each[:, None] if each.dim() == 2 else each for each in (query, key, value))
+    samples, features = query.shape[1:]
+    if call["use_separate_proj_weight"]:
+        weights = [call[f"{each}_proj_weight"] for each in "qkv"]
+    else:
+        weights = call["in_proj_weight"].chunk(3)
+    biases = [None] * 3 if call["in_proj_bias"] is None else call["in_proj_bias"].chunk(3)
+    each_sample = math.ceil(samples / MOST_SAMPLES)
+    query, key, value = (each[:, ::each_sample] for each in (query, key, value))
+    made = [F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True)]
+    # [samples, heads, positions, features]
+    query, key, value = (each.unflatten(-1, (heads, features // heads)).permute(1, 2, 0, 3) for each in made)
+    mask, is_causal = call["attn_mask"], False
+    if mask is None and call["is_causal"]:
+        is_causal = True
+    if mask is not None:
+        mask = _negated(mask)
+        mask = mask.unflatten(0, (samples, heads)) if mask.dim() == 3 else mask[None, None]
+        mask = mask[::each_sample] if mask.shape[0] > 1 else mask
+    padding = call["key_padding_mask"]
+    if padding is not None:
+        padding = _negated(padding if padding.dim() == 2 else padding[None])[::each_sample, None, None]
+        mask = padding if mask is None else _both(mask, padding)
+    return _of_fused(None, query, key, value, mask, is_causal=is_causal)
+
+
+def _negated(mask: Tensor) -> Tensor:
+    """Return the mask of a function in which True is a key that may be attended, unlike in the module."""
+    return ~mask if mask.dtype == torch.bool else mask
+
+
+def _both(one: Tensor, other: Tensor) -> Tensor:
+    """Return two masks together."""
+    if one.dtype == other.dtype == torch.bool:
+        return one & other
+    zero = torch.zeros((), device=one.device)
+    added = [torch.where(each, zero, -torch.inf) if each.dtype == torch.bool else each for each in (one, other)]
+    return added[0] + added[1]
+
+
+_READERS: Mapping[str, Callable[..., _Sample | None]] = {
+    "scaled_dot_product_attention": _of_fused,
+    "multi_head_attention_forward": _of_module,
+    "softmax": _of_softmax,
+}

@@ -1,0 +1,189 @@
+"""The choice of a router: a softmax or sigmoid over experts, and the best of them for each token."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.reductions.base import without_autocast
+from lightning_recorder.reductions.scores import EXPERT_SLOTS, slots_of_scores
+
+__all__ = ["MOST_TOKENS", "Choice", "RouterReader"]
+
+MOST_TOKENS = 4096
+"""The number of tokens of a call whose entropy and margin are computed."""
+
+_MOST_EXPERTS = 1024
+_MOST_CHOSEN = 64
+_NORMALIZERS = ("softmax", "sigmoid", "special_expit", "special_softmax")
+_SOFTMAX = ("softmax", "special_softmax")
+_NAMES_OF_ROUTERS = re.compile(r"rout|gat(e|ing)|expert|moe|switch", re.IGNORECASE)
+
+
+class Choice(NamedTuple):
+    """The choice of a router in one call.
+
+    Args:
+        name: The name of the site, that of the function that chose.
+        best: The probability of the best expert of each token, ``[tokens]``.
+        block: The numbers of each expert, ``[7, experts]``; see ``EXPERT_SLOTS``.
+    """
+
+    name: str
+    best: Tensor
+    block: Tensor
+
+
+class _Call(NamedTuple):
+    """What has happened in a call of a module.
+
+    Args:
+        probabilities: The probabilities of the experts that were computed last, with the function that made them.
+        choices: The choices among scores without probabilities, by the shape of the chosen scores.
+    """
+
+    probabilities: list[tuple[weakref.ref[Tensor], str]]
+    choices: dict[tuple[int, ...], Choice]
+
+
+class RouterReader:
+    """Finds routers among the functions that a module calls.
+
+    A router computes probabilities with a softmax or a sigmoid and chooses the best of them in the same call of a
+    module, or it chooses the best scores and computes the softmax of these. The probabilities need a gradient.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, _Call] = {}
+
+    def clear(self) -> None:
+        """Forget everything, at the end of a step."""
+        self._calls.clear()
+
+    def read(
+        self,
+        name: str,
+        site: str,
+        module: nn.Module,
+        frame: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> Choice | None:
+        """Return the choice of a router that ends with this call of a function; None if there is none.
+
+        Args:
+            name: The name of the function.
+            site: The name of its site.
+            module: The module that calls it.
+            frame: An identifier of the call of the module.
+            args: The positional arguments of the function.
+            kwargs: Its keyword arguments.
+            result: Its result.
+
+        Note:
+            Nothing waits for the device. A choice without probabilities is kept until the module returns its softmax or
+            the step ends; otherwise nothing is kept.
+        """
+        given = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if type(given) is not Tensor or not _has_experts(given):
+            return None
+        call = self._calls.get(frame)
+        if call is None:
+            call = self._calls[frame] = _Call([], {})
+        if name in _NORMALIZERS:
+            return _of_normalizer(call, name, args, kwargs, given, result)
+        found = _chosen(name, module, site, args, kwargs, given, result)
+        if found is None:
+            return None
+        scores, indices = found
+        for reference, function in reversed(call.probabilities):
+            made = reference()
+            if made is not None and made.shape[-1] == scores.shape[-1] and made.numel() == scores.numel():
+                return _choice(site, scores, indices, made, function)
+        if name == "topk" and scores.requires_grad and scores.shape[-1] > 2:
+            call.choices[tuple(indices.shape)] = _choice(site, scores, indices, scores, "")
+        return None
+
+
+def _has_experts(tensor: Tensor) -> bool:
+    is_of_tokens = 2 <= tensor.dim() <= 3 and 2 <= tensor.shape[-1] <= _MOST_EXPERTS and tensor.numel() > 0
+    return is_of_tokens and tensor.is_floating_point() and not tensor.is_meta
+
+
+def _of_normalizer(
+    call: _Call, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Tensor, result: Any
+) -> Choice | None:
+    """Remember probabilities, or return the choice among the scores whose probabilities these are."""
+    if name in _SOFTMAX:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+        if dim not in (-1, given.dim() - 1):
+            return None
+    choice = call.choices.pop(tuple(given.shape), None)
+    if choice is not None:
+        return choice
+    if type(result) is Tensor and result.requires_grad:
+        call.probabilities.append((weakref.ref(result), name))
+    return None
+
+
+def _chosen(
+    name: str,
+    module: nn.Module,
+    site: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Tensor,
+    result: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """Return the scores, and the indices of the best of each token, ``[…, chosen]``; None if none are chosen."""
+    if name == "argmax":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        is_router = _NAMES_OF_ROUTERS.search(f"{site.rpartition('.')[0]} {type(module).__name__}") is not None
+        if not is_router or dim not in (-1, given.dim() - 1) or not isinstance(result, Tensor):
+            return None
+        return given, result if result.dim() == given.dim() else result[..., None]
+    if name != "topk":
+        return None
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+    indices = result[1]
+    if dim not in (-1, given.dim() - 1) or not largest:
+        return None
+    return (given, indices) if 1 <= indices.shape[-1] <= min(_MOST_CHOSEN, given.shape[-1] - 1) else None
+
+
+def _choice(site: str, scores: Tensor, indices: Tensor, probabilities: Tensor, function: str) -> Choice:
+    experts, chosen = scores.shape[-1], indices.shape[-1]
+    with without_autocast(scores.device):
+        scores, probabilities = (each.detach().reshape(-1, experts).float() for each in (scores, probabilities))
+        indices = indices.reshape(-1)
+        load = torch.zeros(experts, dtype=torch.float64, device=scores.device)
+        load.index_add_(0, indices, torch.ones_like(indices, dtype=torch.float64))
+        tokens = len(scores)
+        step = math.ceil(tokens / MOST_TOKENS)
+        scores, shares = scores[::step], probabilities[::step]
+        if not function:
+            shares = shares.softmax(-1)
+        elif function not in _SOFTMAX:
+            shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
+        best = scores.topk(chosen + 1, dim=-1).values
+        margins = best[:, -2] - best[:, -1]
+        # A limit to some groups of experts leaves others out with an infinite score.
+        margins = torch.where(margins.isinf(), 0.0, margins)
+        found: dict[str, Tensor | float] = {
+            "tokens": float(tokens),
+            "sampled": float(len(scores)),
+            "chosen": float(tokens * chosen),
+            "load": load,
+            "probability": shares.sum(0, dtype=torch.float64),
+            "entropy": (-torch.special.xlogy(shares, shares).sum()).expand(experts),
+            "margin": margins.sum().expand(experts),
+        }
+        return Choice(site, shares.amax(-1), slots_of_scores(EXPERT_SLOTS, found, shares[0]))

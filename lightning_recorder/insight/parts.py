@@ -1,0 +1,73 @@
+"""The heads of attention and the experts of routers as sites of their own, which rules view like any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.names import Site
+from lightning_recorder.records.history import History
+from lightning_recorder.records.table import Table, make_schema
+
+__all__ = ["add_parts", "family_of", "layers_of", "listed", "new_parts"]
+
+
+def new_parts(statistics: Sequence[str]) -> History:
+    """Return a history without a record for parts with these statistics."""
+    return History((*statistics, "nan_count", "inf_count"))  # a history keeps the first values that are not finite
+
+
+def add_parts(history: History, table: Table) -> None:
+    """Add the vectors of a record: each entry is a site, whose path is its number in its layer.
+
+    Args:
+        history: The result of :func:`new_parts`.
+        table: The record.
+    """
+    names = history.statistics[:-2]
+    found = [(site, table.tensors[site]) for site in table.sites if names[0] in table.tensors.get(site, {})]
+    if not found:
+        return
+    blocks = [np.stack([vectors[name].numpy() for name in names], axis=1) for _, vectors in found]
+    sites = tuple(
+        Site(site.name, str(row)) for (site, _), block in zip(found, blocks, strict=True) for row in range(len(block))
+    )
+    nothing = (None,) * len(sites)
+    history.add(Table(make_schema(sites, names, nothing, nothing), np.concatenate(blocks), about=table.about))
+
+
+def layers_of(evidence: Evidence, history: History) -> Mapping[str, list[View]]:
+    """Return the views of all parts of each layer."""
+    found: dict[str, list[View]] = {}
+    for site in history.places:
+        found.setdefault(site.name, []).append(View(evidence, history, site))
+    return found
+
+
+def family_of(name: str) -> str:
+    """Return what the names of equal layers in a stack have in common.
+
+    Example:
+        >>> family_of("encoder.layers.3.attn.softmax")
+        'encoder.layers.*.attn.softmax'
+    """
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def listed(word: str, views: Sequence[View]) -> str:
+    """Return the numbers of some parts in words.
+
+    Example:
+        >>> views = [View(None, History(()), Site("attn", number)) for number in "2579"]
+        >>> listed("head", views[:1]), listed("head", views)
+        ('head 2', 'heads 2, 5, 7 and 1 more')
+    """
+    numbers = [each.path for each in views]
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    shown = ", ".join(numbers[:3])
+    more = len(numbers) - 3
+    return f"{word}s {shown} and {more} more" if more > 0 else f"{word}s {', '.join(numbers[:-1])} and {numbers[-1]}"

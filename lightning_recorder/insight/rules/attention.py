@@ -1,0 +1,486 @@
+"""The rules about attention: its scores, its heads, its masks and its scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.functions import function_sites
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.parts import family_of, layers_of, listed
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.records.table import Floats
+
+_ANY = ("any",)
+_ATTENTION = ("scaled_dot_product_attention", "softmax")
+
+
+def _last(view: View, statistic: str, records: int) -> Floats:
+    """Return the values of the last records; none if there are fewer."""
+    values = view.column(statistic)[0]
+    return values[-records:] if len(values) >= records else np.zeros(0)
+
+
+def _all(values: Floats, limit: float) -> bool:
+    return bool(len(values)) and bool((values >= limit).all())
+
+
+def _owner(view: View) -> str:
+    """Return the name of the module that calls the attention."""
+    return view.module.rpartition(".")[0] or view.module
+
+
+@rule(
+    "attention-scores-grow",
+    statistic="largest score of a head of attention before the softmax",
+    usual="below 30, and bounded",
+    why="Queries and keys grow against each other. The softmax becomes one-hot, its gradient vanishes, and low "
+    "precision rounds the scores; then the loss diverges.",
+    next="Normalize queries and keys (QK norm), clip the scores, or lower the learning rate of query and key.",
+    false_alarms="Large scores that do not grow, as of pretrained models, do not count.",
+    needs=("activations",),
+    records=6,
+    explains=dict.fromkeys(("attention-collapse", "one-hot-heads", "sudden-change", "unlike-siblings"), _ANY),
+)
+def attention_scores_grow(
+    evidence: Evidence, *, records: int = 6, large: float = 50.0, growth: float = 2.0, recent: float = 1.1
+) -> Iterator[Finding]:
+    """Yield the layers with heads whose largest score is large and still grows."""
+    for name, heads in layers_of(evidence, evidence.heads).items():
+        found = []
+        for head in heads:
+            values, steps = head.column("attention_max_logit")
+            if len(values) < records or values[-1] < large:
+                continue
+            third = len(values) // 3
+            first, before, last = (float(np.median(each)) for each in np.split(values, (third, len(values) - third)))
+            if last >= large and last >= growth * max(first, 1.0) and last >= recent * before:
+                since = int(steps[int(np.argmax(values >= large))])
+                rate = (
+                    1000 * (last - before) / max(1.0, float(np.median(steps[-third:]) - np.median(steps[third:-third])))
+                )
+                found.append((rate, since, last, head))
+        if found:
+            rate, since, last, head = max(found, key=lambda each: each[0])
+            some = [each[-1] for each in found]
+            verdict = (
+                f"the largest score of {listed('head', some)} of {name} is {last:.3g}, and grows by {rate:.3g} in "
+                "1,000 steps"
+            )
+            numbers = {"score": last, "rate": rate, "heads": len(some)}
+            yield head.found(verdict, "attention_max_logit", since=since, **numbers)
+
+
+@rule(
+    "dead-heads",
+    statistic="values and scores of a head of attention",
+    usual="values that are not zero, and scores that differ between keys",
+    why="The weights of the query, key or value of the head are zero, or it is masked.",
+    next="Look at the initialization and the gradient of these rows of the projections.",
+    false_alarms="Zeros of the first records, as of queries that begin at zero.",
+    needs=("activations",),
+    records=3,
+    explains=dict.fromkeys(("dead-output", "gradient-stops", "unlike-siblings", "constant-weight"), _ANY),
+)
+def dead_heads(evidence: Evidence, *, persistence: int = 3, least: float = 1e-7) -> Iterator[Finding]:
+    """Yield the layers with heads whose output is zero, or the same for all queries whatever they are."""
+    for name, heads in layers_of(evidence, evidence.heads).items():
+        silent = [each for each in heads if _none_above(_last(each, "attention_value_rms", persistence), least)]
+        if silent:
+            verdict = f"the values of {listed('head', silent)} of {name} are zero, so that their output is zero"
+            yield silent[0].found(verdict, "attention_value_rms", heads=len(silent))
+        blind = [each for each in heads if each not in silent and _is_constant(each, persistence, least)]
+        if blind:
+            verdict = (
+                f"the scores of {listed('head', blind)} of {name} are the same for all keys, so that each query gets "
+                "the mean of the values: the query or the key is zero, or all keys are equal"
+            )
+            yield blind[0].found(verdict, "attention_logit_std", heads=len(blind))
+
+
+def _none_above(values: Floats, limit: float) -> bool:
+    return bool(len(values)) and bool((values <= limit).all())
+
+
+def _is_constant(head: View, persistence: int, least: float) -> bool:
+    # With two keys at least; rounding alone makes scores of queries and keys that are not zero differ.
+    return _none_above(_last(head, "attention_logit_std", persistence), least)
+
+
+@rule(
+    "one-hot-heads",
+    statistic="largest share of a key, and entropy, over all queries of a head",
+    usual="an entropy above 0.1 of that of equal shares for some queries",
+    why="The scores are too large: they are not scaled, or query and key have grown.",
+    next="Check the scale of the scores and the learning rate; normalize queries and keys.",
+    false_alarms="Single heads of trained models that look at one position. Most heads of a layer must be like this.",
+    needs=("activations",),
+    records=3,
+    explains={"attention-collapse": _ANY, "unlike-siblings": _ANY},
+)
+def one_hot_heads(
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    top: float = 0.97,
+    ratio: float = 0.2,
+    keys: float = 6.0,
+    share: float = 0.5,
+) -> Iterator[Finding]:
+    """Yield the layers most of whose heads give all their attention to a single key for each query."""
+    for name, heads in layers_of(evidence, evidence.heads).items():
+        found = [
+            each
+            for each in heads
+            if _all(_last(each, "attention_top_key", persistence), top)
+            and _none_above(_last(each, "attention_most_ratio", persistence), ratio)
+            and _all(_last(each, "attention_keys", persistence), keys)
+        ]
+        if found and len(found) >= share * len(heads):
+            last = float(np.median([each.attention_top_key[-1] for each in found]))
+            scores = float(max(each.attention_max_logit[-1] for each in found))
+            verdict = (
+                f"{listed('head', found)} of {name} give {last:.1%} of the attention of each query to a single key; "
+                f"the largest score is {scores:.3g}"
+            )
+            yield found[0].found(verdict, "attention_top_key", share=last, score=scores, heads=len(found))
+
+
+@rule(
+    "attention-sink",
+    "note",
+    statistic="share of the first key in the attention of a head",
+    usual="below 0.9",
+    why="The head does nothing for most queries: it rests at the first token, as many heads of trained models do.",
+    next="Nothing, unless most heads of a layer do it: then it needs fewer heads, or a gate.",
+    false_alarms="Common in trained language models, so it is a note.",
+    needs=("activations",),
+    records=3,
+)
+def attention_sink(
+    evidence: Evidence, *, persistence: int = 3, share: float = 0.9, keys: float = 8.0
+) -> Iterator[Finding]:
+    """Yield the layers with heads that attend the first key only."""
+    for name, heads in layers_of(evidence, evidence.heads).items():
+        found = [
+            each
+            for each in heads
+            if _all(_last(each, "attention_first_key", persistence), share)
+            and _all(_last(each, "attention_keys", persistence), keys)
+        ]
+        if found:
+            last = float(np.median([each.attention_first_key[-1] for each in found]))
+            verdict = f"{listed('head', found)} of {name} give {last:.0%} of their attention to the first key"
+            yield found[0].found(verdict, "attention_first_key", share=last, heads=len(found))
+
+
+@rule(
+    "mask-hides-everything",
+    statistic="share of samples whose last query may attend no key",
+    usual="0",
+    why="The mask is inverted: True marks keys that may be attended for scaled_dot_product_attention, and keys that "
+    "may not for nn.MultiheadAttention. Or masks for padding and order leave nothing together.",
+    next="Print the mask of a sample, and compare it with the one that the function expects.",
+    false_alarms="Queries of padding at the beginning do not count.",
+    needs=("activations",),
+    records=2,
+    explains=dict.fromkeys(
+        ("attention-collapse", "constant-input", "sudden-change", "dead-heads", "unlike-siblings", "sees-later-keys"),
+        _ANY,
+    ),
+)
+def mask_hides_everything(evidence: Evidence, *, persistence: int = 2, share: float = 0.1) -> Iterator[Finding]:
+    """Yield attention whose mask leaves no key to the last query of a sample."""
+    found = _layers_above(evidence, "attention_blind", persistence, share)
+    if found:
+        head = found[0]
+        blind = float(np.mean(head.attention_blind))
+        later = head.attention_future[-persistence:]
+        which = ""
+        if len(later) and later.min() > 0.99:
+            which = "; all other queries attend later positions only: the causal mask is inverted"
+        verdict = f"the mask of {head.module} hides all keys from the last query of {blind:.0%} of the samples{which}"
+        yield head.found(verdict, "attention_blind", others=_others(found), share=blind)
+
+
+def _layers_above(evidence: Evidence, statistic: str, persistence: int, limit: float) -> list[View]:
+    """Return the first head of each layer whose heads all reach a limit in the last records."""
+    layers = layers_of(evidence, evidence.heads).values()
+    return [heads[0] for heads in layers if all(_all(_last(each, statistic, persistence), limit) for each in heads)]
+
+
+def _others(found: Sequence[View]) -> tuple[str, ...]:
+    return tuple(each.module for each in found[1:])
+
+
+@rule(
+    "sees-later-keys",
+    statistic="share of keys behind the query in attention, against the equal layers of the stack",
+    usual="0 in all layers of a stack, or in none",
+    why="The layer does not get the causal mask that the others get.",
+    next="Pass the same mask, or is_causal=True, in each layer.",
+    false_alarms="Stacks that mix both kinds on purpose: seven of ten layers must have the mask.",
+    needs=("activations",),
+    records=2,
+    explains={"unlike-siblings": _ANY, "odd-block": _ANY},
+)
+def sees_later_keys(
+    evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, most: float = 0.7
+) -> Iterator[Finding]:
+    """Yield the layers that see later positions where the other layers of the same stack do not."""
+    families: dict[str, list[View]] = {}
+    for name, heads in layers_of(evidence, evidence.heads).items():
+        if len(_last(heads[0], "attention_future", persistence)):
+            families.setdefault(family_of(name), []).append(heads[0])
+    for members in families.values():
+        seen = [each for each in members if _all(_last(each, "attention_future", persistence), share)]
+        blind = [each for each in members if not each.attention_future[-persistence:].any()]
+        if seen and len(blind) >= most * len(members):
+            for each in seen:
+                later = float(each.attention_future[-1])
+                verdict = (
+                    f"the queries of {each.module} attend later positions, with {later:.0%} of their attention; those "
+                    f"of the {len(blind)} other layers of the stack do not"
+                )
+                yield each.found(verdict, "attention_future", share=later, layers=len(members))
+
+
+@rule(
+    "attends-the-target",
+    statistic="share of keys behind the query in attention, if the targets are the next tokens of the input",
+    usual="0",
+    why="The mask lets each position see the token that it has to predict. It will not when the model generates text.",
+    next="Hide the keys behind the query: pass is_causal=True, or a mask that is True up to the diagonal only.",
+    false_alarms="Encoders beside a decoder: if any stack hides later keys, nothing is found.",
+    needs=("activations",),
+    records=2,
+    explains=dict.fromkeys(("sees-the-target", "unlike-siblings"), _ANY),
+)
+def attends_the_target(
+    evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, targets: float = 0.9
+) -> Iterator[Finding]:
+    """Yield a finding if the targets are the next tokens, and all attention sees later positions."""
+    sites = [site for site in evidence.losses.places if site.path == "in.target.next"]
+    losses = [View(evidence, evidence.losses, site) for site in sites]
+    are_next = [_last(each, "mean", persistence) for each in losses]
+    layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
+    placed = [each for each in layers if len(_last(each, "attention_future", persistence))]
+    see = [_all(_last(each, "attention_future", persistence), share) for each in placed]
+    if placed and all(see) and any(_all(each, targets) for each in are_next):
+        head = placed[-1]
+        later = float(head.attention_future[-1])
+        verdict = (
+            f"the targets are the next tokens of the input, and the queries of {head.module} attend later positions, "
+            f"with {later:.0%} of their attention: each position sees the token that it has to predict"
+        )
+        yield head.found(verdict, "attention_future", others=_others(placed[::-1]), share=later)
+
+
+@rule(
+    "equal-query-and-key",
+    statistic="smallest cosine between a query and the key of the same position",
+    usual="anything below 0.9",
+    why="The key is computed by the projection of the query, or both projections have the same weights.",
+    next="Check which layer computes the key.",
+    false_alarms="Attention that shares queries and keys on purpose, as in Reformer.",
+    needs=("activations",),
+    records=2,
+    explains={"unlike-siblings": _ANY},
+)
+def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: float = 0.9999) -> Iterator[Finding]:
+    """Yield the layers whose queries and keys are equal at each position, up to a factor."""
+    found = _layers_above(evidence, "attention_alike", persistence, cosine)
+    if found:
+        verdict = f"queries and keys of {found[0].module} are equal at each position: their smallest cosine is 1"
+        yield found[0].found(verdict, "attention_alike", others=_others(found), cosine=found[0].attention_alike[-1])
+
+
+@rule(
+    "attention-scale",
+    statistic="constant factor between the product of queries and keys and the softmax, against 1/√features",
+    usual="1/√features of a head",
+    why="The scores are not scaled, or twice: before the function and in it.",
+    next="Divide the scores by the square root of the features of a head, once.",
+    false_alarms="Models without a scale whose initialization makes up for it, such as T5: their scores are not large. "
+    "A single factor of 1/features, as in muP, is no second one.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(
+        ("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"), _ANY
+    ),
+)
+def attention_scale(
+    evidence: Evidence, *, factor: float = 3.0, spread: float = 2.5, close: float = 0.05
+) -> Iterator[Finding]:
+    """Yield attention whose scores have no scale and are large from the first record on, or that is scaled twice."""
+    layers = layers_of(evidence, evidence.heads)
+    large, twice = [], []
+    for name, node in _attention_nodes(evidence.graph):
+        heads = layers.get(name)
+        if heads is None:
+            continue
+        size, factors = _factors(evidence.graph, node)
+        if not size:
+            continue
+        usual = size**-0.5
+        whole = float(np.prod(factors)) if factors else 1.0
+        spreads = [each.attention_logit_std[0] for each in heads if len(each.attention_logit_std)]
+        first = float(np.median(spreads)) if spreads else 0.0
+        if whole >= factor * usual and first >= spread:
+            large.append((heads[0], whole / usual, first))
+        if sum(abs(each / usual - 1) <= close for each in factors) >= 2 and abs(whole / usual**2 - 1) <= close:
+            twice.append((heads[0], size))
+    if large:
+        head, times, first = large[0]
+        verdict = (
+            f"the scores of {head.module} are {times:.3g} × as large as with the usual 1/√features, and vary by "
+            f"{first:.3g} between the keys of a query in the first record"
+        )
+        yield head.found(
+            verdict, "attention_logit_std", others=_others([each[0] for each in large]), times=times, std=first
+        )
+    if twice:
+        head, size = twice[0]
+        verdict = (
+            f"the scores of {head.module} are scaled twice by 1/√{size}, so that they are {size**0.5:.3g} × too small"
+        )
+        yield head.found(verdict, "attention_logit_std", others=_others([each[0] for each in twice]), features=size)
+
+
+_SHAPES = (
+    *(
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "T",
+        "mT",
+        "to",
+        "float",
+        "type",
+        "unflatten",
+        "flatten",
+    ),
+    *(
+        "expand",
+        "repeat_interleave",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+        "getitem",
+        "split",
+        "chunk",
+        "unbind",
+        "swapaxes",
+    ),
+)
+_SUMS = ("add", "masked_fill", "where", "sub", "dropout", "masked_fill_", "add_", "tril")
+
+
+def _attention_nodes(graph: Graph) -> Iterator[tuple[str, Node]]:
+    """Yield the functions of attention with the names of their sites."""
+    names = function_sites(graph)
+    for node in graph.nodes:
+        if node.id in names and node.name in _ATTENTION and not node.failed:
+            yield names[node.id], node
+
+
+def _factors(graph: Graph, node: Node) -> tuple[int, list[float]]:
+    """Return the number of features of a head, and the constant factors of the scores of attention."""
+    found: list[float] = []
+    if node.name == "softmax":
+        product = _back(graph, node, found, (*_SHAPES, *_SUMS))
+        if product is None or product.name not in ("matmul", "bmm", "einsum", "baddbmm") or not product.inputs:
+            return 0, []
+        size = product.inputs[0].shape[-1] if product.inputs[0].shape else 0
+    else:
+        product, size = node, node.inputs[0].shape[-1] if node.inputs and node.inputs[0].shape else 0
+        given = dict(node.arguments).get("scale", "None")
+        found.append(_number(given) if _number(given) is not None else size**-0.5)  # type: ignore[arg-type]  # not None
+    for edge in graph.into(product)[:2]:
+        source = graph[edge.source]
+        own = _scale_of(source)
+        if own is not None:
+            found.append(own)
+        if source.kind == "op" and (own is not None or source.name in _SHAPES):
+            _back(graph, source, found, _SHAPES)
+    return size, found
+
+
+def _back(graph: Graph, node: Node, found: list[float], passed: Sequence[str]) -> Node | None:
+    """Return the operation behind others, and append the constants that these multiply with."""
+    while True:
+        edges = graph.into(node)
+        if not edges:
+            return None
+        node = graph[edges[0].source]
+        own = _scale_of(node)
+        if own is not None:
+            found.append(own)
+        elif node.kind != "op" or node.name not in passed:
+            return node
+
+
+def _scale_of(node: Node) -> float | None:
+    """Return the constant that a node multiplies with; None if it does not."""
+    if node.kind != "op" or node.name.strip("_") not in ("mul", "div", "truediv") or len(node.inputs) != 1:
+        return None
+    given = [_number(value) for name, value in node.arguments if name in ("other", "value")]
+    if not given or not given[0]:
+        return None
+    return given[0] if node.name.startswith("mul") else 1 / given[0]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+@rule(
+    "attention-over-queries",
+    statistic="dimension of the softmax of attention",
+    usual="the last one, so that the shares of the keys of a query add up to 1",
+    why="The softmax runs over the queries: dim is wrong.",
+    next="Use dim=-1 for scores [..., queries, keys].",
+    false_alarms="Slot attention divides the shares by their sum afterwards, which is no product with the values.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("attention-collapse", "unlike-siblings"), _ANY),
+    is_lasting=True,
+)
+def attention_over_queries(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a softmax over the queries of a product of queries and keys, whose result is multiplied with the values."""
+    graph = evidence.graph
+    users: dict[int, list[Node]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, []).append(graph[edge.target])
+    found = []
+    for node in graph.nodes:
+        shape = node.inputs[0].shape if node.kind == "op" and node.name == "softmax" and node.inputs else ()
+        if len(shape) < 3 or dict(node.arguments).get("dim") not in ("-2", str(len(shape) - 2)):
+            continue
+        product = _back(graph, node, [], (*_SHAPES, *_SUMS))
+        readers = users.get(node.id, [])
+        while len(readers) == 1 and readers[0].name in (*_SHAPES, "dropout"):
+            readers = users.get(readers[0].id, [])
+        is_product = product is not None and product.name in ("matmul", "bmm", "einsum", "baddbmm")
+        is_first = [
+            each for each in readers if each.name in ("matmul", "bmm") and each.inputs[0].shape[-1] == shape[-1]
+        ]
+        if is_product and is_first and len(is_first) == len(readers):
+            found.append(node)
+    if found:
+        names = [graph[node.parent].name for node in found if node.parent is not None]
+        source = f" ({found[0].source})" if found[0].source else ""
+        verdict = (
+            f"the softmax in {names[0] or 'the model'}{source} runs over the queries: the shares of the keys of a "
+            "query do not add up to 1"
+        )
+        one = evidence.view(evidence.activations, names[0]).found(verdict, None, others=tuple(dict.fromkeys(names[1:])))
+        yield replace(one, records=1)

@@ -1,0 +1,222 @@
+"""Statistics of the scores inside attention for each head, and inside a router for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.reductions.shaped import ShapedReduction
+from lightning_recorder.reductions.values import Values
+
+__all__ = [
+    "EXPERT_SLOTS",
+    "EXPERT_STATISTICS",
+    "HEAD_SLOTS",
+    "HEAD_STATISTICS",
+    "ExpertScores",
+    "HeadScores",
+    "slots_of_scores",
+]
+
+HEAD_SLOTS = (
+    "queries",
+    "entropy",
+    "entropy_ratio",
+    "first_key",
+    "top_key",
+    "variance",
+    "placed",
+    "distance",
+    "future",
+    "rows",
+    "masked",
+    "visible",
+    "keys",
+    "samples",
+    "blind",
+    "valued",
+    "values",
+    "max_logit",
+    "most_ratio",
+    "minus_least_ratio",
+    "minus_least_alike",
+)
+"""The numbers that are kept for each head; the last four are maxima, the others sums."""
+
+_HEAD_MAXIMA = 4
+
+HEAD_STATISTICS = (
+    "attention_max_logit",
+    "attention_logit_std",
+    "attention_entropy",
+    "attention_entropy_ratio",
+    "attention_least_ratio",
+    "attention_most_ratio",
+    "attention_first_key",
+    "attention_top_key",
+    "attention_distance",
+    "attention_future",
+    "attention_keys",
+    "attention_visible",
+    "attention_masked",
+    "attention_blind",
+    "attention_value_rms",
+    "attention_alike",
+)
+"""The statistics of each head."""
+
+EXPERT_SLOTS = ("tokens", "sampled", "chosen", "load", "probability", "entropy", "margin")
+"""The numbers that are kept for each expert; those of the router are the same for all of its experts."""
+
+EXPERT_STATISTICS = (
+    "router_load",
+    "router_probability",
+    "router_entropy",
+    "router_margin",
+    "router_chosen",
+    "router_tokens",
+)
+"""The statistics of each expert. The last four belong to the router and are the same for all of its experts."""
+
+
+def slots_of_scores(names: tuple[str, ...], found: Mapping[str, Tensor | float], like: Tensor) -> Tensor:
+    """Return the numbers of these names as the rows of a block, ``[names, n]`` float64, with zero for a missing one.
+
+    Args:
+        names: The names of the rows.
+        found: The numbers, each ``[n]`` or one for all.
+        like: A tensor of shape ``[n]`` on the device of the numbers.
+    """
+    rows = [found.get(name, 0.0) for name in names]
+    return torch.stack(
+        [row.double() if isinstance(row, Tensor) else torch.full_like(like, row).double() for row in rows]
+    )
+
+
+class _Scores(ShapedReduction):
+    """Base class of a state that is a block of numbers, ``[slots, n]``, of which some are sums and some are maxima."""
+
+    lead = 0
+    maxima: ClassVar[int] = 0
+    """The number of slots at the end that are maxima."""
+
+    @override
+    def initial(self) -> Tensor:
+        state = torch.zeros(self.width, dtype=torch.float64, device="cpu")
+        if self.maxima:
+            self.parts(state)[1][-self.maxima :] = -torch.inf
+        return state
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        return tuple(values.shaped.shape[1:])
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        self._merge(blocks, values.shaped)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        self._merge(self.parts(state)[1], self.parts(other)[1])
+
+    def _merge(self, blocks: Tensor, others: Tensor) -> None:
+        sums = self.blocks - self.maxima
+        blocks[..., :sums, :] += others[..., :sums, :]
+        if self.maxima:
+            blocks[..., sums:, :] = torch.maximum(blocks[..., sums:, :], others[..., sums:, :])
+
+
+class HeadScores(_Scores):
+    """Statistics of the scores of attention for each head, from a sample of queries.
+
+    Values are the block of one call, ``[21, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
+    ``[heads]`` and exact in float32:
+
+    - ``attention_max_logit``: the largest score before the softmax, with the scale and the mask;
+    - ``attention_logit_std``: the standard deviation of the scores of a query over the keys that it may attend;
+    - ``attention_entropy``: the mean of ``-Σ p ln p`` over the queries, in nats;
+    - ``attention_entropy_ratio``: the same, divided by the logarithm of the number of keys that may be attended: 0 for
+      one key, 1 for all of them equally; ``attention_least_ratio`` and ``attention_most_ratio`` are the smallest and
+      the largest of any query;
+    - ``attention_first_key`` and ``attention_top_key``: the mean share of the first key, and of the key with the
+      largest share;
+    - ``attention_distance``: the mean number of positions between a query and the keys that it attends; NaN if there
+      are more or fewer keys than queries, as in attention to another sequence;
+    - ``attention_future``: the mean share of the keys behind the query; NaN likewise;
+    - ``attention_keys`` and ``attention_visible``: the mean number and the mean share of keys that may be attended;
+    - ``attention_masked``: the share of queries that had a mask;
+    - ``attention_blind``: the share of samples whose last query may attend no key. Earlier queries may be padding;
+    - ``attention_value_rms``: the root mean square of the values; NaN where they are unknown;
+    - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown.
+
+    Queries that may attend fewer than two keys count only in the largest score and in the shares of queries and keys.
+    """
+
+    blocks = len(HEAD_SLOTS)
+    maxima = _HEAD_MAXIMA
+    additive = False
+    statistics = HEAD_STATISTICS
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        slots = dict(zip(HEAD_SLOTS, self.parts(state)[1].unbind(-2), strict=True))
+        queries, rows, placed = slots["queries"], slots["rows"], slots["placed"]
+        largest = {name: torch.where(slots[name] > -torch.inf, slots[name], torch.nan) for name in HEAD_SLOTS[-4:]}
+        found = (
+            largest["max_logit"],
+            (slots["variance"] / queries).sqrt(),
+            slots["entropy"] / queries,
+            slots["entropy_ratio"] / queries,
+            -largest["minus_least_ratio"],
+            largest["most_ratio"],
+            slots["first_key"] / queries,
+            slots["top_key"] / queries,
+            slots["distance"] / placed,
+            slots["future"] / placed,
+            slots["keys"] / rows,
+            slots["visible"] / rows,
+            slots["masked"] / rows,
+            slots["blind"] / slots["samples"],
+            (slots["values"] / slots["valued"]).sqrt(),
+            -largest["minus_least_alike"],
+        )
+        # Records take half of the space for numbers that float32 can hold.
+        return {name: each.float().double() for name, each in zip(HEAD_STATISTICS, found, strict=True)}
+
+
+class ExpertScores(_Scores):
+    """Statistics of the choice of a router for each expert.
+
+    Values are the block of one call, ``[7, experts]``, whose rows are :data:`EXPERT_SLOTS`. The statistics, each
+    ``[experts]`` and exact in float32:
+
+    - ``router_load``: the share of the choices that fall on the expert; 1 / experts is balanced. The exponential of
+      their entropy is the effective number of experts;
+    - ``router_probability``: the mean probability of the expert;
+    - ``router_entropy``: the mean of ``-Σ p ln p`` over the tokens, in nats, the same for all experts of a router;
+    - ``router_margin``: the mean difference of the scores of the last expert that was chosen and the first one that was
+      left out;
+    - ``router_chosen``: the number of experts that a token chooses;
+    - ``router_tokens``: the number of tokens.
+    """
+
+    blocks = len(EXPERT_SLOTS)
+    statistics = EXPERT_STATISTICS
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        slots = dict(zip(EXPERT_SLOTS, self.parts(state)[1].unbind(-2), strict=True))
+        tokens = slots["sampled"]
+        found = (
+            slots["load"] / slots["load"].sum(-1, keepdim=True),
+            slots["probability"] / tokens,
+            slots["entropy"] / tokens,
+            slots["margin"] / tokens,
+            slots["chosen"] / slots["tokens"],
+            slots["tokens"],
+        )
+        return {name: each.float().double() for name, each in zip(EXPERT_STATISTICS, found, strict=True)}

@@ -1,0 +1,192 @@
+"""Heads and experts are in the records of a fit, which read back as they were, and their faults are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, open_recording
+from lightning_recorder.insight import RULES
+from lightning_recorder.reductions.scores import EXPERT_STATISTICS, HEAD_STATISTICS
+from lightning_recorder.taps import Site
+
+WIDTH, HEADS, LENGTH, TOKENS = 16, 4, 12, 20
+OWN = {rule.name for rule in RULES if rule.function.__module__.rpartition(".")[2] in ("attention", "experts")}
+
+
+class Attention(nn.Module):
+    """Causal attention, with a fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.fault = fault
+        if fault == "dead head":
+            for each in (self.value.weight, self.value.bias):
+                nn.init.zeros_(each[4:8])
+                each.register_hook(lambda gradient: torch.cat([gradient[:4], gradient[4:8] * 0, gradient[8:]]))
+        if fault in ("no scale", "times 25"):
+            for each in (self.query.weight, self.key.weight):
+                nn.init.normal_(each, std=2 * WIDTH**-0.5)
+
+    def heads(self, layer: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = self.query if self.fault == "equal projections" else self.key
+        query, keys, value = self.heads(self.query, x), self.heads(key, x), self.heads(self.value, x)
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        if self.fault == "inverted mask":
+            mask = ~mask
+        if self.fault == "open mask":
+            mask = torch.ones_like(mask)
+        if self.fault == "scaled twice":
+            query = query * 0.5  # 1 / √4
+        if self.fault == "times 25":
+            query = query * 25
+        if self.fault == "wrong dimension":
+            scores = (query @ keys.mT / 2).masked_fill(~mask, -1e9)
+            return (scores.softmax(-2) @ value).transpose(1, 2).flatten(-2)
+        scale = 1.0 if self.fault == "no scale" else None
+        found = F.scaled_dot_product_attention(query, keys, value, mask, scale=scale)
+        return found.transpose(1, 2).flatten(-2)
+
+
+class Experts(nn.Module):
+    """Chooses two of six experts for each token, with a fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 6)
+        self.weight = nn.Parameter(torch.randn(6, WIDTH, WIDTH) / WIDTH**0.5)
+        if fault == "collapse":
+            nn.init.constant_(self.gate.bias[1:3], 20.0)
+        if fault == "starved":
+            nn.init.constant_(self.gate.bias[4:5], -20.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        made = torch.einsum("bti,eio->bteo", x, self.weight)
+        found = made.gather(2, chosen[..., None].expand(*chosen.shape, WIDTH)) * weights[..., None]
+        return found.sum(2)
+
+
+class Model(LightningModule):
+    """Predicts the next token of a sequence. The fault is that of the third of four layers, or of all."""
+
+    def __init__(self, fault: str = "", *, everywhere: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) / 4)
+        faults = [fault if everywhere or layer == 2 else "" for layer in range(4)]
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attn": Attention(each), "mlp": Experts(each)})
+            for each in faults
+        )
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.tokens(batch) + self.places
+        for block in self.blocks:
+            x = x + block["attn"](block["norm"](x))
+            x = x + block["mlp"](F.layer_norm(x, x.shape[-1:]))
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def fit(folder: Path, model: Model, **options: Any) -> ActivationRecorder:
+    """Train for ten steps and record every second one."""
+    outputs = Outputs(plots=False, dumps=False)
+    recorder = ActivationRecorder(every_n_train_steps=2, outputs=outputs, sinks=[MemorySink()], strict=True)
+    batches = torch.randint(0, TOKENS, (10 * options.get("accumulate_grad_batches", 1), 16, LENGTH)).unbind()
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[recorder, GraphRecorder(formats=())],
+        **options,
+    )
+    trainer.fit(model, list(batches))  # type: ignore[arg-type]  # any iterable of batches
+    return recorder
+
+
+def test_records_have_heads_and_experts(tmp_path: Path) -> None:
+    """Each attention and each router has vectors in the records, which read back from the file to the bit."""
+    seed_everything(0, verbose=False)
+    recorder = fit(tmp_path, Model(), accumulate_grad_batches=2)
+    attention, router = (
+        Site(f"blocks.1.{name}", "in.scores") for name in ("attn.scaled_dot_product_attention", "mlp.topk")
+    )
+    assert recorder.latest is not None
+    for site, names, size in ((attention, HEAD_STATISTICS, HEADS), (router, EXPERT_STATISTICS, 6)):
+        vectors = recorder.latest[site].tensors
+        assert tuple(vectors) == names
+        assert all(each.shape == (size,) for each in vectors.values())
+        series = open_recording(tmp_path)["activations"]
+        read = series[site].vectors(series.steps[-1])
+        assert all(torch.equal(read[name].nan_to_num(), vectors[name].nan_to_num()) for name in names)
+    # Both batches of a step count.
+    assert recorder.latest[router].tensors["router_tokens"].tolist() == [2 * 16 * LENGTH] * 6
+    assert recorder.latest[Site("cross_entropy", "in.target.next")].mean == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "everywhere", "rule", "place"),
+    [
+        ("dead head", False, "dead-heads", "head 1 of blocks.2.attn"),
+        ("inverted mask", False, "mask-hides-everything", "blocks.2.attn"),
+        ("inverted mask", True, "mask-hides-everything", "blocks.0.attn"),
+        ("open mask", False, "sees-later-keys", "blocks.2.attn"),
+        ("open mask", True, "attends-the-target", "blocks.3.attn"),
+        ("equal projections", False, "equal-query-and-key", "blocks.2.attn"),
+        ("no scale", True, "attention-scale", "blocks.0.attn"),
+        ("times 25", False, "attention-scale", "blocks.2.attn"),
+        ("scaled twice", True, "attention-scale", "blocks.0.attn"),
+        ("wrong dimension", True, "attention-over-queries", "blocks.0.attn"),
+        ("collapse", False, "router-collapse", "blocks.2.mlp"),
+        ("starved", False, "starved-expert", "expert 4 of blocks.2.mlp"),
+    ],
+)
+def test_faults_are_named(tmp_path: Path, fault: str, everywhere: bool, rule: str, place: str) -> None:
+    """The first finding about attention or experts names the fault with its layer, and its head or expert."""
+    seed_everything(0, verbose=False)
+    fit(tmp_path, Model(fault, everywhere=everywhere))
+    found = [each for each in open_recording(tmp_path).findings if each.rule in OWN]
+    assert found, fault
+    assert found[0].rule == rule
+    assert place in found[0].verdict
+    assert found[0].module.startswith(place.rpartition(" ")[2])
+
+
+def test_a_healthy_model_is_silent(tmp_path: Path) -> None:
+    """The repaired twin of all faults has no finding about attention or experts, not even a note."""
+    seed_everything(0, verbose=False)
+    fit(tmp_path, Model())
+    assert [each for each in open_recording(tmp_path).findings if each.rule in OWN] == []
+
+
+def test_attention_can_be_left_out(tmp_path: Path) -> None:
+    """A name or ``functions=False`` leaves the heads out."""
+    recorder = ActivationRecorder(exclude="**.topk", functions=None)
+    assert recorder.functions
+    model = Model()
+    from lightning_recorder.functions import ChosenFunctions
+
+    chosen = ChosenFunctions(model, recorder.functions, exclude=["**.topk"])
+    attention, router = model.blocks[0]["attn"], model.blocks[0]["mlp"]  # type: ignore[index]  # a ModuleDict
+    assert chosen.name_of_scores(attention, "scaled_dot_product_attention", 1)
+    assert not chosen.name_of_scores(router, "topk", 1)
+    assert not ChosenFunctions(model, ()).name_of_scores(router, "topk", 1)

@@ -1,0 +1,165 @@
+"""Routers are found by themselves, whichever way they compute and choose, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
+from lightning_recorder.reductions.scores import EXPERT_SLOTS, ExpertScores
+from lightning_recorder.taps import Site
+
+TOKENS, WIDTH, EXPERTS = 50, 6, 8
+
+
+class Layer(nn.Module):
+    """Computes the scores of experts and chooses some of them."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.choose = choose
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choose(F.linear(x, self.weight))
+
+
+def recorded(
+    choose: Callable[[Tensor], Tensor], *, name: str = "mixer"
+) -> tuple[dict[str, dict[str, list[float]]], Tensor]:
+    """Return the statistics of the experts by site, and the scores."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: Layer(choose)})
+    found: dict[str, ExpertScores] = {}
+
+    def receive(site: Site, best: Tensor, block: Tensor) -> None:
+        assert len(block) == len(EXPERT_SLOTS)
+        assert best.shape == (TOKENS,)
+        found.setdefault(site.name, ExpertScores()).update(block)
+
+    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap.receive_scores = receive
+    x = torch.randn(TOKENS, WIDTH)
+    with tap:
+        net[name](x)
+    statistics = {key: {each: value.tolist() for each, value in made.compute().items()} for key, made in found.items()}
+    return statistics, F.linear(x, net[name].weight).detach()  # type: ignore[arg-type]  # a parameter
+
+
+def check(found: dict[str, list[float]], scores: Tensor, chosen: Tensor, shares: Tensor, margins: Tensor) -> None:
+    load = torch.bincount(chosen.flatten(), minlength=EXPERTS).double()
+    assert found["router_load"] == pytest.approx((load / load.sum()).tolist())
+    assert found["router_probability"] == pytest.approx(shares.mean(0).tolist(), rel=1e-5)
+    entropy = float(-(shares * shares.log()).sum(-1).mean())
+    assert found["router_entropy"] == pytest.approx([entropy] * EXPERTS, rel=1e-5)
+    assert found["router_margin"] == pytest.approx([float(margins.mean())] * EXPERTS, rel=1e-4)
+    assert found["router_chosen"] == [float(chosen.numel() / TOKENS)] * EXPERTS
+    assert found["router_tokens"] == [float(TOKENS)] * EXPERTS
+
+
+def margins_of(scores: Tensor, chosen: int) -> Tensor:
+    best = scores.sort(descending=True).values
+    return best[:, chosen - 1] - best[:, chosen]
+
+
+def softmax_then_topk(scores: Tensor) -> Tensor:
+    values, _ = torch.topk(scores.softmax(-1), 2, dim=-1)
+    return values / values.sum(-1, keepdim=True)
+
+
+def topk_then_softmax(scores: Tensor) -> Tensor:
+    values, _ = scores.topk(2, dim=-1)
+    return F.softmax(values, dim=-1)
+
+
+def sigmoid_with_bias(scores: Tensor) -> Tensor:
+    probabilities = scores.sigmoid()
+    with torch.no_grad():
+        chosen = (probabilities + torch.linspace(0, 1, EXPERTS)).topk(3, sorted=False).indices
+    return probabilities.gather(1, chosen)
+
+
+def limited_groups(scores: Tensor) -> Tensor:
+    probabilities = scores.sigmoid()
+    groups = probabilities.view(-1, 2, EXPERTS // 2).topk(2, dim=-1)[0].sum(-1)
+    best = groups.topk(1, dim=-1, sorted=False).indices
+    mask = torch.zeros_like(groups).scatter_(1, best, 1.0).repeat_interleave(EXPERTS // 2, 1)
+    return probabilities.masked_fill(mask == 0, 0.0).topk(2, dim=-1).values
+
+
+def test_softmax_then_topk() -> None:
+    """The choice among the probabilities of a softmax, as in Mixtral and Qwen."""
+    found, scores = recorded(softmax_then_topk)
+    shares = scores.softmax(-1)
+    check(found["mixer.topk"], scores, shares.topk(2).indices, shares, margins_of(shares, 2))
+
+
+def test_topk_then_softmax() -> None:
+    """The choice among scores, whose probabilities come afterwards, as in GPT-OSS."""
+    found, scores = recorded(topk_then_softmax)
+    check(found["mixer.topk"], scores, scores.topk(2).indices, scores.softmax(-1), margins_of(scores, 2))
+
+
+def test_sigmoid_with_bias() -> None:
+    """The choice among sigmoids with a bias that has no gradient; the probabilities are without it."""
+    found, scores = recorded(sigmoid_with_bias)
+    biased = scores.sigmoid() + torch.linspace(0, 1, EXPERTS)
+    shares = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
+    check(found["mixer.topk"], scores, biased.topk(3).indices, shares, margins_of(biased, 3))
+
+
+def test_limited_groups() -> None:
+    """The choice of groups is not taken for that of experts, as in DeepSeek-V3."""
+    found, _ = recorded(limited_groups)
+    assert list(found) == ["mixer.topk#3"]
+    assert sum(found["mixer.topk#3"]["router_load"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("name", "is_router"), [("router", True), ("gate", True), ("mixer", False)])
+def test_argmax(name: str, is_router: bool) -> None:
+    """The best of a softmax is a choice of a router in a module of such a name, and otherwise a prediction."""
+
+    def switch(scores: Tensor) -> Tensor:
+        return scores.softmax(-1).argmax(-1)
+
+    found, scores = recorded(switch, name=name)
+    assert list(found) == ([f"{name}.argmax"] if is_router else [])
+    if is_router:
+        shares = scores.softmax(-1)
+        check(found[f"{name}.argmax"], scores, scores.argmax(-1), shares, margins_of(shares, 1))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda scores: scores.topk(2, dim=-1).values,
+        lambda scores: scores.detach().softmax(-1).topk(2, dim=-1).values,
+        lambda scores: scores.softmax(-1).topk(2, dim=0).values,
+        lambda scores: scores.softmax(-1).topk(EXPERTS, dim=-1).values,
+        lambda scores: scores.softmax(-1).topk(2, dim=-1, largest=False).values,
+    ],
+)
+def test_other_choices(choose: Callable[[Tensor], Tensor]) -> None:
+    """The best of scores without probabilities, without a gradient, over tokens, of all, or the worst are no router."""
+    assert recorded(choose)[0] == {}
+
+
+def test_many_tokens() -> None:
+    """The load is that of all tokens; entropy and margin are those of every n-th token."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"gate": Layer(softmax_then_topk)})
+    blocks: list[Tensor] = []
+    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap.receive_scores = lambda site, best, block: blocks.append(block)
+    x = torch.randn(10_000, WIDTH)
+    with tap:
+        net["gate"](x)
+    slots = dict(zip(EXPERT_SLOTS, blocks[0], strict=True))
+    assert slots["load"].sum() == 20_000
+    assert set(slots["tokens"].tolist()) == {10_000.0}
+    assert set(slots["sampled"].tolist()) == {float(len(range(0, 10_000, math.ceil(10_000 / 4096))))}
