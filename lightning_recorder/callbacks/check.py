@@ -151,8 +151,9 @@ class Check(GuardedCallback):
             with torch.compiler.set_stance("force_eager"):
                 self.result = examine(bench, self.questions)
         self._validation_batch = None
+        directory = recorder_directory(trainer)  # on every rank, since Lightning broadcasts it
         if trainer.is_global_zero:
-            self._show(trainer, self.result)
+            self._show(directory, self.result)
 
     def _answer_of_ranks(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Answer | None:
         """Return the answer about several ranks, if there are any and the question is asked. A collective."""
@@ -175,14 +176,13 @@ class Check(GuardedCallback):
         except NoAnswerError as error:
             return Answer("no answer", str(error))
 
-    def _show(self, trainer: Trainer, result: Result) -> None:
+    def _show(self, directory: Path | None, result: Result) -> None:
         text = result.text(self.questions)
         if self.only:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
         else:
             rank_zero_info(text)
-        directory = recorder_directory(trainer)
         make_directory(directory, strict=self.strict)
         if directory is not None and directory.is_dir():
             path = Path(directory, "check.json")

@@ -42,23 +42,23 @@ def compare(ranks: Sequence[RankStart]) -> Answer:
     Raises:
         NoAnswerError: If the samples are not known, or if all ranks should have the same.
     """
-    first = ranks[0]
-    other = [
-        name
-        for name in first.parameters
-        if any(name in each.parameters and each.parameters[name] != first.parameters[name] for each in ranks)
-    ]
-    if other:
-        text = f"{other[0]} and {len(other) - 1} more parameters" if len(other) > 1 else other[0]
-        return Answer("wrong", f"the {len(ranks)} ranks start with other values of {text}", module=other[0])
+    known = [each.parameters for each in ranks]
+    differing = [name for name, number in known[0].items() if any(each.get(name, number) != number for each in known)]
+    if differing:
+        more = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
+        return Answer(
+            "wrong", f"the {len(ranks)} ranks start with other values of {differing[0]}{more}", module=differing[0]
+        )
     parts = {each.place: set(each.samples) for each in ranks}
     if len(parts) < 2:
         raise NoAnswerError("all ranks train on the same batches, as with tensor parallelism")
     if not all(parts.values()):
         raise NoAnswerError("the samples of the first batches are not known")
     shared = [
-        max(len(own & others) / len(own) for rank, others in parts.items() if rank != place)
-        for place, own in parts.items()
+        len(one & other) / len(one)
+        for place, one in parts.items()
+        for further, other in parts.items()
+        if place != further
     ]
     numbers = {"share": max(shared), "ranks": float(len(parts))}
     if max(shared) < _SHARE:
