@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,19 @@ from lightning_recorder.callbacks.guard import GuardedCallback, guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, need_lightning, rank_zero_info
 from lightning_recorder.callbacks.replay import run_manual, training_step, unchanged
 from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
-from lightning_recorder.check import Answer, Bench, Question, Result
+from lightning_recorder.check import Answer, Bench, NoAnswerError, Question, Result
 from lightning_recorder.check.batches import named_tensors
 from lightning_recorder.check.bench import StepFunctions
 from lightning_recorder.check.examination import chosen_questions, examine
+from lightning_recorder.check.questions.ranks import QUESTION as RANKS
+from lightning_recorder.check.questions.ranks import RankStart
+from lightning_recorder.check.questions.ranks import compare as compare_starts
 from lightning_recorder.errors import check_bool, check_number
-from lightning_recorder.internals.module_tree import parameters_of
+from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.statistics import Exchange
+from lightning_recorder.statistics.fingerprint import exact_checksum, sample_fingerprints
 from lightning_recorder.temporary import write_whole
 
 __all__ = ["Check"]
@@ -58,8 +64,8 @@ class Check(GuardedCallback):
         random numbers, optimizers and the position of the loader are restored or never touched. The batch is the one
         that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. What a
         step does outside of the model and of torch, such as writing a file, happens again in each repetition. A batch
-        of the validation is known if Lightning has run its sanity check. A run with several processes, and one that is
-        resumed, is not checked.
+        of the validation is known if Lightning has run its sanity check. In a run with several processes, only their
+        first batches and parameters are compared. A run that is resumed is not checked.
 
     Example::
 
@@ -130,7 +136,13 @@ class Check(GuardedCallback):
         self._is_due = False
         why = _why_not(trainer, pl_module)
         if why:
-            answers = tuple(Answer("no answer", why, question=each.name) for each in self.questions)
+            ranks = self._answer_of_ranks(trainer, pl_module, batch)
+            answers = tuple(
+                replace(ranks, question=each.name, expected=each.expects)
+                if ranks is not None and each.name == RANKS.name
+                else Answer("no answer", why, question=each.name)
+                for each in self.questions
+            )
             self.result = Result(answers, 0.0, 0.0)
         else:
             if self.only and self._validation_batch is None:
@@ -139,17 +151,38 @@ class Check(GuardedCallback):
             with torch.compiler.set_stance("force_eager"):
                 self.result = examine(bench, self.questions)
         self._validation_batch = None
+        directory = recorder_directory(trainer)  # on every rank, since Lightning broadcasts it
         if trainer.is_global_zero:
-            self._show(trainer, self.result)
+            self._show(directory, self.result)
 
-    def _show(self, trainer: Trainer, result: Result) -> None:
+    def _answer_of_ranks(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Answer | None:
+        """Return the answer about several ranks, if there are any and the question is asked. A collective."""
+        is_asked = any(each.name == RANKS.name for each in self.questions)
+        if not is_asked or trainer.world_size < 2 or not Exchange.is_needed():
+            return None
+        own: RankStart | None = None
+        try:
+            own = _start_of(trainer, pl_module, batch)
+        finally:  # the other ranks wait
+            gathered: list[RankStart | None] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(gathered, own)
+        if trainer.overfit_batches:  # type: ignore[attr-defined]  # set by a connector
+            return Answer("no answer", "overfit_batches gives all ranks the same samples on purpose")
+        found = [each for each in gathered if each is not None]
+        if len(found) < trainer.world_size:
+            return Answer("no answer", "the first batch of a rank could not be read")
+        try:
+            return compare_starts(found)
+        except NoAnswerError as error:
+            return Answer("no answer", str(error))
+
+    def _show(self, directory: Path | None, result: Result) -> None:
         text = result.text(self.questions)
         if self.only:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
         else:
             rank_zero_info(text)
-        directory = recorder_directory(trainer)
         make_directory(directory, strict=self.strict)
         if directory is not None and directory.is_dir():
             path = Path(directory, "check.json")
@@ -166,6 +199,18 @@ def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
     if needed > _free_bytes(pl_module.device):
         return f"{_COPIES} copies of the parameters do not fit into the memory"
     return ""
+
+
+def _start_of(trainer: Trainer, pl_module: LightningModule, batch: Any) -> RankStart:
+    known = getattr(trainer, "distributed_sampler_kwargs", None)
+    samples = sample_fingerprints(batch)
+    parameters = {
+        name: int(exact_checksum(each))
+        for name, each in named_parameters_of(pl_module)
+        if type(each.detach()) is Tensor and each.layout is torch.strided
+    }
+    place = int(known["rank"]) if known else trainer.global_rank
+    return RankStart(place, () if samples is None else tuple(samples.tolist()), parameters)
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -16,6 +16,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "DummyLogger",
+    "FSDPStrategy",
     "LightningModule",
     "Logger",
     "Strategy",
@@ -33,7 +34,7 @@ if TYPE_CHECKING or HAS_LIGHTNING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.strategies import FSDPStrategy, Strategy
     from lightning.pytorch.utilities import rank_zero_info
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
@@ -55,7 +56,7 @@ else:
     class _Unknown:
         """Stands for a class of Lightning in annotations and as a base class."""
 
-    CheckpointIO = LightningModule = Logger = Strategy = Trainer = _Unknown
+    CheckpointIO = FSDPStrategy = LightningModule = Logger = Strategy = Trainer = _Unknown
 
     class DummyLogger:
         """Takes the place of a logger while a step is run again."""

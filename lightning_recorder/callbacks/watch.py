@@ -11,15 +11,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_recorder.callbacks.actions import ACTIONS, StepActions
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
-from lightning_recorder.callbacks.lightning import LightningModule, Trainer
+from lightning_recorder.callbacks.lightning import FSDPStrategy, LightningModule, Trainer
 from lightning_recorder.callbacks.reproduce import save_incident
 from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.callbacks.watched_samples import WatchedSamples
-from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
+from lightning_recorder.errors import (
+    ArgumentError,
+    check_bool,
+    check_callable,
+    check_integer,
+    check_number,
+    describe_error,
+    did_you_mean,
+    warn,
+)
 from lightning_recorder.insight import NON_FINITE, Finding
 from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.outputs import RunFindings
@@ -27,10 +37,13 @@ from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import Exchange
-from lightning_recorder.watch import StepSeries
+from lightning_recorder.statistics.snapshot import NOTHING
+from lightning_recorder.watch import Reading, Replicas, StepSeries, WatchedRanks
 from lightning_recorder.watch.incident import write_finding
 
 __all__ = ["StepWatch", "add_watch"]
+
+_CHOICES = ("warn", "stop", *ACTIONS)
 
 
 class StepWatch(RecorderCallback):
@@ -57,7 +70,14 @@ class StepWatch(RecorderCallback):
     Args:
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
         on_finding: The action on a finding. ``"warn"`` logs it, once per kind and module. ``"stop"`` also saves a
-            checkpoint and ends the fit. A function is called with each :class:`~lightning_recorder.insight.Finding`.
+            checkpoint and ends the fit. ``"skip"``, ``"rollback"`` and ``"lower_lr"`` act on each bad step before its
+            optimizer steps: they leave it out; restore parameters, buffers and optimizer of some steps before as well;
+            or lower the learning rate. A function is called with each :class:`~lightning_recorder.insight.Finding`. If
+            it returns one of these three words, that is done, and it is called again at the next such step.
+        max_actions: The maximum number of times that it acts in a fit.
+        rollback_steps: A rollback goes back at most this number of steps, by default 50. Two copies of the parameters,
+            the buffers and the optimizer's state are kept for it. A function that may return ``"rollback"`` needs it.
+        lr_factor: The factor of ``"lower_lr"`` for all learning rates, also those of the schedulers.
         wait: Wait for the device before each optimizer step, so that a bad step can be run again exactly. On a CPU,
             there is nothing to wait for.
         keep_parameters: Keep a copy of the parameters from before the last optimizer step for the same purpose. The
@@ -65,6 +85,9 @@ class StepWatch(RecorderCallback):
         every_module: Check the outputs of all modules, and the gradients of them, on the device in every step. The
             module is then also named where a step cannot be run again, but not the operation. This takes one kernel
             and one call of a hook for each of them in every step.
+        check_ranks_every_n_steps: With several ranks, the number of steps between two comparisons of their parameters,
+            buffers and optimizer states, in addition to those at each record; 0 compares after the first step only.
+            By default, they are compared after 1, 10, 100, and then every 1,000 steps.
         incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs it
             again. The finding itself is always written there.
         save_batch: Also write the batch there. Switch it off if the data are private.
@@ -104,10 +127,14 @@ class StepWatch(RecorderCallback):
         self,
         *,
         spikes: float = 10.0,
-        on_finding: Literal["warn", "stop"] | Callable[[Finding], object] = "warn",
+        on_finding: Literal["warn", "stop", "skip", "rollback", "lower_lr"] | Callable[[Finding], object] = "warn",
+        max_actions: int = 10,
+        rollback_steps: int | None = None,
+        lr_factor: float = 0.5,
         wait: bool = False,
         keep_parameters: bool = False,
         every_module: bool = False,
+        check_ranks_every_n_steps: int | None = None,
         incidents: bool = True,
         save_batch: bool = True,
         save_parameters: bool = False,
@@ -120,20 +147,32 @@ class StepWatch(RecorderCallback):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not (factor == 0 or factor > 1):
             raise ArgumentError(f"spikes must be a number above 1, or 0 for none, got {spikes!r}")
         if not isinstance(on_finding, str):
-            check_callable("on_finding", on_finding, "finding", ", or is 'warn' or 'stop'")
-        elif on_finding not in ("warn", "stop"):
-            raise ArgumentError(f"on_finding must be 'warn', 'stop' or a function, got {on_finding!r}")
+            check_callable("on_finding", on_finding, "finding", f", or is one of {', '.join(map(repr, _CHOICES))}")
+        elif on_finding not in _CHOICES:
+            choices = ", ".join(map(repr, _CHOICES))
+            raise ArgumentError(
+                f"on_finding must be {choices} or a function, got {on_finding!r}{did_you_mean(on_finding, _CHOICES)}"
+            )
+        check_integer("max_actions", max_actions, 1)
+        if rollback_steps is not None:
+            check_integer("rollback_steps", rollback_steps, 1)
+        check_number("lr_factor", lr_factor, 0)
+        if not 0 < lr_factor < 1:
+            raise ArgumentError(f"lr_factor must be between 0 and 1, got {lr_factor!r}")
         for name, flag in (("wait", wait), ("keep_parameters", keep_parameters), ("incidents", incidents)):
             check_bool(name, flag)
         check_bool("every_module", every_module)
         for name, flag in (("save_batch", save_batch), ("save_parameters", save_parameters)):
             check_bool(name, flag)
         check_integer("max_bytes", max_bytes, 0)
+        if check_ranks_every_n_steps is not None:
+            check_integer("check_ranks_every_n_steps", check_ranks_every_n_steps, 0)
         self.spikes = float(spikes)
         self.on_finding = on_finding
+        self.max_actions, self.rollback_steps, self.lr_factor = max_actions, rollback_steps, lr_factor
         self.wait, self.keep_parameters, self.every_module = wait, keep_parameters, every_module
         self.incidents, self.save_batch, self.save_parameters = incidents, save_batch, save_parameters
-        self.max_bytes = max_bytes
+        self.max_bytes, self.check_ranks_every_n_steps = max_bytes, check_ranks_every_n_steps
         self.__dict__.update(self._idle())
 
     @override
@@ -145,6 +184,9 @@ class StepWatch(RecorderCallback):
             "_found": [],
             "_stops_at": None,
             "_samples": None,
+            "_actions": None,
+            "_ranks": None,
+            "_votes": False,
         }
         return {**super()._idle(), **idle}
 
@@ -152,6 +194,9 @@ class StepWatch(RecorderCallback):
     _findings: RunFindings | None
     _exchange: Exchange | None
     _samples: WatchedSamples | None
+    _actions: StepActions | None
+    _ranks: WatchedRanks | None
+    _votes: bool  # with the other ranks about what to do, even if this one has failed
     _found: list[Finding]
     _stops_at: int | None
 
@@ -175,12 +220,17 @@ class StepWatch(RecorderCallback):
     @override
     def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self._found = []
-        self._exchange = None
+        self._exchange, self._actions, self._votes = None, None, False
         if self is not _active_watch(trainer):
             return
+        refused = ""
         if trainer.world_size > 1 and Exchange.is_needed():
             exchange = Exchange(trainer.strategy.root_device)
-            self._exchange = None if exchange.agree(True, f"watch {self.on_finding == 'stop'}") else exchange
+            act = self.on_finding if isinstance(self.on_finding, str) else "function"
+            numbers = self.max_actions, self.rollback_steps, self.lr_factor, self.check_ranks_every_n_steps
+            refused = exchange.agree(True, f"watch {act} {numbers}")
+            self._exchange = None if refused else exchange
+            self._votes = not refused
         is_first, has_records = trainer.is_global_zero, False
         if is_first:
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
@@ -211,10 +261,48 @@ class StepWatch(RecorderCallback):
             partial(self._on_discovery, trainer, pl_module),
             on_spike=partial(self._record_next, trainer),
             spikes=self.spikes,
-            wait=self.wait,
+            wait=self.wait or self.on_finding in ACTIONS,
             keep_parameters=self.keep_parameters,
             every_module=self.every_module,
             name_row=partial(self._samples.name_row, pl_module),
+        )
+        self._actions = self._actions_of(trainer, pl_module, refused)
+        exchange = self._exchange
+        if exchange is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
+            self._ranks = WatchedRanks(
+                Replicas(pl_module, trainer.optimizers, trainer.global_rank),
+                lambda value: exchange.submit(NOTHING, scope="replicas", value=value),
+                self._report_written,
+                self.check_ranks_every_n_steps,
+            )
+
+    def _actions_of(self, trainer: Trainer, pl_module: LightningModule, refused: str) -> StepActions | None:
+        """Return what acts on bad steps, if the user wants it and it is possible."""
+        is_asked = self.on_finding in ACTIONS
+        if not is_asked and not callable(self.on_finding):
+            return None
+        why = ""
+        if not pl_module.automatic_optimization:
+            why = "with manual optimization, training_step itself steps the optimizers"
+        elif trainer.strategy.handles_gradient_accumulation:
+            why = f"{type(trainer.strategy).__name__} steps the optimizer itself"
+        elif not is_asked and not (self.wait or pl_module.device.type == "cpu"):
+            why = "pass wait=True, since the values otherwise arrive after the optimizer has stepped"
+        elif trainer.world_size > 1 and not self._votes:
+            why = refused or "the processes cannot communicate"
+        if why and is_asked and trainer.is_global_zero:
+            warn(f"{self} logs findings, but does not act ({self.on_finding!r}): {why}")
+        return StepActions(
+            trainer,
+            pl_module,
+            act=self.on_finding,
+            limit=0 if why else self.max_actions,
+            why_not=why,
+            rollback_steps=self.rollback_steps or (50 if is_asked else 0),
+            lr_factor=self.lr_factor,
+            has_ranks=trainer.world_size > 1 and not why,
+            report=self._report_written,
+            strict=self.strict,
         )
 
     def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
@@ -231,10 +319,24 @@ class StepWatch(RecorderCallback):
             self._findings.report(finding)
         elif discovery.is_new and not finding.is_note:
             log_of_rank(f"Found at step {finding.first_step}: {finding.line}")
-        if discovery.is_new and callable(self.on_finding):
-            self.on_finding(finding)
+        if discovery.is_new and callable(self.on_finding) and self._actions is not None:
+            self._actions.ask(finding, discovery.reading.step)
         elif discovery.is_new and self.on_finding == "stop" and not finding.is_note:
             self._stops_at = finding.first_step
+
+    def _report_written(self, finding: Finding) -> None:
+        """Report and write a finding that is no incident of one step, on rank 0."""
+        if self._findings is None:
+            return
+        self._findings.report(finding)
+        if self._directory is not None:
+            path = self._directory / "incidents" / "-".join(filter(None, [finding.rule, finding.path]))
+            try:
+                write_finding(path, finding)
+            except Exception as error:
+                if self.strict:
+                    raise
+                warn(f"{self} could not write {path}: {describe_error(error)}")
 
     def _write_incident(self, path: Path, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
         """Write the folder of a finding. An error gives one warning."""
@@ -278,6 +380,9 @@ class StepWatch(RecorderCallback):
         samples, self._samples = self._samples, None
         if samples is not None:
             samples.end()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None and trainer is not None and not trainer.interrupted:
+            ranks.end()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:  # otherwise the recorders, which share its channel, would not wait for their merges
             exchange.close(interrupted=trainer is None or trainer.interrupted)
@@ -293,6 +398,11 @@ class StepWatch(RecorderCallback):
                     findings.note_step()
                 end_findings(findings, self.group, self._sink)
 
+    @override
+    def _end(self, trainer: Trainer) -> None:
+        self._actions, self._votes = None, False
+        super()._end(trainer)
+
     # Batches.
 
     @guarded
@@ -300,6 +410,8 @@ class StepWatch(RecorderCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self._hide_hooks(trainer, "on_before_zero_grad", "on_after_backward")
+        if self._actions is not None:
+            self._actions.begin_batch()
         if self._run is not None and self._enabled:
             rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, logged_step(trainer))
             self._run.start_batch(batch, batch_idx, rows)
@@ -313,26 +425,40 @@ class StepWatch(RecorderCallback):
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._run is not None:
-            self._run.before_step(optimizer)
-            if self.on_finding == "stop" and self._run.has_bad_gradient:
-                # The checkpoint then has the parameters from before the step. All ranks have the same gradients.
-                for group in optimizer.param_groups:
-                    for each in group["params"]:
-                        each.grad = None
+        run = self._run
+        known: tuple[Finding | None, Reading | None] = None, None
+        try:
+            if run is not None and self._enabled:
+                run.before_step(optimizer)
+                known = run.bad, run.reading
+        finally:  # the other ranks wait for the decision of this one
+            if self._actions is not None:
+                self._actions.before_step(optimizer, *known)
+        if self.on_finding == "stop" and run is not None and run.has_bad_gradient:
+            # The checkpoint then has the parameters from before the step. All ranks have the same gradients.
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    each.grad = None
 
     @guarded
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run = self._run
-        if run is not None:
-            run.end_batch(is_last=stepped(trainer, batch_idx))
-        if self._samples is not None:
-            self._samples.end_batch()
-        if self.on_finding == "stop" and (run is not None or self._exchange is not None):
-            self._stop(trainer)
+        run, is_last = self._run, stepped(trainer, batch_idx)
+        is_good = run is not None and run.bad is None
+        if self._actions is not None:
+            self._actions.end_batch(has_stepped=is_last, is_good=is_good)
+        try:
+            if run is not None:
+                run.end_batch(is_last=is_last)
+            if self._samples is not None:
+                self._samples.end_batch()
+            if self._ranks is not None and is_last:
+                self._ranks.end_step(logged_step(trainer) + 1)
+        finally:
+            if self.on_finding == "stop" and (run is not None or self._votes):
+                self._stop(trainer)
 
     @override
     def _abandon_batch(self, trainer: Trainer, exception: Exception | None) -> None:
@@ -342,7 +468,7 @@ class StepWatch(RecorderCallback):
     def _stop(self, trainer: Trainer) -> None:
         """End the fit after a checkpoint, on all ranks, if one of them has a finding."""
         step, self._stops_at = -1 if self._stops_at is None else self._stops_at, None
-        if self._exchange is not None:
+        if self._votes:
             flag = torch.tensor(float(step), device=trainer.strategy.root_device)
             step = int(trainer.strategy.reduce(flag, reduce_op="max"))
         if step >= 0:
@@ -386,7 +512,9 @@ class StepWatch(RecorderCallback):
             self._run.flush()
         if self._samples is not None:
             self._samples.end()
-        if self._exchange is None:
+        if self._ranks is not None:
+            self._ranks.end()
+        if not self._votes:
             return
         gathered: list[list[Finding]] = [[] for _ in range(trainer.world_size)]
         torch.distributed.all_gather_object(gathered, self._found)
@@ -404,7 +532,7 @@ class StepWatch(RecorderCallback):
         super().__setstate__(state)
         act = unwrap(state["on_finding"])
         self._lose([act])
-        self.on_finding = act if act == "stop" or callable(act) else "warn"
+        self.on_finding = act if act in _CHOICES or callable(act) else "warn"
 
 
 def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
@@ -423,7 +551,7 @@ def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
         callbacks.insert(next(index for index, each in enumerate(callbacks) if each is after) + 1, watch)
 
 
-def _ignore(data: DataFacts) -> None:
+def _ignore(data: object) -> None:
     """Receive facts on a rank that reports no findings."""
 
 

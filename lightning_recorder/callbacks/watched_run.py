@@ -17,7 +17,7 @@ from lightning_recorder.callbacks.replay import Replay, ReplayError, other_value
 from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find_row
 from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate, logged_step
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.insight import SPIKE, UNBOUNDED, Finding
+from lightning_recorder.insight import NON_FINITE, SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.norms import local_values, norms_of
@@ -91,6 +91,8 @@ class _Step:
     has_ended: bool = False
     row: tuple[KeptBatch, FoundRow, str] | None = None
     """The sample that makes a spike, with its batch and ``"loss"`` or ``"gradient norm"``."""
+    bad: Finding | None = None
+    """The finding about the step, if it is known before the optimizer steps."""
 
 
 class WatchedRun:
@@ -140,6 +142,7 @@ class WatchedRun:
         self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._known: dict[tuple[str, str, str], Finding] = {}
         self._was_bad = False
+        self._bad: Finding | None = None  # the last one about a value that is not finite
         self._overflow: int | None = None  # the last step whose gradient norm overflowed
         self._replays = self._searches = 0
         self._name_row = name_row
@@ -151,6 +154,16 @@ class WatchedRun:
             modules = named_submodules(pl_module).items()
             self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
         self._step = _Step(has_ended=True)
+
+    @property
+    def bad(self) -> Finding | None:
+        """The finding about the current step, if it is known before the optimizer steps."""
+        return self._step.bad
+
+    @property
+    def reading(self) -> Reading | None:
+        """The values of the current step, if they are known before the optimizer steps."""
+        return self._step.reading
 
     @property
     def has_bad_gradient(self) -> bool:
@@ -222,9 +235,16 @@ class WatchedRun:
                 self._step.reading = reading = self._reading(self._step.batches)
                 if reading.read():
                     self._examine(reading, parameters_are_known=True)
-                    self._step.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
+                    is_finding = self._is_finding(reading)
+                    self._step.has_bad_gradient = is_finding and not math.isfinite(reading.values[1])
+                    self._step.bad = self._bad or self._unnamed(reading, "", is_known=True) if is_finding else None
                 else:
+                    self._bad = None
                     self._step.row = self._row_of_spike(reading)  # now, because the parameters are those of the step
+                    spikes = self._spikes_of(reading) if self._factor else []
+                    self._step.bad = (
+                        self._with_row(self._spike(spikes, reading), self._step.row, reading) if spikes else None
+                    )
             elif self._copies is not None:
                 self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
                 self._copies = [each.detach().clone() for each in parameters_of(self._pl_module)]
@@ -364,18 +384,26 @@ class WatchedRun:
                 self._report_spike([(name, value, median)], reading, records=0)
 
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
-        index, is_clipped = next(iter(reading.indices), 0), bool(self._trainer.gradient_clip_val)
-        found = finding_of_spike(
+        found = self._spike(spikes, reading)
+        row = self._step.row if self._reads_now else self._row_of_spike(reading, spikes)
+        self._report(self._with_row(replace(found, records=records), row, reading), reading)
+
+    def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading) -> Finding:
+        return finding_of_spike(
             spikes,
             reading,
-            index,
+            next(iter(reading.indices), 0),
             factor=self._factor,
-            is_clipped=is_clipped,
+            is_clipped=bool(self._trainer.gradient_clip_val),
             rank=self._after(reading),
             usual_rows=self._usual_rows,
         )
-        row = self._step.row if self._reads_now else self._row_of_spike(reading, spikes)
-        self._report(self._with_row(replace(found, records=records), row, reading), reading)
+
+    def _spikes_of(self, reading: Reading) -> list[tuple[str, float, float]]:
+        """Return the values that would be spikes, each with its name and the running median."""
+        named = zip(self._spikes.items(), reading.values, strict=True)
+        medians = [(name, value, each.median_below(value)) for (name, each), value in named if math.isfinite(value)]
+        return [(name, value, median) for name, value, median in medians if median is not None]
 
     # The sample that makes a step bad.
 
@@ -383,10 +411,7 @@ class WatchedRun:
         self, reading: Reading, spikes: list[tuple[str, float, float]] | None = None
     ) -> tuple[KeptBatch, FoundRow, str] | None:
         """Return the sample that makes a spike, if the reading has one and the sample can be found."""
-        if spikes is None:
-            named = zip(self._spikes.items(), reading.values, strict=True)
-            medians = [(name, value, each.median_below(value)) for (name, each), value in named if math.isfinite(value)]
-            spikes = [(name, value, median) for name, value, median in medians if median is not None]
+        spikes = self._spikes_of(reading) if spikes is None else spikes
         is_small = 0 < 2 * reading.rows < self._usual_rows
         if not spikes or not self._factor or is_small or self._is_after_spike(reading):
             return None
@@ -546,6 +571,8 @@ class WatchedRun:
         elif known is not None:
             finding = replace(known, last_step=finding.last_step, records=known.records + 1)
         self._known[key] = finding
+        if finding.rule == NON_FINITE:
+            self._bad = finding
         self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))
 
 

@@ -21,9 +21,24 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, is_overridden
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
-from lightning_recorder.internals.loaders import batch_number, forget_indices, indices_of, keep_indices, rows_of_base
+from lightning_recorder.insight.data_facts import (
+    DataFacts,
+    DrawFacts,
+    EpochFacts,
+    LoaderFacts,
+    RankFacts,
+    ValidationFacts,
+)
+from lightning_recorder.internals.loaders import (
+    WATCHED,
+    batch_number,
+    forget_indices,
+    indices_of,
+    keep_indices,
+    rows_of_base,
+)
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.internals.worker_draws import draws_of
 from lightning_recorder.statistics import Exchange, PendingMerge
 from lightning_recorder.statistics.fingerprint import sample_fingerprints, values_of_each
 from lightning_recorder.statistics.snapshot import NOTHING
@@ -101,6 +116,9 @@ class WatchedSamples:
         self._next_compared = _FIRST_COMPARED
         self._pending: PendingMerge | None = None
         self._ranks: RankFacts | None = None
+        self._draws: DrawFacts | None = None
+        self._drawn: dict[str, tuple[int, ...]] = {}  # the states of the epoch before, by the source
+        self._noted: object = None  # what has noted the states of the latest epoch
         self._written = b""
         self._wrap(trainer.strategy)
         publish(DataFacts())
@@ -342,6 +360,7 @@ class WatchedSamples:
             return
         self._arrive(wait=True)
         epoch.is_whole &= ended and not self._trainer.should_stop
+        self._look_for_draws(epoch)
         if epoch.batches:
             self._epochs.append(epoch.facts(self._before))
             self._before = epoch
@@ -349,6 +368,24 @@ class WatchedSamples:
             del self._epochs[_MOST_EPOCHS]
         if epoch.epoch < _MOST_EPOCHS or not epoch.epoch & (epoch.epoch - 1):
             self._show()
+
+    def _look_for_draws(self, epoch: EpochSamples) -> None:
+        """Compare the random numbers of the workers with each other and with those of the epoch before."""
+        watched = vars(self._trainer.train_dataloader).get(WATCHED) if self._loader_has_workers() else None
+        if watched is None or watched is self._noted:  # workers that persist go on drawing
+            return
+        self._noted, before = watched, self._drawn
+        found = draws_of(watched)
+        self._drawn = {each.source: each.first for each in found}
+        for each in found:
+            epochs = 2 if before.get(each.source) == each.first else 1
+            if self._draws is None and (each.workers > 1 or epochs > 1):
+                self._draws = DrawFacts(each.source, each.workers, epochs, epoch.last_step)
+            elif self._draws is not None and self._draws.source == each.source and epochs > 1:
+                self._draws = replace(self._draws, epochs=self._draws.epochs + 1, step=epoch.last_step)
+
+    def _loader_has_workers(self) -> bool:
+        return self._loader is not None and self._loader.is_loader and self._loader.workers > 0
 
     def end(self) -> None:
         """End the fit: publish what is known, and give the loaders back as they were."""
@@ -373,7 +410,8 @@ class WatchedSamples:
         epochs = list(self._epochs)
         if self._epoch is not None and self._epoch.batches:
             epochs.append(self._epoch.facts(self._before))
-        return DataFacts(self._loader or LoaderFacts(), tuple(epochs), self._validation_facts(), self._ranks)
+        loader = self._loader or LoaderFacts()
+        return DataFacts(loader, tuple(epochs), self._validation_facts(), self._ranks, self._draws)
 
     def _validation_facts(self) -> ValidationFacts | None:
         epochs = [each for each in (self._before, self._epoch) if each is not None and each.batches]

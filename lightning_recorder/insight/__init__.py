@@ -3,6 +3,7 @@
 from lightning_recorder.insight.evidence import STATISTICS
 from lightning_recorder.insight.examine import RunFacts, RunHistory, check_rules, examine
 from lightning_recorder.insight.finding import (
+    ACTED,
     FINDINGS_FORMAT,
     NON_FINITE,
     ORIGIN_VALUES,
@@ -19,6 +20,7 @@ from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import RULES
 
 __all__ = [
+    "ACTED",
     "FINDINGS_FORMAT",
     "NON_FINITE",
     "ORIGIN_VALUES",

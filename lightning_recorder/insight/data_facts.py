@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_recorder.untrusted import check_fields
 
-__all__ = ["DataFacts", "EpochFacts", "LoaderFacts", "RankFacts", "ValidationFacts"]
+__all__ = ["DataFacts", "DrawFacts", "EpochFacts", "LoaderFacts", "RankFacts", "ValidationFacts"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,23 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
+class DrawFacts:
+    """The random numbers that workers draw for their samples.
+
+    Args:
+        source: The generator of which they draw the same, such as ``"dataset.rng"``.
+        workers: The number of workers that draw the same; 1 if they do not.
+        epochs: The number of epochs in a row that draw the same; 1 if they do not.
+        step: The last step of the epoch.
+    """
+
+    source: str
+    workers: int
+    epochs: int
+    step: int
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """What is known about the samples of a run, the contents of ``data.json``.
 
@@ -127,12 +144,14 @@ class DataFacts:
         epochs: The first and the latest epochs, in order.
         validation: The samples of validation, if there are any.
         ranks: The comparison of ranks, if there are several.
+        draws: Random numbers that are equal in several workers or epochs, if there are any.
     """
 
     loader: LoaderFacts = field(default_factory=LoaderFacts)
     epochs: tuple[EpochFacts, ...] = ()
     validation: ValidationFacts | None = None
     ranks: RankFacts | None = None
+    draws: DrawFacts | None = None
 
     @classmethod
     def from_json(cls, data: Any) -> DataFacts:
@@ -147,6 +166,7 @@ class DataFacts:
             tuple(_made(EpochFacts, each) for each in data["epochs"]),
             None if data["validation"] is None else _made(ValidationFacts, data["validation"]),
             None if ranks is None else _made(RankFacts, {**ranks, "same": tuple(ranks["same"])}),
+            None if data.get("draws") is None else _made(DrawFacts, data["draws"]),
         )
         check_fields(found)
         return found

@@ -14,6 +14,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.evidence import STATISTICS, Evidence
 from lightning_recorder.insight.finding import (
+    ACTED,
     ALL_IGNORED,
     NON_FINITE,
     SEVERITIES,
@@ -72,7 +73,7 @@ def check_rules(name: str, rules: object) -> tuple[str, ...]:
     Raises:
         ArgumentError: If there is no such rule; names the argument and the closest rule.
     """
-    return check_some(name, rules, (*(each.name for each in RULES), SPIKE, UNBOUNDED)) if rules else ()
+    return check_some(name, rules, (*(each.name for each in RULES), SPIKE, UNBOUNDED, ACTED)) if rules else ()
 
 
 _SAME_FACTOR = 0.8  # the exponent from which on a factor of the first record is that of the run

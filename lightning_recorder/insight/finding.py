@@ -11,10 +11,12 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.untrusted import check_fields
 
 __all__ = [
+    "ACTED",
     "ALL_IGNORED",
     "FINDINGS_FORMAT",
     "NON_FINITE",
     "ORIGIN_VALUES",
+    "RANKS_DIFFER",
     "SEVERITIES",
     "SPIKE",
     "UNBOUNDED",
@@ -41,6 +43,12 @@ SPIKE = "spike"
 
 UNBOUNDED = "unbounded-loss"
 """The rule of the watch about a loss that falls far below zero."""
+
+ACTED = "acted"
+"""The rule of the watch about steps at which it has acted on a finding, since the user asks for it."""
+
+RANKS_DIFFER = "ranks-differ"
+"""The rule about ranks whose replicas differ, which the records and the checksums of the watch have in common."""
 
 _GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
 
@@ -239,6 +247,12 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
                 watched[place] = _joined(each, gradients)
                 findings = [other for other in findings if other is not gradients]
                 break
+    for place, each in enumerate(watched):
+        recorded_one = next((other for other in findings if other.rule == each.rule == RANKS_DIFFER), None)
+        if recorded_one is not None:
+            findings = [other for other in findings if other is not recorded_one]
+            if recorded_one.is_note <= each.is_note:  # the records know the gradients, the watch how far it is
+                watched[place] = _with_distance(recorded_one, each)
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
     others = [
@@ -251,6 +265,18 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
     causes = [each for each in watched if each not in effects]
     return sorted([*causes, *others, *effects], key=lambda each: _RANKS.get(each.severity, _RANK_OF_OTHERS))
+
+
+def _with_distance(finding: Finding, other: Finding) -> Finding:
+    """Return the finding of the records about ranks that differ, with what the checksums say about them."""
+    if finding.is_note != other.is_note:
+        return finding
+    return replace(
+        finding,
+        verdict=f"{finding.verdict}; {other.verdict.partition('; ')[2]}",
+        first_step=min(finding.first_step, other.first_step),
+        numbers={**other.numbers, **finding.numbers},
+    )
 
 
 def _joined(spike: Finding, gradients: Finding) -> Finding:

@@ -11,9 +11,13 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import dataloader as torch_loaders
 from typing_extensions import override
 
-__all__ = ["batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
+from lightning_recorder.internals.worker_draws import WatchedCollate
+
+__all__ = ["WATCHED", "batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
 
 _MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
+WATCHED = "_lightning_recorder_collate"
+"""The attribute of a loader with the latest :class:`WatchedCollate`."""
 _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
 
 
@@ -45,6 +49,7 @@ def keep_indices(loader: object) -> bool:
 def forget_indices(loader: object) -> None:
     """Undo :func:`keep_indices`."""
     kind = type(loader)
+    vars(loader).pop(WATCHED, None)
     if issubclass(kind, _KeepsIndices):
         loader.__class__ = kind.__mro__[2]
 
@@ -90,6 +95,24 @@ class _KeepsIndices(DataLoader[Any]):
     @override
     def _index_sampler(self) -> Any:
         return _KeptSampler(super()._index_sampler)
+
+    @override
+    def _get_iterator(self) -> Any:
+        if not self.num_workers:
+            return super()._get_iterator()
+        table = vars(self)
+        before = table.get("collate_fn")
+        try:
+            if callable(before):
+                # The iterator passes it to the workers, and the user keeps seeing his own.
+                table["collate_fn"] = table[WATCHED] = WatchedCollate(before, self.dataset, self.num_workers)
+        except Exception:  # noqa: BLE001 - a data set may raise anything, and shared memory may be missing
+            table[WATCHED] = None
+        try:
+            return super()._get_iterator()
+        finally:
+            if callable(before):
+                table["collate_fn"] = before
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -14,12 +14,13 @@ from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 
-__all__ = ["batch_fingerprint", "sample_fingerprints", "values_of_each"]
+__all__ = ["batch_fingerprint", "exact_checksum", "sample_fingerprints", "values_of_each"]
 
 _MOST_SAMPLES = 1024
 _MOST_VALUES = 64  # of a sample
 _MOST_TENSORS = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22  # values that are read at once
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
 _HALF = 31  # bits
 _FEWEST_VALUES = 8  # of a sample of a large batch
@@ -62,6 +63,30 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
             # The place matters, so that two tensors that are exchanged give another checksum.
             found = own if found is None else found * 31 + own.to(found.device)
         return found
+
+
+@torch.no_grad()
+def exact_checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of all bits of a tensor and their order, int64 without dimensions on its device.
+
+    Note:
+        Does not synchronize the device. Needs 64 MB for a large tensor, and reads it once.
+
+    Example:
+        >>> zeros = torch.zeros(3)
+        >>> bool(exact_checksum(zeros) == exact_checksum(-zeros)), bool(exact_checksum(zeros) == exact_checksum(zeros))
+        (False, True)
+    """
+    flat = tensor.detach().reshape(-1)
+    found = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
+    for part in flat.split(_CHUNK):
+        if part.numel():
+            bits = _integers(part.unsqueeze(0)).flatten()
+            places = torch.arange(1, 2 * len(bits), 2, dtype=torch.int64, device=flat.device)
+            # Otherwise equal changes of all values could cancel each other.
+            bits = (bits ^ (bits >> _HALF)) * _MIX
+            found = found * 31 + ((bits ^ (bits >> _HALF)) * places).sum()
+    return found
 
 
 @torch.no_grad()

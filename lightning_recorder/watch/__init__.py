@@ -4,9 +4,11 @@ from lightning_recorder.watch.flags import ModuleFlags, StepFlags
 from lightning_recorder.watch.kept import KeptBatch, StateKeeper
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
 from lightning_recorder.watch.readings import Reading, ReadingQueue
+from lightning_recorder.watch.replicas import Replicas, WatchedRanks
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
 from lightning_recorder.watch.verdict import (
+    finding_of_action,
     finding_of_fall,
     finding_of_origin,
     finding_of_overflow,
@@ -26,10 +28,13 @@ __all__ = [
     "OriginTrace",
     "Reading",
     "ReadingQueue",
+    "Replicas",
     "SpikeDetector",
     "StateKeeper",
     "StepFlags",
     "StepSeries",
+    "WatchedRanks",
+    "finding_of_action",
     "finding_of_fall",
     "finding_of_origin",
     "finding_of_overflow",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lightning_recorder.insight import NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding
+from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding, Trace
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 from lightning_recorder.watch.spikes import JUMP, LEAST, RECENT, Rise
 
 __all__ = [
+    "finding_of_action",
     "finding_of_fall",
     "finding_of_origin",
     "finding_of_overflow",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _MOST_ROWS = 8  # of a batch that are listed
+_MOST_ACTIONS = 60  # as in other traces
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
@@ -273,6 +275,46 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
         numbers=numbers,
         last_step=spike.last_step,
         records=count,
+    )
+
+
+def finding_of_action(
+    action: str, step: int, loss: float, because: str, *, back: int, factor: float, earlier: Finding | None
+) -> Finding:
+    """Return the note about the steps at which the watch has acted. Its trace has all of them.
+
+    Args:
+        action: ``"skip"``, ``"rollback"`` or ``"lower_lr"``.
+        step: The step.
+        loss: The loss of this rank at the step; NaN if it is not known.
+        because: The verdict of the finding.
+        back: The number of steps that a rollback goes back.
+        factor: The factor of the learning rate.
+        earlier: The note about the earlier steps with this action.
+    """
+    what = {
+        "skip": f"step {step} was left out",
+        "rollback": f"step {step} was left out, and the state of {back} steps before was restored",
+        "lower_lr": f"the learning rate was multiplied by {factor:g}{_AT}{step}",
+    }[action]
+    before = None if earlier is None else earlier.trace
+    steps, values = ((), ()) if before is None else (before.steps, before.values)
+    count = 1 if earlier is None else earlier.records + 1
+    times = "" if count == 1 else f" (action {count} of this kind)"
+    return Finding(
+        rule=ACTED,
+        severity="note",
+        module="",
+        path=action,
+        first_step=step if earlier is None else earlier.first_step,
+        last_step=step,
+        records=count,
+        verdict=f"{what}{times}, because of this: {because}",
+        why="StepWatch(on_finding=...) asks for it.",
+        next="Look at the finding that is the reason.",
+        usual="no step at which the watch acts",
+        numbers={"times": float(count)},
+        trace=Trace("watch", "value", (*steps, step)[-_MOST_ACTIONS:], (*values, loss)[-_MOST_ACTIONS:], "loss"),
     )
 
 

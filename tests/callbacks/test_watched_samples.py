@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     Sampler,
     Subset,
@@ -248,6 +250,78 @@ def test_faults_of_the_data_are_found(name: str, tmp_path: Path) -> None:
     """Each fault is a warning with its numbers; its repaired twin is among the healthy samplers."""
     make, rule, verdict = FAULTS[name]
     assert findings(fit(tmp_path, **make())) == [(rule, "warning", verdict)]
+
+
+class Noisy(Dataset[Any]):
+    """Adds noise to the samples.
+
+    Args:
+        noise: A function that draws the noise of a sample.
+    """
+
+    def __init__(self, noise: Callable[[Noisy], float]) -> None:
+        self.samples, self.noise, self.rng = dataset(), noise, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + self.noise(self), y
+
+
+def drawn_by_numpy(data: Noisy) -> float:
+    return float(np.random.random())  # noqa: NPY002 - as most augmentations do
+
+
+def drawn_by_own(data: Noisy) -> float:
+    return float(data.rng.random())
+
+
+def drawn_by_torch(data: Noisy) -> float:
+    return float(torch.rand(()))
+
+
+def drawn_by_nothing(data: Noisy) -> float:
+    return 0.0
+
+
+def same_seed(worker: int) -> None:
+    np.random.seed(0)  # noqa: NPY002 - the fault
+
+
+def other_seed(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.rng = np.random.default_rng(torch.initial_seed())
+
+
+AUGMENTATIONS: dict[str, tuple[Callable[[Noisy], float], dict[str, Any], str]] = {
+    "a copy for each worker": (drawn_by_own, {}, "in all 2 workers and in 2 epochs in a row, from dataset.rng"),
+    "one worker": (drawn_by_own, {"num_workers": 1}, "in 2 epochs in a row, from dataset.rng"),
+    "the same seed": (
+        drawn_by_numpy,
+        {"worker_init_fn": same_seed},
+        "in all 2 workers and in 2 epochs in a row, from numpy.random",
+    ),
+    "torch": (drawn_by_torch, {}, ""),
+    "numpy": (drawn_by_numpy, {}, ""),
+    "seeded": (drawn_by_own, {"worker_init_fn": other_seed}, ""),
+    "not used": (drawn_by_nothing, {}, ""),
+    "in the main process": (drawn_by_own, {"num_workers": 0}, ""),
+    "persistent": (drawn_by_own, {"num_workers": 1, "persistent_workers": True}, ""),
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_equal_augmentations_are_found(name: str, tmp_path: Path) -> None:
+    """Workers or epochs that draw the same random numbers are a warning; six ways to draw others are silent."""
+    noise, options, where = AUGMENTATIONS[name]
+    loader = DataLoader(Noisy(noise), 32, shuffle=True, **{"num_workers": 2, **options})
+    found = findings(fit(tmp_path, loader))
+    verdict = f"the samples draw the same random numbers {where}"
+    assert found == ([("same-augmentation", "warning", verdict)] if where else [])
+    assert type(loader) is DataLoader
+    assert loader.collate_fn is default_collate
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recorder import ArgumentError, Check
 from lightning_recorder.check import QUESTIONS, Answer, Bench, Question, Result
+from tests import forks
 from tests.check.programs import COUNT, Function, Lit, Program, cnn, gan, integers, mlp, normal, regression
 from tests.entry_points import ROOT, write_entry_points
 
@@ -327,3 +328,45 @@ def test_only_ends_the_program(tmp_path: Path) -> None:
         fit(program, check, tmp_path)
     assert ended.value.code == 0
     torch.testing.assert_close(program.model.state_dict(), before, rtol=0, atol=0)
+
+
+RANKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_recorder import Check
+from tests.check.programs import regression
+from tests.check.test_check import fit
+
+folder = Path(sys.argv[1])
+for name in ("divided", "same", "other"):
+    program, check = regression(), Check(strict=True)
+    if name == "other":
+        weight = program.model.net[2].weight
+        program.model.on_train_start = lambda: weight.data.add_(torch.distributed.get_rank())
+    options = {"use_distributed_sampler": False} if name == "same" else {}
+    trainer = fit(program, check, folder / name, strategy="ddp", devices=2, **options)
+    found = {each.question: (each.verdict, each.text) for each in check.result.answers}
+    (folder / f"{name}-{trainer.global_rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_compared_in_two_processes(tmp_path: Path) -> None:
+    """Ranks with a part of the data each are fine; the same samples, and other parameters, are wrong on all ranks."""
+    (tmp_path / "train.py").write_text(RANKS)
+    codes, log = forks.run(tmp_path / "train.py", tmp_path, folder=tmp_path, ranks=2, timeout_s=120)
+    assert codes == [0, 0], log[-3000:]
+    wanted = {
+        "divided": ["ok", "the first batches of 2 ranks have other samples"],
+        "same": ["wrong", "100% of the samples in the first batch of a rank are also in that of another one"],
+        "other": ["wrong", "the 2 ranks start with other values of net.2.weight"],
+    }
+    for name, found in wanted.items():
+        for rank in range(2):
+            answers = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert answers.pop("ranks") == found
+            assert {verdict for verdict, _ in answers.values()} == {"no answer"}

@@ -15,6 +15,7 @@ from lightning_recorder.check.questions import (
     overfits_one_batch,
     parameters_learn,
     past_sees_future,
+    ranks,
     same_data,
     sample_weights,
     samples_mix,
@@ -42,6 +43,7 @@ QUESTIONS: tuple[Question, ...] = tuple(
         numbers_large_enough,
         custom_gradients,
         workers,
+        ranks,
         cost,
     )
 )

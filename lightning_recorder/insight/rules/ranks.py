@@ -6,29 +6,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_recorder.insight.evidence import Evidence, View
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import RANKS_DIFFER, Finding
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.names import RUNNING_STATISTICS
 
-_WHY_SOME = (
+WHY_ALL = (
+    "The gradients of all parameters differ, so they are not averaged: the step calls a module around the one that DDP "
+    "wraps, the backward pass is inside of no_sync, or nothing reduces the gradients."
+)
+NEXT_ALL = "Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies."
+WHY_SOME = (
     "Something that is local to a rank can do this: clipping, a hook, another initialization, an optimizer step "
     "on one rank, or parameters that DDP ignores."
 )
-_NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
+NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
 _WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP does not average over the ranks."
 _NEXT_GRAD = "Use manual_backward, or average the gradients with all_reduce before the optimizer step."
-_WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
-_NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
+WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
+NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
 
 
 @rule(
-    "ranks-differ",
+    RANKS_DIFFER,
     "critical",
     statistic="bitwise equality of replicated parameters, gradients, updates and optimizer states on all ranks",
     usual="equal on all ranks in each record",
-    why="The gradients of all parameters differ, so they are not averaged: the step calls a module around the one "
-    "that DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients.",
-    next="Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies.",
+    why=WHY_ALL,
+    next=NEXT_ALL,
     false_alarms="Running statistics of a normalization alone are a note. Parameters that are meant to differ, such as "
     "experts of one rank, are reported, too.",
     needs=("parameters",),
@@ -47,7 +51,7 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
             verdict = f"the running statistics of {buffer.name} differ between the {table.ranks} ranks"
             more = f" and those of {len(buffers) - 1} more buffers" if len(buffers) > 1 else ""
             found = View(evidence, table, buffer).found(verdict + more, since=since[buffer], buffers=len(buffers))
-            yield replace(found, severity="note", why=_WHY_BUFFERS, next=_NEXT_BUFFERS)
+            yield replace(found, severity="note", why=WHY_BUFFERS, next=NEXT_BUFFERS)
         return
     first = differing[0]
     unreduced = [since[each.gradient.site] for each in differing if each.gradient.site in since]
@@ -55,7 +59,7 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
     updates = [since[each.update.site] for each in differing if each.update.site in since]
     begun = min([*values, *updates, *unreduced])
     is_all = len(differing) == len([each for each in evidence.tensors if each.gradient])
-    what = f"all {len(differing)} trained parameters" if is_all else _listed([each.name for each in differing])
+    what = f"all {len(differing)} trained parameters" if is_all else listed([each.name for each in differing])
     what = what if values else f"the gradients or updates of {what}"
     step = min(values) if values else begun
     verb = "differs" if len(differing) == 1 and values else "differ"
@@ -66,14 +70,14 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
     verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
     found = first.found(verdict, since=begun, parameters=len(differing), unreduced=len(unreduced))
     others = tuple(dict.fromkeys(each.module for each in differing if each.module != first.module))
-    why, following = ("", "") if is_all and unreduced else (_WHY_SOME, _NEXT_SOME)
+    why, following = ("", "") if is_all and unreduced else (WHY_SOME, NEXT_SOME)
     passes = {node.name for node in evidence.graph.nodes if node.kind == "backward"}
     if is_all and unreduced and passes == {"grad"}:
         why, following = _WHY_GRAD, _NEXT_GRAD
     yield replace(found, others=others, why=why, next=following)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """Return the first names with the number of the others."""
     shown = ", ".join(names[:3])
     return f"{shown} and {len(names) - 3} more parameters" if len(names) > 3 else shown

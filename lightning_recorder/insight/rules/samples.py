@@ -211,3 +211,27 @@ def sorted_by_class(
             by = f"; the sampler is {loader.sampler}" if loader.sampler else ""
             yield _of_epoch(evidence, each, verdict + by, changes=each.changes)
             return
+
+
+@rule(
+    "same-augmentation",
+    statistic="states of the random number generators in the workers of the loader, after each of their first batches",
+    usual="each worker draws other numbers, in each epoch",
+    why="Each worker gets a copy of the generator with the same state, and a new copy in each epoch; or worker_init_fn "
+    "sets the same seed.",
+    next="Draw from torch's generator, which differs by worker and epoch, or seed your own one from "
+    "torch.initial_seed() in worker_init_fn.",
+    false_alarms="Only generators that draw in each batch count, and only map-style data sets: workers of a stream may "
+    "shuffle alike and take a part each.",
+    needs=(DATA,),
+    is_lasting=True,
+)
+def same_augmentation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield random numbers that are the same in each worker, or in each epoch."""
+    found = evidence.data.draws
+    if found is None or evidence.data.loader.is_overfit:
+        return
+    where = [f"all {found.workers} workers"] if found.workers > 1 else []
+    where += [f"{found.epochs} epochs in a row"] if found.epochs > 1 else []
+    verdict = f"the samples draw the same random numbers in {' and in '.join(where)}, from {found.source}"
+    yield _found(evidence, verdict, found.step, found.step, workers=found.workers, epochs=found.epochs)

@@ -1,0 +1,128 @@
+"""The states of the random number generators in the worker processes of a data loader."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+__all__ = ["Draws", "WatchedCollate", "draws_of"]
+
+_CALLS = 3  # batches of each worker that are noted
+_MOST_SOURCES = 16
+_MOST_ENTRIES = 64  # of a list or a dictionary that is searched
+_DEEPEST = 5
+_PLAIN = (str, bytes, int, float, bool, type(None), type, Tensor, np.ndarray)
+
+
+class Draws(NamedTuple):
+    """A source of random numbers of which several workers draw the same.
+
+    Args:
+        source: Its name, such as ``"numpy.random"`` or ``"dataset.rng"``.
+        workers: The number of workers that draw the same.
+        first: Digests of the states of the first worker, to be compared with those of another epoch.
+    """
+
+    source: str
+    workers: int
+    first: tuple[int, ...]
+
+
+class WatchedCollate:
+    """A ``collate_fn`` that notes the states of the random number generators after the first batches of a worker.
+
+    It changes neither the samples nor the generators.
+
+    Args:
+        collate: The ``collate_fn`` of the loader.
+        dataset: The data set.
+        workers: The number of workers.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: object, workers: int) -> None:
+        self.collate = collate
+        self.names = [name for name, _ in _sources(dataset)]
+        # The seed that a state comes from, the state, and 1 if it was noted.
+        self.table = torch.zeros(workers, _CALLS, len(self.names), 3, dtype=torch.int64, device="cpu").share_memory_()
+        self._calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of some samples."""
+        found = self.collate(samples)
+        info = get_worker_info()
+        if info is not None and self._calls < _CALLS:
+            for place, (_, source) in enumerate(_sources(info.dataset)[: len(self.names)]):
+                self.table[info.id, self._calls, place] = torch.tensor([*_digests(source), 1], device="cpu")
+            self._calls += 1
+        return found
+
+
+def draws_of(watched: WatchedCollate) -> list[Draws]:
+    """Return the sources that draw in each batch and that have the same seed in all workers.
+
+    With a single worker, this is each source that draws; it is to be compared with that of another epoch.
+    """
+    table = watched.table.clone()
+    used = table[table[:, -1, 0, 2] > 0] if watched.names else table[:0]
+    found = []
+    for place, name in enumerate(watched.names):
+        seeds, states = used[:, :, place, 0], used[:, :, place, 1]
+        moves = bool((states[:, 1:] != states[:, :-1]).all()) if len(used) else False
+        if moves and bool((seeds == seeds[0]).all()):
+            found.append(Draws(name, len(used), tuple(states[0].tolist())))
+    return found
+
+
+def _sources(dataset: object) -> list[tuple[str, Any]]:
+    """Return the global generators, and those that a data set holds, by name."""
+    found: list[tuple[str, Any]] = [("numpy.random", np.random), ("random", random), ("torch", torch)]
+    return [*found, *_inside(dataset, "dataset", set(), 0)][:_MOST_SOURCES]
+
+
+def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEEPEST:
+        return
+    seen.add(id(value))
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in list(value.items())[:_MOST_ENTRIES] if type(value) is dict else ():
+            yield from _inside(each, f"{name}[{key!r}]", seen, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value[:_MOST_ENTRIES]):
+            yield from _inside(each, f"{name}[{place}]", seen, depth + 1)
+    else:
+        for key, each in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
+            yield from _inside(each, f"{name}.{key}", seen, depth + 1)
+
+
+def _digests(source: Any) -> tuple[int, int]:
+    """Return a digest of the seed of a generator, as far as its state tells, and one of its state."""
+    if source is torch:
+        state: Any = torch.get_rng_state().numpy().tobytes()
+        # torch keeps the seed itself.
+        return torch.initial_seed() & 0x7FFFFFFF, zlib.crc32(state)
+    if isinstance(source, torch.Generator):
+        return source.initial_seed() & 0x7FFFFFFF, zlib.crc32(source.get_state().numpy().tobytes())
+    if source is random or isinstance(source, random.Random):
+        state = source.getstate()
+        return _crc(state[1][:-1]), _crc(state)
+    if isinstance(source, np.random.Generator):
+        state = source.bit_generator.state
+        inner = state["state"]
+        # The increment of a PCG64 and the key of a Philox follow from the seed alone.
+        seed = inner.get("inc", inner.get("key")) if isinstance(inner, dict) else inner
+        return _crc(seed), _crc(state)
+    state = source.get_state()  # of numpy
+    return _crc(state[1].tobytes()), _crc((state[1].tobytes(), state[2]))
+
+
+def _crc(value: object) -> int:
+    return zlib.crc32(repr(value).encode())

@@ -1,0 +1,128 @@
+"""Tests of the comparison of ranks, with the checksums of several copies of a model in one process."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_recorder.statistics.fingerprint import exact_checksum
+from lightning_recorder.watch.replicas import (
+    Differences,
+    Replicas,
+    ReplicaValues,
+    compare_replicas,
+    finding_of_differences,
+)
+
+
+def ranks(
+    change: Callable[[nn.Module, torch.optim.Optimizer], object], changed: tuple[int, ...] = (1,), count: int = 3
+) -> Differences:
+    """Return the differences between copies of a model of which some are changed after a step."""
+    found, replicas = [], None
+    for rank in range(count):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        if rank in changed:
+            with torch.no_grad():
+                change(model, optimizer)
+        replicas = Replicas(model, [optimizer], rank)
+        found.append(pickle.loads(pickle.dumps(replicas.values())))
+    assert replicas is not None
+    return compare_replicas(replicas.names, replicas.kinds, found)
+
+
+def test_equal_ranks_have_no_differences() -> None:
+    """Copies that are equal to the bit differ in nothing."""
+    assert not ranks(lambda model, optimizer: None)
+
+
+def test_one_changed_bit_is_found_and_the_ranks_are_grouped() -> None:
+    """A single value that differs in its last bit is found; the finding names it, the steps and the groups."""
+
+    def change(model: nn.Module, optimizer: object) -> None:
+        weight = model[2].weight  # type: ignore[index]  # a Sequential
+        weight[1, 3] = torch.nextafter(weight[1, 3], torch.tensor(torch.inf))
+
+    found = ranks(change, changed=(1, 2))
+    assert found.names == {"parameter": ("2.weight",), "state": (), "buffer": ()}
+    assert found.groups == ((0,), (1, 2))
+    finding = finding_of_differences(found, 10, 1)
+    assert (finding.severity, finding.module) == ("critical", "2")
+    assert finding.verdict.startswith(
+        "2.weight differs between the 3 ranks after step 10, and all were equal after step 1; "
+    )
+    assert finding.verdict.endswith("; equal values have ranks 0 and ranks 1, 2")
+    assert "local to a rank" in finding.why
+
+
+def test_all_parameters_mean_that_nothing_is_reduced() -> None:
+    """If all parameters differ, the finding says how far, and that gradients are not averaged."""
+
+    def change(model: nn.Module, optimizer: object) -> None:
+        for each in model.parameters():
+            each.mul_(1.5)
+
+    finding = finding_of_differences(ranks(change), 1, None)
+    assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; by up to ")
+    assert 0.3 < finding.numbers["distance"] < 3
+    assert "not averaged" in finding.why
+
+
+def test_states_of_the_optimizer_are_compared() -> None:
+    """States that differ while the parameters do not are critical, too."""
+
+    def change(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[model[0].weight]["exp_avg"].add_(1)  # type: ignore[index]  # a Sequential
+
+    finding = finding_of_differences(ranks(change), 1, None)
+    assert (finding.severity, finding.module) == ("critical", "0")
+    assert finding.verdict.startswith("the optimizer states 0.weight.exp_avg differ")
+
+
+def test_buffers_alone_are_a_note() -> None:
+    """Running statistics that differ are expected without SyncBatchNorm."""
+
+    def change(model: nn.Module, optimizer: object) -> None:
+        model[1].running_mean.add_(1)  # type: ignore[index,operator,union-attr]  # a buffer
+
+    assert finding_of_differences(ranks(change), 1, None).severity == "note"
+
+
+def test_only_equal_shards_are_compared() -> None:
+    """Ranks with different shards of a tensor are no replicas of each other."""
+    found = ranks(lambda model, optimizer: model[0].weight.mul_(2), changed=(1, 3), count=4)  # type: ignore[index]
+    assert found.groups == ((0, 2), (1, 3))
+    found = _with_parts([0, 1, 0, 1])
+    assert not found
+    assert _with_parts([0, 0, 1, 1]).groups == ((0,), (1,))
+
+
+def _with_parts(parts: list[int]) -> Differences:
+    values = [
+        ReplicaValues(
+            rank, zlib.crc32(b"w"), np.array([part], np.int32), np.array([rank % 2]), np.ones((1, 8), np.float32)
+        )
+        for rank, part in enumerate(parts)
+    ]
+    return compare_replicas(["w"], ["parameter"], values)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+def test_a_checksum_depends_on_each_value_and_its_place(dtype: torch.dtype) -> None:
+    """Exchanged values and a changed value give another checksum, for each kind of number."""
+    one = torch.tensor([0, 1, 1, 0, 0]).to(dtype)
+    others = [torch.tensor(each).to(dtype) for each in ([1, 0, 1, 0, 0], [0, 1, 1, 0, 1], [0, 1, 1, 0])]
+    assert all(int(exact_checksum(one)) != int(exact_checksum(each)) for each in others)
+    assert int(exact_checksum(one)) == int(exact_checksum(one.clone()))
