@@ -80,7 +80,14 @@ def other_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -
             parameter.data.copy_(value)
 
 
-def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptBatch], *, steps: int = 0) -> Replay:
+def replay(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    batches: Sequence[KeptBatch],
+    *,
+    steps: int = 0,
+    is_exact: bool = True,
+) -> Replay:
     """Run the batches of a step again, and find the origin of the first bad value in them.
 
     Parameters, buffers and attributes of the model, gradients, random numbers and the trainer are the same afterwards.
@@ -91,6 +98,8 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
         pl_module: The model, with the parameters that the step used.
         batches: The batches of the step, in order. Each has the losses that it had.
         steps: In manual optimization, the optimizer steps of the last batch before the one at which to end.
+        is_exact: False if the parameters are those of an earlier step. A loss that was finite must
+            still be finite, and may differ.
 
     Raises:
         ReplayError: If the step cannot be run again, or took another course.
@@ -105,7 +114,7 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
     device = device_of(pl_module)
     for index, kept in enumerate(batches):
         is_last = index == len(batches) - 1
-        run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None)
+        run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None, is_exact=is_exact)
         try:
             with unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
                 origin = run(by_backward=False)
@@ -201,6 +210,7 @@ def _run(
     steps: int | None,
     *,
     by_backward: bool,
+    is_exact: bool,
 ) -> Origin | None:
     known: dict[str, Tensor] = {f"parameter {name}": each for name, each in named_parameters_of(pl_module)}
     known |= {f"buffer {name}": each for name, each in named_buffers_of(pl_module)}
@@ -213,16 +223,20 @@ def _run(
             _run_automatic(trainer, pl_module, batch, kept, gradients)
         else:
             run_manual(trainer, pl_module, batch, kept.batch_idx, gradients, steps)
-    _check_losses(kept.losses[gradients.begin :], gradients.losses[gradients.begin :])
+    _check_losses(kept.losses[gradients.begin :], gradients.losses[gradients.begin :], is_exact=is_exact)
     return trace.origin(gradients.symptoms)
 
 
-def _check_losses(before: list[Tensor], now: list[Tensor]) -> None:
+def _check_losses(before: list[Tensor], now: list[Tensor], *, is_exact: bool) -> None:
     """Raise if a loss differs from the one that the step had."""
     had, have = ([float(each) for each in losses] for losses in (before, now))
-    same = len(had) <= len(have) and all(map(_is_close, had, have))
+    same = len(had) <= len(have) and all(map(_is_close if is_exact else _is_no_worse, had, have))
     if not same:
         raise ReplayError("the loss was not the same as before: the step depends on more than its batch and torch")
+
+
+def _is_no_worse(one: float, other: float) -> bool:
+    return math.isfinite(other) or not math.isfinite(one)
 
 
 def _is_close(one: float, other: float) -> bool:

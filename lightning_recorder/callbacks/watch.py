@@ -58,8 +58,9 @@ class StepWatch(RecorderCallback):
     and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
     code and the batch. The training does not change. On a CPU, and with ``wait=True`` on other devices, this happens
     before the optimizer steps. On a GPU, the values arrive a step later, when the parameters may already be spoiled.
-    The finding then names the step and the direction, and the option that would have named the module. A step that a
-    ``GradScaler`` skips because of an overflow is no finding.
+    The step is then run again with a copy of them; see ``keep_parameters``. Without one, the finding names the step and
+    the direction, and the option that would have named the module. A step that a ``GradScaler`` skips because of an
+    overflow is no finding.
 
     A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
     next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
@@ -80,8 +81,12 @@ class StepWatch(RecorderCallback):
         lr_factor: The factor of ``"lower_lr"`` for all learning rates, also those of the schedulers.
         wait: Wait for the device before each optimizer step, so that a bad step can be run again exactly. On a CPU,
             there is nothing to wait for.
-        keep_parameters: Keep a copy of the parameters from before the last optimizer step for the same purpose. The
-            device then always has work.
+        keep_parameters: Keep a copy of the parameters on a device whose values arrive late, for the same purpose. With
+            True, one is taken before each optimizer step; the device then always has work. ``"auto"`` keeps two,
+            without waiting, if both take less than a tenth of the memory that is left, and takes one as often as that
+            takes less than 1 % of the time of the steps. A bad step may then be run again with the parameters of a few
+            steps before, and the finding says so. There are none with manual optimization or sharded parameters. False
+            keeps none.
         every_module: Check the outputs of all modules, and the gradients of them, on the device in every step. The
             module is then also named where a step cannot be run again, but not the operation. This takes one kernel
             and one call of a hook for each of them in every step.
@@ -132,7 +137,7 @@ class StepWatch(RecorderCallback):
         rollback_steps: int | None = None,
         lr_factor: float = 0.5,
         wait: bool = False,
-        keep_parameters: bool = False,
+        keep_parameters: bool | Literal["auto"] = "auto",
         every_module: bool = False,
         check_ranks_every_n_steps: int | None = None,
         incidents: bool = True,
@@ -159,9 +164,10 @@ class StepWatch(RecorderCallback):
         check_number("lr_factor", lr_factor, 0)
         if not 0 < lr_factor < 1:
             raise ArgumentError(f"lr_factor must be between 0 and 1, got {lr_factor!r}")
-        for name, flag in (("wait", wait), ("keep_parameters", keep_parameters), ("incidents", incidents)):
+        if keep_parameters != "auto" and not isinstance(keep_parameters, bool):
+            raise ArgumentError(f"keep_parameters must be True, False or 'auto', got {keep_parameters!r}")
+        for name, flag in (("wait", wait), ("every_module", every_module), ("incidents", incidents)):
             check_bool(name, flag)
-        check_bool("every_module", every_module)
         for name, flag in (("save_batch", save_batch), ("save_parameters", save_parameters)):
             check_bool(name, flag)
         check_integer("max_bytes", max_bytes, 0)

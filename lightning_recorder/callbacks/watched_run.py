@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from lightning_recorder.reductions.kernels.fused import norm_of, prepare
 from lightning_recorder.watch import (
     CommunicationError,
     KeptBatch,
+    KeptParameters,
     ModuleFlags,
+    ParameterCopies,
     Reading,
     ReadingQueue,
     SpikeDetector,
@@ -39,6 +41,7 @@ from lightning_recorder.watch import (
     finding_of_spike,
     finding_without_origin,
     with_batch,
+    with_older_parameters,
     with_rise,
     with_row,
     with_spike,
@@ -52,6 +55,7 @@ _MOST_SEARCHES = 5  # for the sample that makes a step bad
 _MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
 _FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
 _WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
+_STALE = "its batches give finite values with the parameters of {steps} before, the last ones that were kept"
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class WatchedRun:
         on_spike: Called with the step after which a spike was seen.
         spikes: The multiple of the running median that is a spike; 0 for none.
         wait: Wait for the device before each optimizer step.
-        keep_parameters: Keep a copy of the parameters from before the last step.
+        keep_parameters: Keep a copy of the parameters from before the last step; ``"auto"`` if it costs little.
         every_module: Compute a flag for each module in every step.
         name_row: A function that names a sample by the indices of its batch and its place there.
     """
@@ -121,7 +125,7 @@ class WatchedRun:
         on_spike: Callable[[int], object],
         spikes: float,
         wait: bool,
-        keep_parameters: bool,
+        keep_parameters: bool | Literal["auto"],
         every_module: bool,
         name_row: Callable[[list[int] | None, int], str],
     ) -> None:
@@ -132,7 +136,9 @@ class WatchedRun:
         self._reads_now = wait or self._is_on_host
         if self._is_on_host:
             prepare()
-        self._copies: list[Tensor] | None = [] if keep_parameters and not self._reads_now else None
+        self._copies: ParameterCopies | None = None
+        if keep_parameters and not self._reads_now and (keep_parameters is True or pl_module.automatic_optimization):
+            self._copies = ParameterCopies(list(parameters_of(pl_module)), device, keep_parameters)
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._keeper = StateKeeper(pl_module, device)
         self._queue = ReadingQueue(device)
@@ -245,9 +251,10 @@ class WatchedRun:
                     self._step.bad = (
                         self._with_row(self._spike(spikes, reading), self._step.row, reading) if spikes else None
                     )
-            elif self._copies is not None:
-                self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
-                self._copies = [each.detach().clone() for each in parameters_of(self._pl_module)]
+            elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
+                # The device is busy with this step, so that it has work while the values of the step before are read.
+                self._arrive(self._queue.take(wait=self._copies.waits))
+                self._copies.take(step, self._queue.oldest)
         self._step.optimizer_steps += 1
 
     def _evaluates_again(self, optimizer: Any) -> bool:
@@ -385,7 +392,11 @@ class WatchedRun:
 
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
         found = self._spike(spikes, reading)
-        row = self._step.row if self._reads_now else self._row_of_spike(reading, spikes)
+        if self._reads_now:
+            row = self._step.row
+        else:
+            with self._with_kept(self._kept_for(reading)):
+                row = self._row_of_spike(reading, spikes)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
 
     def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading) -> Finding:
@@ -481,11 +492,11 @@ class WatchedRun:
         if reading.step == self._overflow and not reading.has_bad_loss:
             self._report(self._with_rise(finding_of_overflow(reading, rank=self._after(reading))), reading)
             return
-        copies = None if parameters_are_known else self._copies
-        is_known = parameters_are_known or bool(copies)
+        kept = None if parameters_are_known else self._kept_for(reading)
+        is_known = parameters_are_known or kept is not None
         batch: KeptBatch | None = None
         try:
-            found, because = self._replayed(reading, copies) if is_known else (None, "")
+            found, because = self._replayed(reading, kept) if is_known else (None, "")
         except (ReplayError, CommunicationError) as error:
             found, because = None, str(error)
         except Exception as error:  # noqa: BLE001 - the step of the user may raise anything
@@ -499,19 +510,24 @@ class WatchedRun:
             origin, batch, index = found.origin, found.batch, found.batch.batch_idx
         if origin is not None:
             finding = finding_of_origin(origin, reading, index, rank=self._after(index))
+            if kept is not None and flagged is None and kept.step < reading.step:
+                finding = with_older_parameters(finding, reading.step - kept.step)
         else:
             finding = self._unnamed(reading, because, is_known=is_known)
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
                 self.unnamed = finding  # another rank may name it
                 return
-        values = copies or ([each.detach() for each in parameters_of(self._pl_module)] if is_known else None)
+        if kept is not None:
+            values = kept.values if kept.step == reading.step else None
+        else:
+            values = [each.detach() for each in parameters_of(self._pl_module)] if is_known else None
         # A bad batch or constant is no consequence of the steps before.
         is_given = origin is not None and (origin.has_constant or origin.source.startswith("batch"))
         is_of_parameter = origin is not None and origin.source.startswith("parameter ")
         # After a spike or a rise, all samples are bad.
         is_after = self._is_after_spike(reading) or any(each.rise() for each in self._spikes.values())
         if is_known and not is_of_parameter and (is_given or not is_after):
-            with other_values(list(parameters_of(self._pl_module)), copies) if copies else nullcontext():
+            with self._with_kept(kept):
                 finding = self._with_row(finding, self._row_of_bad(reading, batch), reading)
         self._report(finding if is_given else self._with_rise(finding), reading, batch, values)
 
@@ -523,18 +539,28 @@ class WatchedRun:
                 return with_rise(finding, series, rise, largest_rate(self._trainer))
         return finding
 
-    def _replayed(self, reading: Reading, copies: list[Tensor] | None) -> tuple[Replay | None, str]:
+    def _kept_for(self, reading: Reading) -> KeptParameters | None:
+        """Return the newest parameters that were kept before a step or at one before it."""
+        return None if self._copies is None else self._copies.latest(reading.step)
+
+    def _with_kept(self, kept: KeptParameters | None) -> AbstractContextManager[None]:
+        if kept is None:
+            return nullcontext()
+        return other_values(list(parameters_of(self._pl_module)), kept.values)
+
+    def _replayed(self, reading: Reading, kept: KeptParameters | None) -> tuple[Replay | None, str]:
         if self._replays >= _MOST_REPLAYS:
             return None, f"{_MOST_REPLAYS} steps have been run again before"
         if not reading.batches:
             return None, "its batch was no longer kept"
-        if copies and not runs_alone(self._trainer, self._pl_module):
+        if kept is not None and not runs_alone(self._trainer, self._pl_module):
             return None, "in manual optimization, the values must be read before the optimizer steps"
         self._replays += 1
-        steps = self._step.optimizer_steps
-        parameters = list(parameters_of(self._pl_module))
-        with other_values(parameters, copies) if copies else nullcontext():
-            found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
+        steps, age = self._step.optimizer_steps, 0 if kept is None else reading.step - kept.step
+        with self._with_kept(kept):
+            found = replay(self._trainer, self._pl_module, reading.batches, steps=steps, is_exact=not age)
+        if found.origin is None and age:
+            return found, _STALE.format(steps="1 step" if age == 1 else f"{age} steps")
         if found.origin is None:
             return found, "its batches give finite values when they are run again: a hook or the accumulation made it"
         return found, ""
@@ -546,7 +572,7 @@ class WatchedRun:
             f"ParameterRecorder, each with every_n_train_steps=1, schedule=Schedule(step_window=({max(0, step - 1)}, "
             f"{step + 1}))"
         )
-        if not is_known:
+        if not is_known or because.startswith(_STALE[:20]):
             because = because or "the optimizer had stepped when the values arrived from the device"
             option = _WAIT
         names = {id(each): name for name, each in named_parameters_of(self._pl_module)}

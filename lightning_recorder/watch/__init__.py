@@ -2,6 +2,7 @@
 
 from lightning_recorder.watch.flags import ModuleFlags, StepFlags
 from lightning_recorder.watch.kept import KeptBatch, StateKeeper
+from lightning_recorder.watch.kept_parameters import KeptParameters, ParameterCopies
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
 from lightning_recorder.watch.readings import Reading, ReadingQueue
 from lightning_recorder.watch.replicas import Replicas, WatchedRanks
@@ -15,6 +16,7 @@ from lightning_recorder.watch.verdict import (
     finding_of_spike,
     finding_without_origin,
     with_batch,
+    with_older_parameters,
     with_rise,
     with_row,
     with_spike,
@@ -23,9 +25,11 @@ from lightning_recorder.watch.verdict import (
 __all__ = [
     "CommunicationError",
     "KeptBatch",
+    "KeptParameters",
     "ModuleFlags",
     "Origin",
     "OriginTrace",
+    "ParameterCopies",
     "Reading",
     "ReadingQueue",
     "Replicas",
@@ -41,6 +45,7 @@ __all__ = [
     "finding_of_spike",
     "finding_without_origin",
     "with_batch",
+    "with_older_parameters",
     "with_rise",
     "with_row",
     "with_spike",

@@ -102,10 +102,16 @@ class ReadingQueue:
         module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
         # On other devices, a copy to the host without waiting may be incomplete without any sign of it.
         self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
+        self._pins = self._event is not None
         self._waiting: deque[tuple[Reading, Tensor, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def oldest(self) -> int | None:
+        """The step of the first reading that has not arrived; None if all have."""
+        return self._waiting[0][0].step if self._waiting else None
 
     def add(self, reading: Reading) -> None:
         """Add a reading. Does not wait for the device."""
@@ -114,7 +120,7 @@ class ReadingQueue:
             return
         event = None
         if self._event is not None:
-            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True, device="cpu")
+            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=self._pins, device="cpu")
             row = host.copy_(row, non_blocking=True)
             event = self._event()
             event.record()

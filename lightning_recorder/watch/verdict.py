@@ -18,6 +18,7 @@ __all__ = [
     "finding_of_spike",
     "finding_without_origin",
     "with_batch",
+    "with_older_parameters",
     "with_rise",
     "with_row",
     "with_spike",
@@ -102,6 +103,18 @@ def finding_without_origin(
     following = f"The module is not known, because {because}. To know it: {option}"
     finding = _finding(NON_FINITE, "critical", module, reading, verdict, _WHY, following)
     return replace(finding, numbers={"batch": float(batches[0] if batches else 0), "epoch": float(reading.epoch)})
+
+
+def with_older_parameters(finding: Finding, age: int) -> Finding:
+    """Return a finding whose origin was found by running the step with the parameters of some steps before.
+
+    Args:
+        finding: The finding.
+        age: The number of steps.
+    """
+    steps = "of the step before" if age == 1 else f"of {age} steps before"
+    verdict = f"{finding.verdict} (the step was run again with the parameters {steps})"
+    return replace(finding, verdict=verdict, numbers={**finding.numbers, "parameters_age": float(age)})
 
 
 def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> Finding:

@@ -255,16 +255,18 @@ class Poisoned(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_the_watch_names_the_step_and_the_module(wait: bool, tmp_path: Path) -> None:
-    """The first step that is not finite is named, and with ``wait=True`` the module."""
-    watch = StepWatch(strict=True, wait=wait)
+@pytest.mark.parametrize(
+    ("options", "is_named"), [({}, True), ({"wait": True}, True), ({"keep_parameters": False}, False)]
+)
+def test_the_watch_names_the_step_and_the_module(options: dict[str, bool], is_named: bool, tmp_path: Path) -> None:
+    """The first step that is not finite is named, and also the module, unless no copy of the parameters is kept."""
+    watch = StepWatch(strict=True, **options)  # type: ignore[arg-type]  # all are booleans
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(Poisoned(), tmp_path, [watch])
     (finding,) = watch.found
     assert finding.first_step == 3
-    assert (finding.module == "encoder.conv2") == wait
+    assert (finding.module == "encoder.conv2") == is_named
 
 
 def test_the_default_set_writes_everything(tmp_path: Path) -> None:

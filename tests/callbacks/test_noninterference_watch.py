@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_recorder import StepWatch, open_recording
-from lightning_recorder.callbacks.watched_run import WatchedRun
 from tests import forks
 from tests.callbacks.models import Classifier
 from tests.callbacks.test_noninterference import (
@@ -26,6 +25,7 @@ from tests.callbacks.test_noninterference import (
     assert_same,
     run,
 )
+from tests.watch.late import arrive_late
 
 AT = (2, 4)
 """The batches whose loss is not finite in the first epoch; two of them, since only the first of a row is replayed."""
@@ -98,13 +98,16 @@ def test_a_replay_changes_nothing(kind: type[Classifier], options: dict[str, Any
         assert "backward of sqrt" in watch.found[0].verdict
 
 
-@pytest.mark.parametrize("option", ["wait", "keep_parameters"])
-def test_options_for_devices_change_nothing(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"keep_parameters": True}])
+@pytest.mark.parametrize("late", [1, 3])
+def test_options_for_devices_change_nothing(
+    options: dict[str, bool], late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same holds where values arrive later, with the parameters that were kept."""
-    monkeypatch.setattr(WatchedRun, "_is_host", staticmethod(lambda device: False))
+    arrive_late(monkeypatch, late)
     make = spoiled(Classifier)
     bare = run(make, tmp_path / "bare", [], {})
-    watch = StepWatch(strict=True, wait=option == "wait", keep_parameters=option == "keep_parameters")
+    watch = StepWatch(strict=True, **options)  # type: ignore[arg-type]  # both are booleans
     assert_same(run(make, tmp_path / "watched", [watch], {}), bare)
     assert "backward of sqrt" in watch.found[0].verdict
 

@@ -40,6 +40,7 @@ from lightning_recorder.errors import RecorderError
 from lightning_recorder.insight import Finding
 from tests import forks
 from tests.reductions.test_base import NoReading
+from tests.watch.late import arrive_late
 from tests.watch.nets import BATCHES, WIDTH, Planted, batches, plant
 
 QUIET = Outputs(plots=False, dumps=False)
@@ -630,8 +631,8 @@ def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_value_that_arrives_late_names_step_and_direction(backward: bool, tmp_path: Path) -> None:
-    """After the optimizer has stepped, the finding has the step, the direction and the option that knows more."""
-    watch = StepWatch(strict=True)
+    """Without a copy, the finding has the step, the direction and the option that knows more."""
+    watch = StepWatch(strict=True, keep_parameters=False)
     fit(planted("net.3", backward=backward), tmp_path, watch)
     finding = only(watch)
     part = "backward" if backward else "forward"
@@ -651,6 +652,42 @@ def test_options_name_the_module_on_a_device(option: str, backward: bool, tmp_pa
     fit(planted("net.3", backward=backward), tmp_path, watch)
     finding = only(watch)
     assert (finding.module, finding.first_step, finding.numbers["batch"]) == ("net.3", 5, 5)
+
+
+@pytest.mark.parametrize("copy", [0.001, 0.025])
+def test_parameters_of_a_few_steps_before_name_the_module(
+    copy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that takes 2.5 % of a step is taken every three steps, and the finding says how old its parameters are."""
+    arrive_late(monkeypatch, 1, copy=copy)
+    model, watch = planted("net.3", backward=True, at=19), StepWatch(strict=True, save_parameters=True)
+    fit(model, tmp_path, watch, loader=batches(24))
+    finding = only(watch)
+    assert (finding.module, finding.first_step) == ("net.3", 19)
+    is_exact = copy < 0.01
+    words = "(the step was run again with the parameters of 2 steps before)"
+    assert (words in finding.verdict) != is_exact
+    assert finding.numbers.get("parameters_age") == (None if is_exact else 2)
+    # Only the parameters of the step itself are written as such.
+    assert (tmp_path / "recorder/incidents/step-19/parameters.safetensors").exists() == is_exact
+
+
+def test_a_bad_value_that_older_parameters_do_not_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the step is finite with older parameters, the finding says so, and names the options that know more."""
+
+    class Overwritten(Planted):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.is_due:  # the gradients of this step are finite, and its update is not
+                self.net[0].weight.data.fill_(math.nan)  # type: ignore[index]  # a Sequential
+
+    arrive_late(monkeypatch, 1, copy=0.025)
+    watch = StepWatch(strict=True)
+    fit(Overwritten("mlp", 18), tmp_path, watch, loader=batches(24))
+    finding = only(watch)
+    assert (finding.module, finding.first_step) == ("", 19)
+    because = "its batches give finite values with the parameters of 2 steps before, the last ones that were kept"
+    assert because in finding.next
+    assert "StepWatch(wait=True)" in finding.next
 
 
 # Spikes.

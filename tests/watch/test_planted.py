@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_recorder import StepWatch
+from tests.watch.late import arrive_late
 from tests.watch.nets import BATCHES, NETS, Planted, batches, calls, plant
 
 OFF: dict[str, Any] = {
@@ -49,6 +50,23 @@ def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
     generator = random.Random(kind)
     counts = calls(Planted(kind))
     for _ in range(6):
+        name, count = generator.choice(sorted(counts.items()))
+        call, at = generator.randint(1, count), generator.randrange(BATCHES)
+        value, backward = generator.choice([math.nan, math.inf]), generator.random() < 0.5
+        check(kind, name, call, value, backward, at, tmp_path)
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("late", [1, 2, 3])
+@pytest.mark.parametrize("kind", NETS)
+def test_each_planted_value_is_named_where_values_arrive_late(
+    kind: str, late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device, the copies of the parameters that are kept by default name as much."""
+    arrive_late(monkeypatch, late)
+    generator = random.Random(f"{kind} {late}")
+    counts = calls(Planted(kind))
+    for _ in range(2):
         name, count = generator.choice(sorted(counts.items()))
         call, at = generator.randint(1, count), generator.randrange(BATCHES)
         value, backward = generator.choice([math.nan, math.inf]), generator.random() < 0.5
