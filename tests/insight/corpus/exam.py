@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -142,7 +142,8 @@ def column_against_vector(is_faulty: bool) -> Task:
     def loss(net: Any, batch: Any) -> Tensor:
         x, y = batch
         prediction: Tensor = net(x) if is_faulty else net(x).squeeze(1)
-        return (prediction - y.squeeze(1)).pow(2).mean()
+        error: Tensor = (prediction - y.squeeze(1)).pow(2).mean()
+        return error
 
     return Task(stacked(inputs=8, outputs=1), numbers, loss)
 
@@ -454,12 +455,22 @@ def teacher_that_stays(is_faulty: bool) -> Task:
 
 def findings_of(task: Task, folder: Path) -> list[Finding]:
     """Train a task with the default recorders; return its findings as ``doctor`` reads them."""
-    recorders = default_recorders(every_n_train_steps=5, outputs=Outputs(plots=False, report=False))
     # No finding is about the picture, which takes longer than some trainings.
-    recorders = [GraphRecorder(formats=()) if isinstance(each, GraphRecorder) else each for each in recorders]
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    options |= {"enable_model_summary": False, "limit_val_batches": 0, "max_epochs": 1, "accelerator": "cpu"}
-    trainer = Trainer(callbacks=recorders, default_root_dir=folder, **options)
+    recorders: list[Callback] = [
+        GraphRecorder(formats=()) if isinstance(each, GraphRecorder) else each
+        for each in default_recorders(every_n_train_steps=5, outputs=Outputs(plots=False, report=False))
+    ]
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=recorders,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        max_epochs=1,
+    )
     trainer.fit(task)
     return open_recording(folder).findings
 
