@@ -131,6 +131,15 @@ def findings(session: nox.Session) -> None:
 
 
 @nox.session
+def exam(session: nox.Session) -> None:
+    """Train programs with reported faults and their repaired twins, and print the findings in two columns."""
+    install(session, *group("test"), constraints=group("pins"))
+    folder = session.create_tmp()
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "tests.insight.corpus.exam", folder, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Create the pictures of the documentation from real runs. Requires Chromium."""
     install(session, *group("test"), constraints=group("pins"))

@@ -352,16 +352,29 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 def along_batch(evidence: Evidence) -> Iterator[Finding]:
     """Yield the functions and recurrences that run along the batch."""
     step = _of_step(evidence)
-    if not step.batch:
-        return
+    descriptions = [_of_classes]
+    if step.batch:
+        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean]
     found = []
     for node in step.operations:
-        verdict = (
-            _of_softmax(step, node) or _of_recurrence(step, node) or _of_position(step, node) or _of_mean(step, node)
-        )
+        verdict = next(filter(None, (describe(step, node) for describe in descriptions)), "")
         if verdict:
             found.append(_found(evidence, step.owner(node), verdict, batch=step.batch))
     yield from _joined(found)
+
+
+def _of_classes(step: _Step, node: Node) -> str:
+    """Describe a softmax of images or sequences whose reader takes dimension 1 for the classes."""
+    shape, dimension = _shape(node), _softmax_dimension(node)
+    if node.name != "log_softmax" or shape is None or len(shape) < 3 or dimension in (None, 1):
+        return ""
+    # A loss that gets the output as it is, not in another shape.
+    if not any(user.name == "nll_loss" and _shape(user) == shape for user in step.users(node)):
+        return ""
+    return (
+        f"the {node.name} in {step.place(node)} runs over dimension {dimension} of {_listed(shape)}, and nll_loss "
+        "takes dimension 1 for the classes"
+    )
 
 
 def _of_softmax(step: _Step, node: Node) -> str:
@@ -922,5 +935,31 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
                 f"the {node.name} in {step.place(node)} makes {_listed(other)} of {_listed(shape)}: it mixes the "
                 f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"
             )
+            found.append(_found(evidence, step.owner(node), verdict))
+    yield from _joined(found)
+
+
+_INITIALIZES = re.compile(r"(kaiming|xavier|trunc)_(normal|uniform)_?|(uniform|normal|orthogonal)_?")
+_LAYERS = ("linear", "embedding", "conv1d", "conv2d", "conv3d")
+
+
+@rule(
+    "made-in-forward",
+    statistic="weights of layers in the recorded graph that a function initializes in the same step",
+    usual="weights are parameters of the model",
+    why="The layer is made in forward, so that it has new random weights in each step, and no optimizer has them.",
+    next="Make the layer in __init__.",
+    false_alarms="Random matrices that are multiplied without a layer, such as random projections, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def made_in_forward(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the layers whose weight the step itself makes and initializes."""
+    step = _of_step(evidence)
+    found = []
+    for node in step.operations:
+        weights = [each for each in step.sources(node) if node.name in _LAYERS and each.kind == "op"]
+        if any(_INITIALIZES.fullmatch(each.name) and not step.roots[each.id] for each in weights):
+            verdict = f"the weight of the {node.name} in {step.place(node)} is made and initialized in the step itself"
             found.append(_found(evidence, step.owner(node), verdict))
     yield from _joined(found)

@@ -214,7 +214,8 @@ def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) 
     usual="at most 0.2",
     why="The scores are too large: the queries and keys are not scaled by 1/√d, or their weights grow.",
     next="Check the scale of the scores, the initialization of query and key, or normalize both.",
-    false_alarms="Sharp heads of trained models. Fewer than 8 entries and probabilities of classes are left out.",
+    false_alarms="Heads that training has made sharp: the softmax must be about as sharp in the first record. Fewer "
+    "than 8 entries and probabilities of classes are left out.",
     needs=("activations",),
     records=2,
     explains={
@@ -223,13 +224,21 @@ def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) 
     },
 )
 def attention_collapse(
-    evidence: Evidence, *, persistence: int = 2, share: float = 0.3, large: float = 0.875, entries: int = 8
+    evidence: Evidence,
+    *,
+    persistence: int = 2,
+    share: float = 0.3,
+    large: float = 0.875,
+    entries: int = 8,
+    first: float = 0.8,
 ) -> Iterator[Finding]:
     """Yield the softmax functions with nearly all of their mass in single entries."""
     for view, shares in _shares(evidence, ("Softmax",), lambda histogram: _mass_of_large(histogram, large)):
         # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
-        if is_attention and len(shares) >= persistence and min(shares) > share:
+        # A head learns to look at one position, such as the token before. The sharper a softmax, the larger is its rms.
+        is_learned = (view.rms[:1] < first * view.rms[-1:]).any()
+        if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
             yield view.found(verdict, "rms", share=shares[-1])
 

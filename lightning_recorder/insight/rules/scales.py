@@ -100,7 +100,7 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
     ),
 )
 def input_scale(
-    evidence: Evidence, *, most: float = 20.0, least: float = 0.01, records: int = 4, sparse: float = 0.5
+    evidence: Evidence, *, most: float = 20.0, least: float = 0.01, records: int = 4, sparse: float = 0.9
 ) -> Iterator[Finding]:
     """Yield inputs of the model that are far from a usual scale."""
     table, wiring = evidence.activations, evidence.wiring

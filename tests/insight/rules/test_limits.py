@@ -140,7 +140,7 @@ def _() -> Iterator[Evidence]:
 @cases("classes-by-error")
 def _() -> Iterator[Evidence]:
     for off, records in ((0.75e-6, 4), (1.5e-6, 4), (0.0, 3)):
-        values = {"min": 0.0, "max": 1.0, "mean": 0.25 + off, "rms": 0.5}
+        values: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25 + off, "rms": 0.5}
         yield with_targets(F.mse_loss, torch.nn.Sigmoid(), records=records, **values)
     for number in (3, 4):
         means = last(number, 0.25, 0.5)
@@ -151,7 +151,7 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     classes = torch.arange(8) % 3
     for records, size in ((5, 4), (4, 4), (5, 3)):
-        options = {"outputs": 3, "target": classes, "shape": (size,)}
+        options: dict[str, Any] = {"outputs": 3, "target": classes, "shape": (size,)}
         yield with_targets(F.cross_entropy, min=1.0, max=1.0, records=records, **options)
 
 
@@ -480,8 +480,8 @@ def _() -> Iterator[Evidence]:
         (0.015, 4, 0.0),
         (0.0075, 4, 0.0),
         (0.0075, 3, 0.0),
-        (0.0075, 4, 0.75),
-        (0.0075, 4, 0.4),
+        (0.0075, 4, 0.95),
+        (0.0075, 4, 0.6),
     ):
         tiny: dict[str, Values] = {
             "a/weight": {},
@@ -748,12 +748,12 @@ def _() -> Iterator[Evidence]:
 
 @cases("attention-collapse")
 def _() -> Iterator[Evidence]:
-    def attention(value: float, mass: float, entries: int = 9, records: int = 8) -> Evidence:
+    def attention(value: float, mass: float, entries: int = 9, records: int = 8, first: float = 1.0) -> Evidence:
         number = 100
         rest = value * number * (1 - mass) / mass
         found = histogram(*[value] * number, *[rest / 10000] * 10000)
         return case(
-            {"act": {}, "fc": {}},
+            {"act": {"rms": last(records - 1, 1.0, first, records)}, "fc": {}},
             graph=chain("act", "fc", act="Softmax"),
             histograms=found,
             shapes={OUT: (4, entries)},
@@ -761,6 +761,7 @@ def _() -> Iterator[Evidence]:
         )
 
     yield attention(0.95, 0.45)
+    yield attention(0.95, 0.45, first=0.6)
     yield attention(0.95, 0.22)
     yield attention(0.6, 0.45)
     for entries in (7, 8):

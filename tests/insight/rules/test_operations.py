@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -428,6 +429,39 @@ def test_a_softmax_along_the_batch_before_a_logarithm() -> None:
     assert [[each.rule for each in one] for one in found] == [["along-batch"], []]
 
 
+@pytest.mark.parametrize(("dim", "is_wrong"), [(0, True), (2, True), (1, False)])
+def test_a_softmax_over_another_dimension_than_the_classes(dim: int, is_wrong: bool) -> None:
+    """nll_loss takes dimension 1 for the classes, whatever the batch is."""
+    x, target = torch.randn(4, 5, 6, 6), torch.zeros(4, 6, 6, dtype=torch.long)
+    found = examine(nn.Conv2d(5, 3, 1), lambda y, target: F.nll_loss(y.log_softmax(dim), target), x, target)
+    assert [each.rule for each in found] == ["along-batch"] * is_wrong
+    assert all(f"over dimension {dim} of [4, 3, 6, 6]" in each.verdict for each in found)
+
+
+class MadeAnew(nn.Module):
+    """A network whose second layer is made in ``__init__``, or in each call."""
+
+    def __init__(self, is_faulty: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), None if is_faulty else nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.second or nn.Linear(5, 3)
+        output: Tensor = layer(self.first(x).relu())
+        return output
+
+
+def test_a_layer_that_is_made_in_forward() -> None:
+    """A layer with new weights in each step is a finding; a layer of the model, and a random projection, are not."""
+    (found,) = examine(MadeAnew(True), F.cross_entropy, rows, classes)
+    assert found.rule == "made-in-forward"
+    assert found.verdict.startswith("the weight of the linear in ")
+    assert "test_operations.py:" in found.verdict
+    assert examine(MadeAnew(False), F.cross_entropy, rows, classes) == []
+    projected = nn.Sequential(nn.Linear(5, 5), Shaped(lambda x: x @ torch.randn(5, 3)))
+    assert examine(projected, F.cross_entropy, rows, classes) == []
+
+
 def with_targets(
     loss: Loss, *last: nn.Module, outputs: int = 1, target: Tensor | None = None, **values: float
 ) -> list[Finding]:
@@ -470,7 +504,7 @@ def test_labels_that_are_no_probabilities() -> None:
 
 def test_an_error_of_probabilities_and_classes() -> None:
     """A squared error of a softmax, or of one sigmoid, and 0 and 1 is a finding; one of other targets is not."""
-    zeros_and_ones = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
+    zeros_and_ones: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
     (found,) = with_targets(F.mse_loss, nn.Softmax(-1), outputs=4, **zeros_and_ones)
     assert brief([found]) == [("warning", "classes-by-error", "net.3")]
     assert [each.rule for each in with_targets(F.mse_loss, nn.Sigmoid(), **zeros_and_ones)] == ["classes-by-error"]
