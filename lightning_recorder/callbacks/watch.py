@@ -331,7 +331,7 @@ class StepWatch(RecorderCallback):
             return
         self._findings.report(finding)
         if self._directory is not None:
-            path = self._directory / "incidents" / "-".join(filter(None, [finding.rule, finding.path]))
+            path = self._directory / "watched" / "-".join(filter(None, [finding.rule, finding.path]))
             try:
                 write_finding(path, finding)
             except Exception as error:
