@@ -273,11 +273,11 @@ class StepWatch(RecorderCallback):
             name_row=partial(self._samples.name_row, pl_module),
         )
         self._actions = self._actions_of(trainer, pl_module, refused)
-        exchange = self._exchange
-        if exchange is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
+        shared = self._exchange
+        if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
             self._ranks = WatchedRanks(
                 Replicas(pl_module, trainer.optimizers, trainer.global_rank),
-                lambda value: exchange.submit(NOTHING, scope="replicas", value=value),
+                lambda value: shared.submit(NOTHING, scope="replicas", value=value),
                 self._report_written,
                 self.check_ranks_every_n_steps,
             )
@@ -336,7 +336,7 @@ class StepWatch(RecorderCallback):
             return
         self._findings.report(finding)
         if self._directory is not None:
-            path = self._directory / "incidents" / "-".join(filter(None, [finding.rule, finding.path]))
+            path = self._directory / "watched" / "-".join(filter(None, [finding.rule, finding.path]))
             try:
                 write_finding(path, finding)
             except Exception as error:

@@ -61,7 +61,10 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
 def _watched(run: Run) -> list[Finding]:
     """Return the findings of the watch, in the order of their steps."""
     found = []
-    for path in run.directory.glob("incidents/*/finding.json"):
+    # An incident has a step; the other findings of the watch are about the run.
+    for path in (
+        each for folder in ("incidents", "watched") for each in run.directory.glob(f"{folder}/*/finding.json")
+    ):
         if is_inside(path, run.log_dir):
             try:
                 found += findings_from_json(read_json(path))

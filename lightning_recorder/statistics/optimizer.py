@@ -333,6 +333,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             return
         site = Site(name, path + suffix)
         if not parameter.counts:
+            if _is_sharded(parameter.tensor):
+                return  # a copy of one shard would be compared with the merged others
             self._replicated.add(site)
         try:
             self.states.add(site, tensor.detach(), factor)
@@ -361,7 +363,8 @@ def is_own_part(tensor: Tensor) -> bool:
     """Return True if this rank's part of a tensor is not merely a copy of another rank's part.
 
     A plain tensor is the same on every rank and counts on rank zero. For a ``DTensor``, each rank has a shard. If
-    shards are replicated, the first of the ranks with the same shard counts.
+    shards are replicated, also along dimensions of the whole mesh that the tensor's part of it lacks, the first of the
+    ranks with the same shard counts.
     """
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
     if mesh is None or placements is None:
@@ -370,7 +373,28 @@ def is_own_part(tensor: Tensor) -> bool:
     place: Sequence[int] | None = mesh.get_coordinate()
     if place is None:
         return False
-    return all(index == 0 for index, each in zip(place, placements, strict=True) if not each.is_shard())
+    # The shards of FSDP2 with tensor parallelism are of a class of their own, for which is_shard() is False.
+    is_first = all(index == 0 for index, each in zip(place, placements, strict=True) if each.is_replicate())
+    return is_first and _is_first_mesh(mesh)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return any(not each.is_replicate() for each in getattr(tensor, "placements", ()))
+
+
+def _is_first_mesh(mesh: Any) -> bool:
+    """Return True if this rank is the first one in the dimensions of the whole mesh that a part of the mesh lacks.
+
+    The whole mesh has no public name. Fallback: the part counts as the whole.
+    """
+    try:
+        whole = mesh._get_root_mesh()
+        names, own, place = whole.mesh_dim_names, mesh.mesh_dim_names, whole.get_coordinate()
+        if not names or not own or place is None or not set(own) <= set(names):
+            return True
+        return all(index == 0 for name, index in zip(names, place, strict=True) if name not in own)
+    except AttributeError:
+        return True
 
 
 def with_update_ratios(found: Table) -> Table:

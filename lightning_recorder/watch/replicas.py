@@ -114,7 +114,8 @@ class Replicas:
             values = [_some(each.values).to(device) for each in found]
             about = self._rank, zlib.crc32("\n".join(self.names).encode())
             if not found:
-                return ReplicaValues(*about, *(np.zeros(0, kind) for kind in (np.int32, np.int64, np.float32)))
+                parts, numbers_of, values_of = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
+                return ReplicaValues(about[0], about[1], parts, numbers_of, values_of)
             return _Arriving(*about, [each.part for each in found], torch.stack(numbers), torch.stack(values))
 
     def _tensors(self) -> Iterator[_Tensor]:
@@ -122,8 +123,8 @@ class Replicas:
         for name, each in named_parameters_of(self._module):
             names[id(each)] = name
             yield from _made(name, "parameter", each)
-        for name, each in named_buffers_of(self._module):
-            yield from _made(name, "buffer", each)
+        for name, buffer in named_buffers_of(self._module):
+            yield from _made(name, "buffer", buffer)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -142,7 +143,9 @@ def _made(name: str, kind: str, tensor: Tensor, like: Tensor | None = None) -> I
         if place is None:
             return
         for index, size, each in zip(place, mesh.shape, placements, strict=True):
-            part = part * size + (index if each.is_shard() else 0)
+            part = part * size + (
+                0 if each.is_replicate() else index
+            )  # is_shard() is False for the shards of FSDP2 × TP
         if any(each.is_partial() for each in placements):
             return
     is_plain = type(local) is Tensor or isinstance(local, nn.Parameter)
@@ -199,7 +202,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
     if len(ranks) > 1 and names:
         numbers, parts = np.stack([each.numbers for each in ranks]), np.stack([each.parts for each in ranks])
         # Most tensors are equal everywhere, and only the others are looked at.
-        for place in np.flatnonzero((numbers != numbers[0]).any(0)):
+        for place in np.flatnonzero((numbers != numbers[0]).any(0)).tolist():
             found = [group for group in _groups(numbers[:, place], parts[:, place]) if len(group) > 1]
             if not found:
                 continue

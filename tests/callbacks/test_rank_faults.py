@@ -102,7 +102,7 @@ class OtherRate(Net):
 
     def configure_optimizers(self) -> Any:
         rate = 0.02 if rank() == 1 else 0.01
-        groups = [{"params": [*self.first.parameters(), *self.norm.parameters()]}]
+        groups: list[dict[str, Any]] = [{"params": [*self.first.parameters(), *self.norm.parameters()]}]
         return torch.optim.AdamW([*groups, {"params": list(self.head.parameters()), "lr": rate}], 0.01)
 
 
