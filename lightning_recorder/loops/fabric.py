@@ -33,7 +33,7 @@ class FabricCallback:
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module] | None = None, **options: Any) -> None:
-        of_monitor = Monitor.__init__.__kwdefaults__
+        of_monitor = Monitor.__init__.__kwdefaults__ or {}
         default_recorders(**{name: each for name, each in options.items() if name not in of_monitor})  # checks them
         self._model, self._options = model, options
         self.monitor: Monitor | None = None
