@@ -34,7 +34,7 @@ STATE_FILE = "recorder.pt"
 _MOST_FRAMES = 8  # between a hook and the loop of the trainer
 
 
-class RecorderCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no type for it
+class RecorderCallback(TrainerCallback):
     """Records the training of a ``transformers.Trainer``.
 
     The files are in the folder of the TensorBoard callback if ``report_to`` has it, where they are shown, too, and
@@ -145,8 +145,8 @@ class RecorderCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._note_loss(loop)
         self._end_step(None)
         batches, index = loop.get("batch_samples"), loop.get("i")
-        is_known = isinstance(batches, list) and isinstance(index, int) and index + 1 < len(batches)
-        self._begin_step(batches[index + 1] if is_known else None)
+        left = batches[index + 1 :] if isinstance(batches, list) and isinstance(index, int) else []
+        self._begin_step(left[0] if left else None)
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -109,7 +109,9 @@ def public_names() -> dict[str, Any]:
     """Return the public classes and functions by name."""
     errors = "lightning_recorder.errors"
     modules = [lightning_recorder, *(importlib.import_module(f"lightning_recorder.{name}") for name in SUBPACKAGES)]
-    modules += [importlib.import_module(f"lightning_recorder.{name}") for name in ("insight", "testing")]
+    modules += [
+        importlib.import_module(f"lightning_recorder.{name}") for name in ("huggingface", "insight", "loops", "testing")
+    ]
     found = {name: getattr(module, name) for module in modules for name in getattr(module, "__all__", ())}
     # The functions of `errors` check arguments for the other modules.
     functions = {name for name, value in found.items() if inspect.isfunction(value) and value.__module__ != errors}

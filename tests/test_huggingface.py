@@ -139,7 +139,7 @@ def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
 
     train(tmp_path / "whole", [RecorderCallback(recorders=recorders())], max_steps=8)
     parts = tmp_path / "parts"
-    saves = {"save_strategy": "steps", "save_steps": 6}
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6}
     train(parts, [RecorderCallback(recorders=recorders())], max_steps=8, **saves)
     assert (parts / "checkpoint-6" / "recorder.pt").is_file()
     for each in (parts / "recorder" / "records").iterdir():

@@ -6,7 +6,7 @@ A loop without Lightning calls the hooks of the same recorders, through :mod:`li
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import RecorderError
@@ -26,7 +26,16 @@ __all__ = [
     "rank_zero_info",
 ]
 
-HAS_LIGHTNING = find_spec("lightning") is not None
+
+def _can_be_imported() -> bool:
+    try:
+        import_module("lightning.pytorch")
+    except ImportError:
+        return False
+    return True
+
+
+HAS_LIGHTNING = _can_be_imported()
 """True if Lightning is installed."""
 
 if TYPE_CHECKING or HAS_LIGHTNING:
@@ -48,6 +57,11 @@ else:
         on_train_batch_start = on_train_batch_end = on_before_zero_grad = on_before_backward = _ignore
         on_after_backward = on_before_optimizer_step = _ignore
         on_validation_batch_start = on_validation_batch_end = _ignore
+
+        @property
+        def state_key(self) -> str:
+            """The key of the state in a checkpoint."""
+            return type(self).__qualname__
 
         def _generate_state_key(self, **kwargs: Any) -> str:
             # As Lightning has it, so that a checkpoint can be read with and without it.

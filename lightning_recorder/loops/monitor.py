@@ -303,6 +303,7 @@ class Monitor:
         loss = values.get(_LOSS)
         step = self._step
         if loss is not None and step is not None and step.is_training and not step.has_loss:
+            step.has_loss = True
             trainer = self._begin()
             trainer.logs_loss = True
             found = torch.as_tensor(loss).detach()
@@ -318,13 +319,16 @@ class Monitor:
 
         Args:
             loss: The loss, multiplied by the scale of the ``GradScaler`` if there is one.
-            backward: The function to call with it instead, such as ``fabric.backward``.
+            backward: The function to call with the loss instead, such as ``fabric.backward``, which multiplies it.
             options: Arguments of the backward pass.
         """
         if self._step is not None and self._step.is_training:
             self._step.has_loss = True
-            self.note_loss(loss.detach())
-        (loss.backward if backward is None else backward)(*([] if backward is None else [loss]), **options)
+            # A function such as fabric.backward multiplies the loss itself.
+            scaler = None if backward is None else self._settings["scaler"]
+            self.note_loss(loss.detach() if scaler is None else scaler.scale(loss.detach()))
+        run: Callable[..., Any] = torch.autograd.backward if backward is None else backward
+        run(loss, **options)
         self._call("on_after_backward")
 
     def note_loss(self, loss: Tensor) -> None:

@@ -17,7 +17,7 @@ from lightning_recorder.callbacks.trainer import device_of
 
 __all__ = ["LoopTrainer", "as_root", "free_folder"]
 
-_WRAPPERS = ("DataParallel", "DistributedDataParallel")
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "_FabricModule")
 
 
 class _Models(nn.Module):
@@ -34,8 +34,9 @@ def as_root(model: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
         for name, each in model.items():
             root.add_module(name, as_root(each))
         return root
-    inner = model.module if type(model).__name__ in _WRAPPERS else model
-    return inner if isinstance(inner, nn.Module) else model
+    while type(model).__name__ in _WRAPPERS and isinstance(model.module, nn.Module):
+        model = model.module
+    return model
 
 
 def free_folder(parent: Path) -> Path:

@@ -143,7 +143,7 @@ def fit(folder: Path, *, validates: bool = False, **options: Any) -> nn.Module:
         max_epochs=2,
         accelerator="cpu",
         logger=TensorBoardLogger(folder, "fit", "run"),
-        callbacks=default_recorders(every_n_train_steps=2),
+        callbacks=[*default_recorders(every_n_train_steps=2)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -165,7 +165,8 @@ def lines(log_dir: Path, name: str) -> list[dict[str, Any]]:
 
 def watched(log_dir: Path, series: str) -> dict[int, float]:
     """Return the loss or the gradient norm of each step."""
-    found, layout = {}, []
+    found: dict[int, float] = {}
+    layout: list[list[Any]] = []
     for line in lines(log_dir, "watch"):
         if "values" in line:  # otherwise it begins a session
             layout = line.get("layout", layout)
@@ -301,7 +302,7 @@ def test_a_gradient_scaler_is_undone(tmp_path: Path, is_given: bool) -> None:
         optimizer = torch.optim.SGD(net.parameters(), 1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         recorder = GradientRecorder(every_n_train_steps=1)
-        given = {"scaler": scaler} if is_given and scale else {}
+        given: dict[str, Any] = {"scaler": scaler} if is_given and scale else {}
         with Monitor(net, optimizer, log_dir=folder, recorders=[recorder, StepWatch()], **given) as monitor:
             for index, batch in enumerate(loader()):
                 with monitor.step(batch):
