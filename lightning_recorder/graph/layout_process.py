@@ -139,7 +139,8 @@ def sheets_of(source: str) -> Sheets | None:
     if _SHEET not in source:
         return None
     opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
-    settings, edges, rest = [opening], [], []
+    settings, edges = [opening], list[str]()
+    rest: list[str] = []
     numbered: dict[int, list[str]] = {}
     part = rest
     for statement in inner:
