@@ -29,6 +29,9 @@ _PART = re.compile(
 )
 _SHEET = "cluster_sheet_"
 _BETWEEN = 24.0  # points between two sheets
+_TITLE = 36.0  # points of the title and the caption of the page
+_LONGEST = 5000.0  # points of a page that gets margins
+_NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _WIDER = 1.05  # Without the font, Graphviz takes a text for up to 4 % narrower than it is.
@@ -83,7 +86,9 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     start = worked_s()
     sheets = sheets_of(source)
     if sheets is None:
-        source, engine = arranged(renderer, source, start)[0], "dot"
+        source, layout = arranged(renderer, source, start)
+        left, bottom, right, top = map(float, layout["bb"].split(","))
+        source, engine = with_margins(source, right - left, top - bottom), "dot"
     else:
         source, engine = beside_each_other(renderer, sheets, start), "nop2"
     made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], engine)
@@ -134,7 +139,8 @@ def sheets_of(source: str) -> Sheets | None:
     if _SHEET not in source:
         return None
     opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
-    settings, edges, rest = [opening], [], []
+    settings, edges = [opening], list[str]()
+    rest: list[str] = []
     numbered: dict[int, list[str]] = {}
     part = rest
     for statement in inner:
@@ -162,7 +168,8 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
 
     The sheets stand side by side, or below each other if the data flows across the page.
     """
-    document = [*sheets.settings]
+    document: list[str] = []
+    along = 0.0
     direction = (re.findall(r"\brankdir=(\w\w)", "\n".join(sheets.settings)) or ["TB"])[-1]
     untitled = [*sheets.settings, 'graph [label=""]']
     at = 0.0
@@ -171,14 +178,40 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
         marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
         source, layout = arranged(renderer, "\n\t".join([*untitled, *part, *marked]) + "\n}\n", start)
         left, bottom, right, top = map(float, layout["bb"].split(","))
-        if direction in ("TB", "BT"):
+        flat = direction in ("LR", "RL")
+        along = max(along, right - left if flat else top - bottom)
+        if not flat:
             move = at - left, -(top if direction == "TB" else bottom)
             at += right - left + _BETWEEN
         else:
             move = -(left if direction == "LR" else right), at - top
             at -= top - bottom + _BETWEEN
         document += placed(source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(untitled) :], layout, move)
-    return "\n\t".join(document) + "\n}\n"
+    across = abs(at) - _BETWEEN
+    width, height = (along, across) if direction in ("LR", "RL") else (across, along)
+    settings = with_margins("\n\t".join(sheets.settings), width, height + _TITLE)
+    return "\n\t".join([settings, *document]) + "\n}\n"
+
+
+def with_margins(source: str, width: float, height: float) -> str:
+    """Return a document with margins by which no side of the page is longer than three times the other.
+
+    A page that is much longer than a sheet stays narrow, since margins would make a bitmap of it very large.
+
+    Args:
+        source: The document.
+        width: The width of its contents, in points.
+        height: Their height, in points.
+    """
+    found = re.search(r'\bpad="([\d.]+),([\d.]+)"', source)
+    if found is None or max(width, height) > _LONGEST:
+        return source
+    least = float(found[1]), float(found[2])  # inches
+    sides = width / 72 + 2 * least[0], height / 72 + 2 * least[1]
+    x, y = (
+        pad + max(0.0, other / _NARROW - own) / 2 for pad, own, other in zip(least, sides, sides[::-1], strict=True)
+    )
+    return f'{source[: found.start()]}pad="{x:.2f},{y:.2f}"{source[found.end() :]}'
 
 
 def placed(statements: list[str], layout: Any, move: Point) -> list[str]:

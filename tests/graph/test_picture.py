@@ -82,9 +82,8 @@ def test_every_attempt_is_smaller(chain: Graph, tmp_path: Path, monkeypatch: pyt
     """After each failure a smaller view is tried, three in all, and the last document remains."""
     log = tmp_path / "log"
     document = str(tmp_path / "graph.dot")
-    script = (
-        f"import sys; open({str(log)!r}, 'a').write(f'{{open({document!r}).read().count(chr(10))}}\\n'); sys.exit(3)"
-    )
+    count = f"str(len(open({document!r}).readlines()))"
+    script = f"import sys; open({str(log)!r}, 'a').write({count} + chr(10)); sys.exit(3)"
     _fake_dot(tmp_path, monkeypatch, script)
     picture = GraphPicture(chain, tmp_path / "graph.dot", ("svg",))
     with pytest.raises(RenderError, match="Graphviz produced no picture, it failed"):

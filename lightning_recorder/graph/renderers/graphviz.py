@@ -25,7 +25,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
 )
 from lightning_recorder.graph.renderers.labels import short_name, shown_times
 from lightning_recorder.graph.renderers.order import constraints
-from lightning_recorder.graph.renderers.sheets import extent, label_size, rows, sheets
+from lightning_recorder.graph.renderers.sheets import label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.signatures import with_replacements
@@ -51,8 +51,6 @@ _MAIN_WEIGHT = "12"
 
 # The colors of edges between sheets, which are dark on white and differ for color-blind readers.
 _LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2", "#0072b2", "#8c564b", "#c0392b", "#556b2f")
-# A page is at most this many times as long as it is broad, or as broad as it is long; it gets margins.
-_NARROW, _PAD = 3.0, 0.2
 
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
@@ -150,7 +148,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             newrank="true",
             ranksep="0.35",
             nodesep="0.25",
-            pad="{:.2f},{:.2f}".format(*self._padding()),
+            pad="0.20,0.20",
             fontname=FONT,
             fontsize=str(NAME_PT),
         )
@@ -272,18 +270,6 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around)
         return short_name(node, self.graph) or shown_times(node) or node.kind
-
-    def _padding(self) -> tuple[float, float]:
-        """Return the margins of the page at the sides and above, in inches, with which it is not too narrow."""
-        if max(self._sheet.values(), default=0):
-            return _PAD, _PAD
-        along, across = extent(self.graph, self._sizes, flat=self.direction in ("LR", "RL"))
-        width, height = (along, across) if self.direction in ("LR", "RL") else (across, along)
-
-        def margin(own: float, other: float) -> float:
-            return max(_PAD, (other / _NARROW - own) / 144 + _PAD)
-
-        return margin(width, height), margin(height, width)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""

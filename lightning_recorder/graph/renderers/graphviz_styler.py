@@ -13,6 +13,7 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.constants import CONSTANT
 from lightning_recorder.graph.views.dense import DENSE
 from lightning_recorder.graph.views.ports import CHAIN
 from lightning_recorder.graph.views.show_unused import NEVER_CALLED
@@ -66,8 +67,9 @@ PAPER: dict[Kind, dict[str, str]] = {
     kind: {**look, "fillcolor": {"port": "#000000", "module": "#f2f2f2"}.get(kind, "#ffffff"), "color": "#000000"}
     for kind, look in LOOKS.items()
 }
-# The sum of two tensors, as it is drawn by hand.
-_SUM = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
+# The sum and the product of two tensors, as they are drawn by hand.
+_SIGNS = {"add": "+", "mul": "×"}
+_SIGN = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
 
 LOSS = "loss"  # prefix of the scopes of losses
 
@@ -151,8 +153,8 @@ class GraphvizStyler:
             **(_UNUSED if node.note == NEVER_CALLED else {}),
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
-            **(_SUM if (is_sum := _is_sum(node, graph) and not self.details) else {}),
-            "label": _sign("+") if is_sum else _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
+            **(_SIGN if (sign := "" if self.details else _sign(node, graph)) else {}),
+            "label": sign or _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
             **self.attributes,
@@ -216,15 +218,13 @@ class GraphvizStyler:
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
 
 
-def _is_sum(node: Node, graph: Graph) -> bool:
-    """Return True for a function that adds two tensors and has nothing else to show."""
+def _sign(node: Node, graph: Graph) -> str:
+    """Return the sign of a function that adds or multiplies two tensors and has nothing else to show, else ""."""
     into = graph.into(node)
     several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
-    return node.kind == "op" and node.name == "add" and several and node.repeats == 1 and not node.parameters
-
-
-def _sign(text: str) -> str:
-    return f'<<font point-size="{SIGN_PT}">{text}</font>>'
+    is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.note)
+    text = _SIGNS.get(node.name, "") if is_plain else ""
+    return text and f'<<font point-size="{SIGN_PT}">{text}</font>>'
 
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
@@ -233,7 +233,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
-    if node.note.endswith((NEVER_CALLED, DENSE)) and "note" not in details:
+    if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
     if node.failed:
         lines.append(small("failed here"))

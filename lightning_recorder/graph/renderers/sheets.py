@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from lightning_recorder.graph.model import Graph, Node
 
-__all__ = ["extent", "label_size", "rows", "sheets"]
+__all__ = ["label_size", "rows", "sheets"]
 
 _PAGE = 1800.0  # points; a shorter picture is one sheet
 _RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
@@ -48,11 +49,6 @@ def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool
         flat: True if the data flows across the page.
     """
     return _Plan(graph, sizes, flat).sheets()
-
-
-def extent(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> tuple[float, float]:
-    """Return the estimated length of a picture along the flow of the data, and its breadth, in points."""
-    return _Plan(graph, sizes, flat).extent()
 
 
 class _Plan:
@@ -170,6 +166,7 @@ class _Plan:
         for node, atom in self._atom.items():
             first[atom] = min(first.get(atom, sheet[node]), sheet[node])
         self._put_in_order(first)
+        self._mend(first)
         used = sorted(set(first.values()))
         return {node: used.index(first[atom]) for node, atom in self._atom.items()}
 
@@ -182,6 +179,30 @@ class _Plan:
                 source, target = self._atom[edge.source], self._atom[edge.target]
                 if sheet[target] < sheet[source]:
                     sheet[target], changed = sheet[source], True
+
+    def _mend(self, sheet: dict[int, int]) -> None:
+        """Move a small part of a frame that was cut to the sheet with the rest, where its tensors allow that."""
+        into: dict[int, set[int]] = {}
+        users: dict[int, set[int]] = {}
+        for edge in self._onward:
+            source, target = self._atom[edge.source], self._atom[edge.target]
+            into.setdefault(target, set()).add(source)
+            users.setdefault(source, set()).add(target)
+        size = Counter(self._atom.values())
+        inside: dict[int, set[int]] = {}
+        for node in self._nodes:
+            for call in self._graph.ancestors(node):
+                inside.setdefault(call.id, set()).add(self._atom[node.id])
+        for call in self._graph.module_calls():
+            atoms = inside.get(call.id, set())
+            on = sorted({sheet[each] for each in atoms})
+            whole = sum(size[each] for each in atoms)
+            for one, other in ((on[-1], on[-2]), (on[0], on[1])) if len(on) > 1 else ():
+                part = {each for each in atoms if sheet[each] == one}
+                beside = {each for at in part for each in (into if one > other else users).get(at, ())} - part
+                within = all(sheet[each] <= other if one > other else sheet[each] >= other for each in beside)
+                if within and sum(size[each] for each in part) <= max(2, whole // 6) < whole / 2:
+                    sheet |= dict.fromkeys(part, other)
 
     def _cuts(self, long: float, number: int) -> list[float]:
         """Return the places at which sheets begin: near equal parts, where few tensors and frames are cut."""

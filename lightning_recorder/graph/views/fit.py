@@ -11,6 +11,7 @@ from typing import Any
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.constants import join_constants
 from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
@@ -39,13 +40,13 @@ def fit_view(
     """Return the most detailed view with a limited number of nodes.
 
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
-    functions whose results reach neither an output nor the loss are removed, and repeated blocks are folded. Then
-    the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed if
-    nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
-    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of
-    each kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
-    smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
-    the functions that were removed.
+    functions whose results reach neither an output nor the loss are removed, four or more functions that compute a
+    constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
+    Without ``depth``, a block of five or more parts is closed if nearly each part takes the results of all parts before
+    it, and a module with more than half of the parameters is opened further as long as the view fits. In a view with
+    less than half of the nodes, the first closed block of each kind is opened as an example, with those that are equal
+    to it, up to two thirds of the nodes. If not even the smallest view fits, a parameter or buffer that two loops use
+    is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -56,8 +57,8 @@ def fit_view(
         parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
             modules that call other modules.
         shapes: Show the functions that only change shapes.
-        all: Show these, and the functions whose results reach neither an output nor the loss. With all ``parameters``,
-            the latter are shown too, since they may update a buffer.
+        all: Show these, the functions whose results reach neither an output nor the loss, and each function that
+            computes a constant. With all ``parameters``, unused results are shown too, since they may update a buffer.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -76,7 +77,7 @@ def fit_view(
     def fitting(level: int, opened: Set[int] = frozenset()) -> tuple[Graph, bool]:
         closed = _closed(whole, level, leaves, parameters, opened)
         closed = closed if all or depth is not None else close_dense(closed)
-        view = _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
+        view = _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True, constants=all)
         return view, len(drawn_nodes(view)) <= max_nodes
 
     deeper: tuple[Node, ...] = ()  # the nodes of the view at the next depth, which did not fit
@@ -176,10 +177,10 @@ def view_at_depth(
         return _folded(view, whole, {}) if fold else drop_isolated(view)
 
     closed = _closed(whole, depth, leaves, parameters)
-    return _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True)
+    return _essential(closed, folded, shapes=shapes or all, dead=all or parameters is True, constants=all)
 
 
-def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool) -> Graph:
+def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, dead: bool, constants: bool) -> Graph:
     """Return a folded view without functions that only change shapes and those with unused results; it counts them.
 
     Args:
@@ -187,15 +188,17 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
         folded: A function that folds it.
         shapes: Show the functions that only change shapes.
         dead: Show the functions whose results reach neither an output nor the loss.
+        constants: Show each of several functions that compute a constant.
     """
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
-    view = folded(used)
+    joined = folded if constants else lambda view: folded(join_constants(view))
+    view = joined(used)
     # Others only update a buffer that is not shown, such as the number of batches.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
     if unused:
         # A function may be unused in the last repetition only.
-        view = min(view, drop_empty_calls(drop_dead_ends(folded(shown))), key=lambda each: len(drawn_nodes(each)))
+        view = min(view, drop_empty_calls(drop_dead_ends(joined(shown))), key=lambda each: len(drawn_nodes(each)))
     counts = {"shape function": len(graph.nodes) - len(shown.nodes), "unused result": len(unused)}
     return replace(view, left_out=tuple(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n))
 

@@ -1,0 +1,55 @@
+"""Functions that compute a constant as one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.graph import Graph, capture_graph, fit_view
+from lightning_recorder.graph.views.constants import join_constants
+from tests.graph.nets import Net, X, linear
+
+
+def _graph(*, random: bool = False, both: bool = False) -> Graph:
+    """Return the graph of a model that scales its input by a table of four functions."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        start = torch.rand(4) if random else torch.arange(4)
+        table = start.mul(-0.5).exp().neg()
+        return net.fc(x) * table + (table.cos() if both else x)
+
+    return capture_graph(Net(forward, fc=linear()), X)
+
+
+def _functions(graph: Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.kind == "op"]
+
+
+def test_a_table_is_one_node() -> None:
+    """Four functions without an input are one node with the first and last name, their number and the last shape."""
+    view = fit_view(_graph())
+    assert _functions(view) == ["arange … neg", "mul", "add"]
+    (table,) = (node for node in view.nodes if node.name.startswith("arange"))
+    assert (table.note, str(table.outputs[0])) == ("4 functions, no input", "[4]")
+    assert [view[edge.target].name for edge in view.edges if edge.source == table.id] == ["mul"]
+
+
+def test_each_function_is_shown_on_request() -> None:
+    """With ``all=True`` the functions are apart."""
+    assert _functions(fit_view(_graph(), all=True)) == ["arange", "mul", "exp", "neg", "mul", "add"]
+
+
+def test_random_numbers_are_not_constant() -> None:
+    """Functions of random numbers stay apart."""
+    assert _functions(fit_view(_graph(random=True))) == ["rand", "mul", "exp", "neg", "mul", "add"]
+
+
+def test_a_result_with_two_users_keeps_its_edges() -> None:
+    """A constant that is used at two places is one node, from which a later constant is computed."""
+    view = join_constants(fit_view(_graph(both=True), all=True))
+    names = {node.id: node.name for node in view.nodes}
+    assert sorted(_functions(view)) == ["add", "arange … neg", "cos", "mul"]
+    users = sorted(names[edge.target] for edge in view.edges if names[edge.source] == "arange … neg")
+    assert users == ["cos", "mul"]
