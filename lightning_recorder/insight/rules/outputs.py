@@ -20,7 +20,8 @@ _FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
 _BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
 _RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
-_EVERYTHING_AFTER = ("downstream", "same")
+_SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # they may learn to be constant
+_EVERYTHING_AFTER, _ANYWHERE = ("downstream", "same"), ("any",)
 _WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
 _NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
@@ -232,6 +233,40 @@ def attention_collapse(
         if is_attention and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
             yield view.found(verdict, "rms", share=shares[-1])
+
+
+@rule(
+    "collapsed-embedding",
+    statistic="rms(output - mean over the samples) / rms(output), of outputs [samples, features]",
+    usual="0.2 to 1",
+    why="The loss is smallest if all samples have the same embedding, as without negative pairs, a stop-gradient or a "
+    "term for the variance; or the layers before it have lost the input.",
+    next="Look at the loss: detach one of two views, or add negative pairs or a variance term.",
+    false_alarms="Outputs that were as constant at the beginning, gates and probabilities, and fewer than 8 features "
+    "are left out.",
+    needs=("activations",),
+    records=8,
+    explains=dict.fromkeys(
+        ("vanishing-gradient", "sudden-change", "barely-moves", "norm-ineffective", "one-class-predicted"), _ANYWHERE
+    )
+    | {"collapsed-embedding": ("any",)},
+)
+def collapsed_embedding(
+    evidence: Evidence, *, persistence: int = 8, least: float = 0.1, first: float = 0.4, features: int = 8
+) -> Iterator[Finding]:
+    """Yield the outputs that training has made the same for all samples."""
+    for view in evidence.outputs:
+        spreads, steps = view.column("batch_spread")
+        if len(spreads) < persistence or len(view.shape) != 2 or view.shape[1] < features:
+            continue
+        if view.kind in _SURE or spreads[0] < first or (spreads[-persistence:] > least).any():
+            continue
+        since = _since(spreads <= least, steps)
+        verdict = (
+            f"the output of {site_title(*view.site)} is nearly the same for all samples {_from(since, steps)}: "
+            f"{spreads[-1]:.2g} of its rms differs between samples, {spreads[0]:.2g} at the beginning"
+        )
+        yield view.found(verdict, "batch_spread", since=since, spread=spreads[-1], first=spreads[0])
 
 
 def _largest(view: View) -> float:
