@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.functions import function_sites
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import site_title
 from lightning_recorder.records.table import Floats
 from lightning_recorder.reductions import Histogram
@@ -195,6 +197,53 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
     verdict = f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of their range"
     yield view.found(verdict, "rms", since=since, share=shares[-1])
+
+
+@rule(
+    "narrow-range",
+    statistic="share of the outputs of Hardtanh or clamp at the ends of a range that is at most 0.1 wide",
+    usual="at most 0.2",
+    why="The range is far smaller than the inputs, so that nearly all values are cut off and pass no gradient.",
+    next="Widen the range, or scale the inputs down.",
+    false_alarms="Wider ranges, as of pixels, and activations that nothing follows are left out.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(
+        ("vanishing-gradient", "gradient-step", "gradient-stops", "unlike-siblings", "barely-moves", "saturation"),
+        ("any",),
+    ),
+)
+def narrow_range(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.5, width: float = 0.1
+) -> Iterator[Finding]:
+    """Yield the activations that cut nearly all values off, as a module and as a function."""
+    ranges = dict(_ranges(evidence))
+    for view in evidence.outputs:
+        low, high = ranges.get(view.module, (0.0, np.inf))
+        if high - low > width or view.is_last:
+            continue
+        near = (high - low) / 16  # the middle of the bin of an end is within it
+        shares = [_at_the_ends(each, low + near, high - near) for each in view.histograms()]
+        if len(shares) >= persistence and min(shares) > share:
+            verdict = (
+                f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of its range, "
+                f"{low:.3g} to {high:.3g}"
+            )
+            yield view.found(verdict, "rms", share=shares[-1], low=low, high=high)
+
+
+def _ranges(evidence: Evidence) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the functions and modules that limit their output on both sides, with the limits."""
+    graph = evidence.graph
+    names = function_sites(graph)
+    for node in graph.nodes:
+        given = dict(node.arguments)
+        limits = [given.get(name, given.get(f"{name}_val", "")) for name in ("min", "max")]
+        if node.kind == "op" and node.name in ("hardtanh", "clamp", "clip"):
+            with suppress(ValueError):  # a tensor, or no limit
+                low, high = map(float, limits)
+                owner = "" if node.parent is None else graph[node.parent].name
+                yield from ((name, (low, high)) for name in {names.get(node.id, owner), owner} - {""})
 
 
 def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) -> bool:

@@ -723,6 +723,24 @@ def _() -> Iterator[Evidence]:
         yield _depths(logs, parameters=behind)
 
 
+@cases("narrow-range")
+def _() -> Iterator[Evidence]:
+    for width, inside, records in ((0.07, 1, 2), (0.15, 1, 2), (0.07, 5, 2), (0.07, 1, 1)):
+        values = [0.0] * inside + [-width / 2, width / 2]
+        graph = chain("act", "head", act="Hardtanh")
+        limits = (("min_val", str(-width / 2)), ("max_val", str(width / 2)))
+        nodes = [
+            replace(node, name="hardtanh", arguments=limits) if node.kind == "op" and node.parent == 2 else node
+            for node in graph.nodes
+        ]
+        yield case(
+            sizes(act=1.0, head=1.0),
+            records=records,
+            graph=Graph(tuple(nodes), graph.edges),
+            histograms=histogram(*values),
+        )
+
+
 @cases("collapsed-embedding")
 def _() -> Iterator[Evidence]:
     for value, first, records, number, features in (
