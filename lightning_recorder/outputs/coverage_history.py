@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import nn
 
+from lightning_recorder.names import is_batch
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.taps import Site
 
@@ -221,7 +222,7 @@ class CoverageHistory:
             return []
         self._coverage, self._found = coverage, found
         self._called.update(coverage.called)
-        sites = dict.fromkeys(found)
+        sites = dict.fromkeys(site for site in found if not is_batch(*site))
         self._sites.update(sites)
         started, stopped = self._modules.update(step, (site.name for site in sites))
         with_gradient = [Site(name, path.removesuffix(_GRAD)) for name, path in sites if path.endswith(_GRAD)]
@@ -300,10 +301,11 @@ def _dotted(site: Site) -> str:
 
 
 def paths_by_module(sites: Iterable[Site]) -> dict[str, list[str]]:
-    """Return the paths of the sites by module name."""
+    """Return the paths of the sites by module name, without the tensors of batches."""
     found: dict[str, list[str]] = {}
     for name, path in sites:
-        found.setdefault(name, []).append(path)
+        if not is_batch(name, path):
+            found.setdefault(name, []).append(path)
     return found
 
 

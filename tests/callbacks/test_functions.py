@@ -33,6 +33,12 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Function, float, float]] = {
     "tanh": (nn.Tanh, torch.tanh, 60.0, 0.0),
     "sigmoid": (nn.Sigmoid, Tensor.sigmoid_, 60.0, 0.0),
     "relu": (nn.ReLU, F.relu, 1.0, -30.0),
+    "hardtanh": (
+        functools.partial(nn.Hardtanh, -0.01, 0.01),
+        functools.partial(F.hardtanh, min_val=-0.01, max_val=0.01),
+        1.0,
+        0.0,
+    ),
     "softmax": (functools.partial(nn.Softmax, -1), functools.partial(Tensor.softmax, dim=-1), 80.0, 0.0),
 }
 

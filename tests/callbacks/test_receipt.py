@@ -584,7 +584,8 @@ def test_idle_losses_and_metrics_are_not_missing(tmp_path: Path) -> None:
     """By default, an uncalled loss is not in the receipt; one that is called or selected by name is."""
     go(tmp_path, [ActivationRecorder(), ActivationRecorder(["loss", "accuracy"], name="named")], model=Tied())
     found = why(receipt(tmp_path, "activations"))
-    assert found["called_loss"] == "in.prediction, in.target, in.target.ignored, out"
+    of_loss = "in.prediction, in.target, in.target.ignored, in.prediction.classes, in.target.classes, out"
+    assert found["called_loss"] == of_loss
     assert not {"loss", "accuracy"} & found.keys()
     assert why(receipt(tmp_path, "activations-named")) == {"loss": NEVER, "accuracy": NEVER}
 

@@ -330,7 +330,7 @@ def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
     assert dump.about["step"] == "11"
     assert dump.about["checkpoint"] == "epoch=1-step=12.ckpt"
     for site, seen in recorder.latest.items():
-        key = site.name if site.path == "out" else f"{site.name}/{site.path}"
+        key = "/".join(part for part in (site.name or "(root)", site.path) if part != "out")
         assert float(dump.tensors[f"{key}/mean"]) == seen.scalars["mean"]
         assert torch.equal(dump.tensors[f"{key}/histogram"], seen.bins)
     lines = read_manifest(tmp_path / "kept")

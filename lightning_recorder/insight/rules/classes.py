@@ -105,8 +105,8 @@ def _is_given(evidence: Evidence, number: int) -> bool:
     usual="several after the first 50 steps",
     why="The model does not use its input, or one class outweighs the others in the loss.",
     next="See the other findings first. Otherwise compare the numbers of samples of the classes, and weight them.",
-    false_alarms="The first 50 steps of a run do not count. A class that most targets have is a note, and one that "
-    "nearly all have is left out.",
+    false_alarms="The first 50 steps of a run do not count. It is a note if most targets have the class, or if the "
+    "predictions differ between samples, and nothing if nearly all targets have it.",
     needs=("activations",),
     records=8,
 )
@@ -118,6 +118,7 @@ def one_class_predicted(
     predictions: int = 64,
     most: float = 0.6,
     nearly_all: float = 0.95,
+    spread: float = 0.1,
 ) -> Iterator[Finding]:
     """Yield the losses that get the same class as prediction for all samples of a record."""
     for view in _sides(evidence, _PREDICTED):
@@ -144,4 +145,7 @@ def one_class_predicted(
                 f"{persistence} records; {share:.0%} of the targets are of class {only}"
             )
             found = view.found(verdict, "std", since=int(steps[-persistence]), share=share)
-            yield found if share <= most else replace(found, severity="note")
+            # A model that learns slowly may prefer one class for a while, but uses its input.
+            spreads = View(evidence, evidence.losses, Site(view.module, "in.prediction")).batch_spread[last]
+            is_constant = len(spreads) == persistence and bool((spreads <= spread).all())
+            yield found if share <= most and is_constant else replace(found, severity="note")

@@ -47,6 +47,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
 _PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
 _ATTENTION = "scaled_dot_product_attention"
+_COMPARES = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__")
 _INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
 
 
@@ -121,7 +122,33 @@ class _Step:
             return 0
         (size,) = sizes
         targets = [_shape(node, 1) for node in self.operations if node.name in _LOSSES]
+        targets += [self._given_shape(target) for _, target in self.comparisons.values()]
         return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
+
+    @cached_property
+    def comparisons(self) -> dict[int, tuple[Node, Node]]:
+        """The prediction and the target of each operation of a loss that the step computes itself, by its id.
+
+        Behind the last layer, it is a difference or a product of what the model returns and of a tensor of the batch.
+        """
+        last = max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
+        found = {}
+        for node in self.operations:
+            if node.id > last >= 0 and node.name in _COMPARES and len(sources := self.sources(node)) == 2:
+                for prediction, target in (sources, sources[::-1]):
+                    if "parameter" in self.roots[prediction.id] and self.roots[target.id] == {"input"}:
+                        found[node.id] = prediction, target
+        return found
+
+    def is_loss(self, node: Node) -> bool:
+        """Return True for a loss of torch, and for the comparison of a loss that the step computes itself."""
+        return node.name in _LOSSES or node.id in self.comparisons
+
+    def _given_shape(self, node: Node) -> Shape | None:
+        """Return the shape of the first tensor of the batch that a node follows from."""
+        while node.kind == "op" and (sources := self.sources(node)):
+            node = sources[0]
+        return node.outputs[0].shape if node.outputs else None
 
     def place(self, node: Node) -> str:
         """Return the module that calls an operation, with the line of the call."""
@@ -190,15 +217,17 @@ def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
     """Yield the losses whose prediction and target have shapes that broadcast."""
     step = _of_step(evidence)
     for node in step.operations:
-        if node.name not in _ELEMENTWISE and not _is_error(step, node):
+        is_own = _is_error(step, node)
+        if node.name not in _ELEMENTWISE and not is_own:
             continue
         one, other = _shape(node), _shape(node, 1)
         # A scalar target, such as the label of a discriminator, and an explicit dimension of size 1 are intended.
         if one and other and len(one) != len(other):
-            if node.name in _DIFFERENCES and "parameter" not in step.roots[step.sources(node)[0].id]:
+            if is_own and "parameter" not in step.roots[step.sources(node)[0].id]:
                 one, other = other, one
             verdict = (
-                f"{node.name} in {step.place(node)} compares a prediction {_listed(one)} with a target "
+                f"{'the difference' if is_own else node.name} in {step.place(node)} compares a prediction "
+                f"{_listed(one)} with a target "
                 f"{_listed(other)}: torch expands both to {_listed(_broadcast(one, other))}"
             )
             yield _found(evidence, step.owner(node), verdict)
@@ -388,7 +417,7 @@ def _of_softmax(step: _Step, node: Node) -> str:
     logs = [user for user in step.readers(node) if user.name in ("log", "add", "clamp")]
     logs += [user for each in logs for user in step.readers(each) if user.name == "log"]
     readers = [user for each in (node, *logs) for user in step.readers(each)]
-    if not any(user.name in _LOSSES for user in readers):
+    if not any(map(step.is_loss, readers)):
         return ""
     return f"the {node.name} in {step.place(node)} runs over dimension 0 of {_listed(shape)}, which has the samples"
 
@@ -472,7 +501,7 @@ def one_class(evidence: Evidence) -> Iterator[Finding]:
             continue
         dimension = _softmax_dimension(node)
         # Attention to a single position, and a mixture of one component, are intended.
-        if dimension is None or shape[dimension] != 1 or not any(each.name in _LOSSES for each in step.readers(node)):
+        if dimension is None or shape[dimension] != 1 or not any(map(step.is_loss, step.readers(node))):
             continue
         value = "1" if node.name == "softmax" else "0"
         verdict = (

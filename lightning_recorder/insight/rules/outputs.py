@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.functions import function_sites
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import site_title
 from lightning_recorder.records.table import Floats
 from lightning_recorder.reductions import Histogram
@@ -20,7 +22,8 @@ _FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
 _BOUNDED = (*_FUNCTIONS, "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 _GATES = ("Sigmoid", "Hardsigmoid")
 _RNNS = ("RNN", "RNNCell")  # with a ReLU instead of tanh, their outputs have no bounds
-_EVERYTHING_AFTER = ("downstream", "same")
+_SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # they may learn to be constant
+_EVERYTHING_AFTER, _ANYWHERE = ("downstream", "same"), ("any",)
 _WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
 _NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
@@ -196,6 +199,53 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
     yield view.found(verdict, "rms", since=since, share=shares[-1])
 
 
+@rule(
+    "narrow-range",
+    statistic="share of the outputs of Hardtanh or clamp at the ends of a range that is at most 0.1 wide",
+    usual="at most 0.2",
+    why="The range is far smaller than the inputs, so that nearly all values are cut off and pass no gradient.",
+    next="Widen the range, or scale the inputs down.",
+    false_alarms="Wider ranges, as of pixels, and activations that nothing follows are left out.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(
+        ("vanishing-gradient", "gradient-step", "gradient-stops", "unlike-siblings", "barely-moves", "saturation"),
+        ("any",),
+    ),
+)
+def narrow_range(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.5, width: float = 0.1
+) -> Iterator[Finding]:
+    """Yield the activations that cut nearly all values off, as a module and as a function."""
+    ranges = dict(_ranges(evidence))
+    for view in evidence.outputs:
+        low, high = ranges.get(view.module, (0.0, np.inf))
+        if high - low > width or view.is_last:
+            continue
+        near = (high - low) / 16  # the middle of the bin of an end is within it
+        shares = [_at_the_ends(each, low + near, high - near) for each in view.histograms()]
+        if len(shares) >= persistence and min(shares) > share:
+            verdict = (
+                f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of its range, "
+                f"{low:.3g} to {high:.3g}"
+            )
+            yield view.found(verdict, "rms", share=shares[-1], low=low, high=high)
+
+
+def _ranges(evidence: Evidence) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the functions and modules that limit their output on both sides, with the limits."""
+    graph = evidence.graph
+    names = function_sites(graph)
+    for node in graph.nodes:
+        given = dict(node.arguments)
+        limits = [given.get(name, given.get(f"{name}_val", "")) for name in ("min", "max")]
+        if node.kind == "op" and node.name in ("hardtanh", "clamp", "clip"):
+            with suppress(ValueError):  # a tensor, or no limit
+                low, high = map(float, limits)
+                owner = "" if node.parent is None else graph[node.parent].name
+                yield from ((name, (low, high)) for name in {names.get(node.id, owner), owner} - {""})
+
+
 def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) -> bool:
     """Return True if a tanh with values at both ends shrinks the gradient by a large factor in the last records."""
     feeds = [each.gradient for each in view.inputs]
@@ -241,6 +291,40 @@ def attention_collapse(
         if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
             yield view.found(verdict, "rms", share=shares[-1])
+
+
+@rule(
+    "collapsed-embedding",
+    statistic="rms(output - mean over the samples) / rms(output), of outputs [samples, features]",
+    usual="0.2 to 1",
+    why="The loss is smallest if all samples have the same embedding, as without negative pairs, a stop-gradient or a "
+    "term for the variance; or the layers before it have lost the input.",
+    next="Look at the loss: detach one of two views, or add negative pairs or a variance term.",
+    false_alarms="Outputs that were as constant at the beginning, gates and probabilities, and fewer than 8 features "
+    "are left out.",
+    needs=("activations",),
+    records=8,
+    explains=dict.fromkeys(
+        ("vanishing-gradient", "sudden-change", "barely-moves", "norm-ineffective", "one-class-predicted"), _ANYWHERE
+    )
+    | {"collapsed-embedding": ("any",)},
+)
+def collapsed_embedding(
+    evidence: Evidence, *, persistence: int = 8, least: float = 0.1, first: float = 0.4, features: int = 8
+) -> Iterator[Finding]:
+    """Yield the outputs that training has made the same for all samples."""
+    for view in evidence.outputs:
+        spreads, steps = view.column("batch_spread")
+        if len(spreads) < persistence or len(view.shape) != 2 or view.shape[1] < features:
+            continue
+        if view.kind in _SURE or spreads[0] < first or (spreads[-persistence:] > least).any():
+            continue
+        since = _since(spreads <= least, steps)
+        verdict = (
+            f"the output of {site_title(*view.site)} is nearly the same for all samples {_from(since, steps)}: "
+            f"{spreads[-1]:.2g} of its rms differs between samples, {spreads[0]:.2g} at the beginning"
+        )
+        yield view.found(verdict, "batch_spread", since=since, spread=spreads[-1], first=spreads[0])
 
 
 def _largest(view: View) -> float:

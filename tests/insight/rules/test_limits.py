@@ -956,6 +956,34 @@ def _() -> Iterator[Evidence]:
         yield _depths(logs, parameters=behind)
 
 
+@cases("narrow-range")
+def _() -> Iterator[Evidence]:
+    for width, inside, records in ((0.07, 1, 2), (0.15, 1, 2), (0.07, 5, 2), (0.07, 1, 1)):
+        values = [0.0] * inside + [-width / 2, width / 2]
+        graph = chain("act", "head", act="Hardtanh")
+        limits = (("min_val", str(-width / 2)), ("max_val", str(width / 2)))
+        nodes = [
+            replace(node, name="hardtanh", arguments=limits) if node.kind == "op" and node.parent == 2 else node
+            for node in graph.nodes
+        ]
+        yield case(
+            sizes(act=1.0, head=1.0),
+            records=records,
+            graph=Graph(tuple(nodes), graph.edges),
+            histograms=histogram(*values),
+        )
+
+
+@cases("collapsed-embedding")
+def _() -> Iterator[Evidence]:
+    for value, first, records, number, features in (
+        *((0.075, 0.6, 9, 8, 8), (0.15, 0.6, 9, 8, 8), (0.075, 0.3, 9, 8, 8), (0.075, 0.6, 9, 7, 8)),
+        *((0.075, 0.6, 12, 9, 8), (0.075, 0.6, 9, 8, 7), (0.075, 0.6, 8, 8, 8)),
+    ):
+        spreads = [first, *last(min(number, records - 1), value, 0.6, records - 1)]
+        yield case({"act": {"batch_spread": spreads}}, records=records, shapes={OUT: (16, features)})
+
+
 @cases("all-ignored")
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
@@ -975,6 +1003,7 @@ def _() -> Iterator[Evidence]:
         *((16, 8, 8, 5), (16, 8, 40, 13), (16, 8, 40, 19), (16, 8, 40, 1), (16, 8, 40, 3), (16, 8, 100, 99)),
     ):
         predicted = [{0: 1, 1: count}] * others + [{1: count}] * (records - others)
+        yield run_of_classes(predicted, [{1: count - rest, 0: rest}] * records, spread=0.15).evidence()
         yield run_of_classes(predicted, [{1: count - rest, 0: rest}] * records).evidence()
 
 

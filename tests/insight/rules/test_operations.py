@@ -604,3 +604,32 @@ def test_a_code_book_of_which_few_rows_are_used(used: int, samples: int, finding
     values = {"net.codes/weight": {"rms": 1.0}, "net.codes/weight.grad": {"zero_fraction": 1 - used / 40}}
     found = run(None, None, values, graph=graph, shapes={("net.codes", "weight"): (40, 5)})
     assert [each.module for each in found if each.rule == "unused-codes"] == ["net.codes"] * findings
+
+
+def own_square(x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean squared error without a function of torch."""
+    return ((x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [own_square, lambda x, y: (y - x).abs().mean()])
+def test_a_loss_of_the_step_itself_of_unequal_shapes(loss: Loss) -> None:
+    """The difference of a column and a vector is a finding; equal shapes and an offset for all samples are none."""
+    (found,) = examine(mlp(1), loss, rows, torch.randn(8))
+    assert brief([found]) == [("warning", "loss-shapes", "")]
+    assert "the difference in training_step" in found.verdict
+    for net, target in ((mlp(1), torch.randn(8, 1)), (mlp(3), torch.randn(3)), (mlp(1), torch.tensor(0.5))):
+        assert examine(net, loss, rows, target) == []
+
+
+def own_entropy(x: Tensor, y: Tensor, dim: int = 1) -> Tensor:
+    """Return the cross entropy without a function of torch."""
+    return -(F.one_hot(y, 3) * x.log_softmax(dim)).sum(1).mean()
+
+
+def test_a_softmax_before_a_loss_of_the_step_itself() -> None:
+    """A softmax along the batch, or over one entry, is found before a product with targets, too."""
+    (found,) = examine(mlp(3), lambda x, y: own_entropy(x, y, 0), rows, classes)
+    assert brief([found]) == [("warning", "along-batch", "")]
+    assert examine(mlp(3), own_entropy, rows, classes) == []
+    single = examine(mlp(1), lambda x, y: -(y[:, None] * x.log_softmax(1)).sum(), rows, classes)
+    assert [each.rule for each in single] == ["one-class"]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
+from tests.callbacks.test_functions import fit, recorders
 from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
 
@@ -307,3 +314,28 @@ def test_zeros_that_no_gradient_passes_are_not_dead() -> None:
     (found,) = run(layers, {**gradients, "act": {"rms": 1e-3}}, graph=chain(*names))
     assert (found.rule, found.module) == ("dead-output", "act")
     assert "ReLU that gets negative inputs only, or a factor" in found.why
+
+
+class Siamese(LightningModule):
+    """An encoder that gives two views of a sample the same embedding; a term for the variance keeps samples apart."""
+
+    def __init__(self, variance: float) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.variance = variance
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].flatten(1)
+        one, other = (self.encoder(x + 0.1 * torch.randn_like(x)) for _ in range(2))
+        return F.mse_loss(one, other) + self.variance * F.relu(1 - one.std(0)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize(("variance", "expected"), [(0.0, ["collapsed-embedding"]), (1.0, [])])
+def test_embeddings_that_collapse(tmp_path: Path, variance: float, expected: list[str]) -> None:
+    """Without anything that keeps embeddings apart, they become the same; a variance term repairs it."""
+    seed_everything(3, verbose=False)
+    findings = fit(tmp_path, Siamese(variance), *recorders(5), steps=150)[1]
+    assert [each["rule"] for each in findings if each["severity"] != "note"] == expected
