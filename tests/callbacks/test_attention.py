@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, open_recording
+from lightning_recorder.functions import ChosenFunctions
 from lightning_recorder.insight import RULES
 from lightning_recorder.reductions.scores import EXPERT_STATISTICS, HEAD_STATISTICS
 from lightning_recorder.taps import Site
@@ -107,7 +109,7 @@ def fit(folder: Path, model: Model, **options: Any) -> ActivationRecorder:
     """Train for ten steps and record every second one."""
     outputs = Outputs(plots=False, dumps=False)
     recorder = ActivationRecorder(every_n_train_steps=2, outputs=outputs, sinks=[MemorySink()], strict=True)
-    batches = torch.randint(0, TOKENS, (10 * options.get("accumulate_grad_batches", 1), 16, LENGTH)).unbind()
+    tokens = torch.randint(0, TOKENS, (160 * options.get("accumulate_grad_batches", 1), LENGTH))
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -119,7 +121,7 @@ def fit(folder: Path, model: Model, **options: Any) -> ActivationRecorder:
         callbacks=[recorder, GraphRecorder(formats=())],
         **options,
     )
-    trainer.fit(model, list(batches))  # type: ignore[arg-type]  # any iterable of batches
+    trainer.fit(model, DataLoader(tokens, batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
     return recorder
 
 
@@ -147,8 +149,8 @@ def test_records_have_heads_and_experts(tmp_path: Path) -> None:
     ("fault", "everywhere", "rule", "place"),
     [
         ("dead head", False, "dead-heads", "head 1 of blocks.2.attn"),
-        ("inverted mask", False, "mask-hides-everything", "blocks.2.attn"),
-        ("inverted mask", True, "mask-hides-everything", "blocks.0.attn"),
+        ("inverted mask", False, "mask-inverted", "blocks.2.attn"),
+        ("inverted mask", True, "mask-inverted", "blocks.0.attn"),
         ("open mask", False, "sees-later-keys", "blocks.2.attn"),
         ("open mask", True, "attends-the-target", "blocks.3.attn"),
         ("equal projections", False, "equal-query-and-key", "blocks.2.attn"),
@@ -178,14 +180,10 @@ def test_a_healthy_model_is_silent(tmp_path: Path) -> None:
     assert [each for each in open_recording(tmp_path).findings if each.rule in OWN] == []
 
 
-def test_attention_can_be_left_out(tmp_path: Path) -> None:
+def test_attention_can_be_left_out() -> None:
     """A name or ``functions=False`` leaves the heads out."""
-    recorder = ActivationRecorder(exclude="**.topk", functions=None)
-    assert recorder.functions
     model = Model()
-    from lightning_recorder.functions import ChosenFunctions
-
-    chosen = ChosenFunctions(model, recorder.functions, exclude=["**.topk"])
+    chosen = ChosenFunctions(model, ActivationRecorder().functions, exclude=["**.topk"])
     attention, router = model.blocks[0]["attn"], model.blocks[0]["mlp"]  # type: ignore[index]  # a ModuleDict
     assert chosen.name_of_scores(attention, "scaled_dot_product_attention", 1)
     assert not chosen.name_of_scores(router, "topk", 1)

@@ -190,12 +190,14 @@ def _() -> Iterator[Evidence]:
         yield heads({"first_key": 0.95, "keys": keys})
 
 
-@cases("mask-hides-everything")
+@cases("mask-inverted")
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield heads({"blind": 1.0}, records=records)
     for share in (0.15, 0.075):
         yield heads({"blind": share})
+    for future in (0.8, 1.0):
+        yield heads({"future": future})
 
 
 @cases("sees-later-keys")
@@ -233,7 +235,7 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for factor, spread, size in ((1.0, 4.0, 16), (1.0, 2.0, 16), (1.0, 4.0, 4), (1.0, 4.0, 64), (1.0, 4.0, 3)):
         yield scaled(factor, spread, size)
-    for times in (2.0, 4.0):
+    for times in (1.5, 3.0):
         yield scaled(times / 4, 4.0, 16)
     for off in (1.0, 1.03, 1.07):
         yield scaled(off / 4, 1.0, 16, twice=True)
