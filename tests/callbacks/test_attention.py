@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,7 +55,8 @@ class Attention(nn.Module):
             query = query * 25
         if self.fault == "wrong dimension":
             scores = (query @ keys.mT / 2).masked_fill(~mask, -1e9)
-            return (scores.softmax(-2) @ value).transpose(1, 2).flatten(-2)
+            mixed: Tensor = scores.softmax(-2) @ value
+            return mixed.transpose(1, 2).flatten(-2)
         scale = 1.0 if self.fault == "no scale" else None
         found = F.scaled_dot_product_attention(query, keys, value, mask, scale=scale)
         return found.transpose(1, 2).flatten(-2)
@@ -95,7 +96,7 @@ class Model(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.tokens(batch) + self.places
-        for block in self.blocks:
+        for block in cast("list[dict[str, nn.Module]]", self.blocks):
             x = x + block["attn"](block["norm"](x))
             x = x + block["mlp"](F.layer_norm(x, x.shape[-1:]))
         logits = self.head(x)

@@ -71,8 +71,7 @@ def attention_scores_grow(
                 f"the largest score of {listed('head', some)} of {name} is {last:.3g}, and grows by {rate:.3g} in "
                 "1,000 steps"
             )
-            numbers = {"score": last, "rate": rate, "heads": len(some)}
-            yield head.found(verdict, "attention_max_logit", since=since, **numbers)
+            yield head.found(verdict, "attention_max_logit", since=since, score=last, rate=rate, heads=len(some))
 
 
 @rule(

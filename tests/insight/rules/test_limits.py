@@ -138,8 +138,8 @@ def _() -> Iterator[Evidence]:
 
 def heads(*given: Values, records: int = 8, others: int = 0) -> Evidence:
     """Return the evidence of one layer with these heads, and of further layers with healthy ones."""
-    layers = {f"blocks.{place}.attn.softmax": [{}] for place in range(1, others + 1)}
-    return parts({"blocks.0.attn.softmax": given, **layers}, records=records).evidence()  # type: ignore[dict-item]  # none
+    layers: dict[str, Sequence[Values]] = {f"blocks.{place}.attn.softmax": [{}] for place in range(1, others + 1)}
+    return parts({"blocks.0.attn.softmax": given, **layers}, records=records).evidence()
 
 
 def experts(*loads: float | Sequence[float], records: int = 8, **others: float) -> Evidence:
