@@ -58,7 +58,7 @@ class Attention(nn.Module):
             mixed: Tensor = scores.softmax(-2) @ value
             return mixed.transpose(1, 2).flatten(-2)
         scale = 1.0 if self.fault == "no scale" else None
-        found = F.scaled_dot_product_attention(query, keys, value, mask, scale=scale)
+        found: Tensor = F.scaled_dot_product_attention(query, keys, value, mask, scale=scale)
         return found.transpose(1, 2).flatten(-2)
 
 
@@ -77,7 +77,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
         made = torch.einsum("bti,eio->bteo", x, self.weight)
-        found = made.gather(2, chosen[..., None].expand(*chosen.shape, WIDTH)) * weights[..., None]
+        found: Tensor = made.gather(2, chosen[..., None].expand(*chosen.shape, WIDTH)) * weights[..., None]
         return found.sum(2)
 
 
