@@ -86,10 +86,10 @@ class GradientRecorder(TensorsCallback):
             forward pass, also with checkpointing.
         functions: The torch functions for whose outputs the gradients are recorded as well: any of ``"activations"``,
             ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"`` and names such as
-            ``"relu"``. True for all of them, False for none; the default is activations. Losses have no gradient.
-            Tags are those of a module, such as ``gradients/encoder.relu/…``, and ``encoder.relu#2`` for the second
-            call in a call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A function that is all of a
-            module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
+            ``"relu"``. True for all of them, False for none; the default is activations. Losses have no gradient. Tags
+            are those of a module, such as ``gradients/encoder.relu/…``, and ``encoder.relu#2`` for the second call in a
+            call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A function that is all of
+            a module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
             runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as

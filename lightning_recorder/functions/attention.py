@@ -131,7 +131,7 @@ def _scores(sample: _Sample) -> Scores:
         "keys": _total(seen),
         "visible": _total(seen) / keys,
         "samples": float(len(scores)),
-        "blind": (~sees[..., -1]).sum(0),
+        "blind": (~sees).all(-1).sum(0),
         "max_logit": largest.amax((0, 2)),
         "most_ratio": _most(ratio, counts),
         "minus_least_ratio": _most(-ratio, counts),

@@ -83,9 +83,9 @@ class TensorPictures:
                     values = found[site].tensors.get(statistic)
                     for row, value in enumerate([] if values is None else values.tolist()):
                         rows.setdefault(statistic, {})[f"{site.name} {word} {row}"] = {_VALUE: value}, None
-        for statistic, values in rows.items():
+        for statistic, found_rows in rows.items():
             history = self._joined.setdefault(statistic, PlotHistory(statistics=(_VALUE,), max_histograms=0))
-            history.add_sites(step, values)
+            history.add_sites(step, found_rows)
 
     def _choose(self, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
         having = [site for site in sites if found[site].tensors and site.path != SCORES]

@@ -149,7 +149,7 @@ class HeadScores(_Scores):
     - ``attention_future``: the mean share of the keys behind the query; NaN likewise;
     - ``attention_keys`` and ``attention_visible``: the mean number and the mean share of keys that may be attended;
     - ``attention_masked``: the share of queries that had a mask;
-    - ``attention_blind``: the share of samples whose last query may attend no key. Earlier queries may be padding;
+    - ``attention_blind``: the share of samples none of whose queries may attend any key. Some queries may be padding;
     - ``attention_value_rms``: the root mean square of the values; NaN where they are unknown;
     - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown.
 

@@ -73,11 +73,10 @@ def expected(scores: Tensor, hidden: Tensor) -> dict[str, list[float]]:
         rows: dict[str, list[float]] = {}
         most = -math.inf
         for sample in samples:
+            rows.setdefault("blind", []).append(bool(hidden[sample, head, queries].all()))
             for query in queries:
                 seen = (~hidden[sample, head, query]).nonzero().flatten()
                 rows.setdefault("keys", []).append(len(seen))
-                if query == queries[-1]:
-                    rows.setdefault("blind", []).append(len(seen) == 0)
                 row = scores[sample, head, query, seen].double()
                 most = max([most, *row.tolist()])
                 if len(seen) < 2:

@@ -71,8 +71,7 @@ def attention_scores_grow(
                 f"the largest score of {listed('head', some)} of {name} is {last:.3g}, and grows by {rate:.3g} in "
                 "1,000 steps"
             )
-            numbers = {"score": last, "rate": rate, "heads": len(some)}
-            yield head.found(verdict, "attention_max_logit", since=since, **numbers)
+            yield head.found(verdict, "attention_max_logit", since=since, score=last, rate=rate, heads=len(some))
 
 
 @rule(
@@ -179,32 +178,45 @@ def attention_sink(
 
 
 @rule(
-    "mask-hides-everything",
-    statistic="share of samples whose last query may attend no key",
+    "mask-inverted",
+    statistic="share of samples none of whose queries may attend a key, and of the keys behind the query",
     usual="0",
     why="The mask is inverted: True marks keys that may be attended for scaled_dot_product_attention, and keys that "
     "may not for nn.MultiheadAttention. Or masks for padding and order leave nothing together.",
     next="Print the mask of a sample, and compare it with the one that the function expects.",
-    false_alarms="Queries of padding at the beginning do not count.",
+    false_alarms="Single queries without a key do not count, as they may be padding.",
     needs=("activations",),
     records=2,
     explains=dict.fromkeys(
-        ("attention-collapse", "constant-input", "sudden-change", "dead-heads", "unlike-siblings", "sees-later-keys"),
+        (
+            *(
+                "attention-collapse",
+                "constant-input",
+                "sudden-change",
+                "dead-heads",
+                "unlike-siblings",
+                "inverted-mask",
+            ),
+            *("sees-later-keys", "attends-the-target", "gradient-stops"),
+        ),
         _ANY,
     ),
 )
-def mask_hides_everything(evidence: Evidence, *, persistence: int = 2, share: float = 0.1) -> Iterator[Finding]:
-    """Yield attention whose mask leaves no key to the last query of a sample."""
+def mask_inverted(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.1, future: float = 0.99
+) -> Iterator[Finding]:
+    """Yield attention whose mask hides all keys from all queries of a sample, or all but those behind the query."""
     found = _layers_above(evidence, "attention_blind", persistence, share)
     if found:
-        head = found[0]
-        blind = float(np.mean(head.attention_blind))
-        later = head.attention_future[-persistence:]
-        which = ""
-        if len(later) and later.min() > 0.99:
-            which = "; all other queries attend later positions only: the causal mask is inverted"
-        verdict = f"the mask of {head.module} hides all keys from the last query of {blind:.0%} of the samples{which}"
-        yield head.found(verdict, "attention_blind", others=_others(found), share=blind)
+        blind = float(found[0].attention_blind[-1])
+        verdict = f"the mask of {found[0].module} hides all keys from all queries of {blind:.0%} of the samples"
+        yield found[0].found(verdict, "attention_blind", others=_others(found), share=blind)
+    later = [each for each in _layers_above(evidence, "attention_future", persistence, future) if each not in found]
+    if later:
+        verdict = f"all queries of {later[0].module} attend positions behind them only, so that the mask is inverted"
+        yield later[0].found(
+            verdict, "attention_future", others=_others(later), share=float(later[0].attention_future[-1])
+        )
 
 
 def _layers_above(evidence: Evidence, statistic: str, persistence: int, limit: float) -> list[View]:
@@ -314,7 +326,7 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
     ),
 )
 def attention_scale(
-    evidence: Evidence, *, factor: float = 3.0, spread: float = 2.5, close: float = 0.05
+    evidence: Evidence, *, factor: float = 1.9, spread: float = 2.5, close: float = 0.05
 ) -> Iterator[Finding]:
     """Yield attention whose scores have no scale and are large from the first record on, or that is scaled twice."""
     layers = layers_of(evidence, evidence.heads)

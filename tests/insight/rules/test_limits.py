@@ -201,8 +201,8 @@ def _() -> Iterator[Evidence]:
 
 def heads(*given: Values, records: int = 8, others: int = 0) -> Evidence:
     """Return the evidence of one layer with these heads, and of further layers with healthy ones."""
-    layers = {f"blocks.{place}.attn.softmax": [{}] for place in range(1, others + 1)}
-    return parts({"blocks.0.attn.softmax": given, **layers}, records=records).evidence()  # type: ignore[dict-item]  # none
+    layers: dict[str, Sequence[Values]] = {f"blocks.{place}.attn.softmax": [{}] for place in range(1, others + 1)}
+    return parts({"blocks.0.attn.softmax": given, **layers}, records=records).evidence()
 
 
 def experts(*loads: float | Sequence[float], records: int = 8, **others: float) -> Evidence:
@@ -253,12 +253,14 @@ def _() -> Iterator[Evidence]:
         yield heads({"first_key": 0.95, "keys": keys})
 
 
-@cases("mask-hides-everything")
+@cases("mask-inverted")
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield heads({"blind": 1.0}, records=records)
     for share in (0.15, 0.075):
         yield heads({"blind": share})
+    for future in (0.8, 1.0):
+        yield heads({"future": future})
 
 
 @cases("sees-later-keys")
@@ -296,7 +298,7 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for factor, spread, size in ((1.0, 4.0, 16), (1.0, 2.0, 16), (1.0, 4.0, 4), (1.0, 4.0, 64), (1.0, 4.0, 3)):
         yield scaled(factor, spread, size)
-    for times in (2.0, 4.0):
+    for times in (1.5, 3.0):
         yield scaled(times / 4, 4.0, 16)
     for off in (1.0, 1.03, 1.07):
         yield scaled(off / 4, 1.0, 16, twice=True)
