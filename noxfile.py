@@ -37,10 +37,15 @@ def group(name: str) -> tuple[str, ...]:
 
 def install(session: nox.Session, *requirements: str, constraints: tuple[str, ...]) -> None:
     """Install the package in editable mode together with the requirements, subject to the constraints."""
-    # pip accepts constraints only as a file. torch is in the same resolution, so that no other version is downloaded.
-    path = Path(session.virtualenv.location, "constraints.txt")
+    session.install("-c", constraints_file(session, constraints), "-e", ".", *requirements)
+
+
+def constraints_file(session: nox.Session, constraints: tuple[str, ...]) -> str:
+    """Write the constraints to a file, since pip accepts no others, and return its path."""
+    path = Path(session.create_tmp(), "constraints.txt")
+    # torch is in the same resolution, so that no other version is downloaded.
     path.write_text("\n".join([TORCH, *constraints]) + "\n")
-    session.install("-c", str(path), "-e", ".", *requirements)
+    return str(path)
 
 
 def lowest(requirement: Requirement) -> str:
@@ -91,6 +96,24 @@ def bench(session: nox.Session) -> None:
     """Measure the overhead of recording and compare it with other packages: python -m tests.benchmarks."""
     install(session, *group("test"), *group("bench"), constraints=group("pins"))
     session.run("python", "-m", "tests.benchmarks", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Test and measure everything on a GPU within eight minutes: python -m tests.benchmarks.gpu.
+
+    Without a network, the packages come from the folder ``wheels``, which ``nox -s gpu -- --download`` fills on a
+    machine of the same kind. If everything is installed, ``nox --no-venv -s gpu`` installs nothing.
+    """
+    if session.posargs == ["--download"]:
+        path = constraints_file(session, group("pins"))
+        session.run("python", "-m", "pip", "download", "-c", path, "-d", "wheels", ".", *group("gpu"))
+        return
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels"} if Path("wheels").is_dir() else {}
+    session.env.update(offline)
+    if session.virtualenv.is_sandboxed:
+        install(session, *group("gpu"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.gpu", *session.posargs)
 
 
 @nox.session
