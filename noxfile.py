@@ -1,5 +1,6 @@
 """Nox sessions for CI and development: `nox -s <session> -- <arguments passed to the command of the session>`."""
 
+import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,12 @@ TORCH = "torch==2.13.0"
 # Processes with one thread each. The third one uses the two cores of CI while another one waits, for example for a
 # browser. The tests of a file run in the same process, because they share runs.
 PARALLEL = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+
+# For each machine of which a wheel has compiled code, the compilers to look for.
+COMPILERS = {
+    "x86_64": ["x86_64-linux-gnu-gcc", *(["gcc"] if platform.machine() == "x86_64" else [])],
+    "aarch64": ["aarch64-linux-gnu-gcc", *(["gcc"] if platform.machine() == "aarch64" else [])],
+}
 
 # The first use of an installed wheel.
 FIRST_FIT = """
@@ -37,10 +44,15 @@ def group(name: str) -> tuple[str, ...]:
 
 def install(session: nox.Session, *requirements: str, constraints: tuple[str, ...]) -> None:
     """Install the package in editable mode together with the requirements, subject to the constraints."""
-    # pip accepts constraints only as a file. torch is in the same resolution, so that no other version is downloaded.
-    path = Path(session.virtualenv.location, "constraints.txt")
+    session.install("-c", constraints_file(session, constraints), "-e", ".", *requirements)
+
+
+def constraints_file(session: nox.Session, constraints: tuple[str, ...]) -> str:
+    """Write the constraints to a file, since pip accepts no others, and return its path."""
+    path = Path(session.create_tmp(), "constraints.txt")
+    # torch is in the same resolution, so that no other version is downloaded.
     path.write_text("\n".join([TORCH, *constraints]) + "\n")
-    session.install("-c", str(path), "-e", ".", *requirements)
+    return str(path)
 
 
 def lowest(requirement: Requirement) -> str:
@@ -91,6 +103,24 @@ def bench(session: nox.Session) -> None:
     """Measure the overhead of recording and compare it with other packages: python -m tests.benchmarks."""
     install(session, *group("test"), *group("bench"), constraints=group("pins"))
     session.run("python", "-m", "tests.benchmarks", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Test and measure everything on a GPU within eight minutes: python -m tests.benchmarks.gpu.
+
+    Without a network, the packages come from the folder ``wheels``, which ``nox -s gpu -- --download`` fills on a
+    machine of the same kind. If everything is installed, ``nox --no-venv -s gpu`` installs nothing.
+    """
+    if session.posargs == ["--download"]:
+        path = constraints_file(session, group("pins"))
+        session.run("python", "-m", "pip", "download", "-c", path, "-d", "wheels", ".", *group("gpu"))
+        return
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels"} if Path("wheels").is_dir() else {}
+    session.env.update(offline)
+    if session.virtualenv.is_sandboxed:
+        install(session, *group("gpu"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.gpu", *session.posargs)
 
 
 @nox.session
@@ -164,20 +194,29 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the distributions, check them, and record a model with the wheel in a clean environment."""
+    """Build the distributions, check them, and record a model with the wheel in a clean environment.
+
+    There is a wheel for any machine, and one with compiled code for each machine that a compiler here builds for.
+    """
     folder = Path(session.create_tmp()).resolve()
     for name in ("dist", "lightning_logs"):
         shutil.rmtree(folder / name, ignore_errors=True)
     session.run("python", "-m", "venv", "--clear", str(folder / "clean"))
     python = str(folder / "clean" / "bin" / "python")
-    session.install("build==1.6.1", "twine==7.0.0")
+    session.install("build==1.6.1", "twine==7.0.0", "wheel>=0.46")
     session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
-    built = sorted(map(str, (folder / "dist").iterdir()))
-    session.run("twine", "check", "--strict", *built)
+    (wheel,) = map(str, (folder / "dist").glob("*.whl"))
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([TORCH, *group("pins")]) + "\n")
-    wheel = next(name for name in built if name.endswith(".whl"))
     session.run(python, "-m", "pip", "install", "-c", str(constraints), wheel, external=True)
+    for machine, compiler in COMPILERS.items():
+        if found := next(filter(shutil.which, compiler), None):
+            compiled = compiled_wheel(session, python, wheel, machine, found)
+            if machine == platform.machine():
+                session.run(python, "-m", "pip", "install", "--no-deps", "--force-reinstall", compiled, external=True)
+        else:
+            session.warn(f"there is no compiler for {machine}, so no wheel has compiled code for it")
+    session.run("twine", "check", "--strict", *sorted(map(str, (folder / "dist").iterdir())))
     with session.chdir(folder):
         (folder / "train.py").write_text(FIRST_FIT)
         session.run(python, "train.py", external=True)
@@ -190,6 +229,24 @@ def package(session: nox.Session) -> None:
             external=True,
             success_codes=[0, 1],
         )
+
+
+def compiled_wheel(session: nox.Session, python: str, wheel: str, machine: str, compiler: str) -> str:
+    """Make a copy of a wheel that has the C code for a machine, and return its path."""
+    work = Path(session.create_tmp(), "compiled").resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    session.run("wheel", "unpack", "--dest", str(work), wheel)
+    (unpacked,) = work.iterdir()
+    kernels = "lightning_recorder.reductions.kernels"
+    code = f"from pathlib import Path\nfrom {kernels}.fused import build_for_wheel\n"
+    code += f"build_for_wheel([{compiler!r}], {machine!r}, Path({str(unpacked / kernels.replace('.', '/'))!r}))"
+    session.run(python, "-c", code, external=True)
+    session.run("wheel", "pack", "--dest-dir", str(work), str(unpacked))
+    # The code needs nothing of the C library that is newer than its version 2.17.
+    tag = f"manylinux_2_17_{machine}"
+    session.run("wheel", "tags", "--remove", "--platform-tag", tag, *map(str, work.glob("*.whl")))
+    (made,) = work.glob(f"*{tag}.whl")
+    return str(made.rename(Path(wheel).parent / made.name))
 
 
 @nox.session

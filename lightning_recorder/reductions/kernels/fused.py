@@ -1,9 +1,9 @@
 """Tensor statistics in one pass through memory, computed by a small C file that is compiled at run time.
 
 Separate torch passes cost several times as much as the arithmetic. The file is plain C without torch headers, so a
-compiler builds it in a third of a second, in the background. Until then, without a compiler, and after any failure,
-torch computes the same statistics. Counts, extrema and histograms are equal to the bit. Means and sums of squares are
-rounded differently, by less than 1e-12 of the root mean square.
+compiler builds it in a third of a second, in the background. Without one, the code is used that a wheel for this kind
+of machine has. Until then, and after any failure, torch computes the same statistics. Counts, extrema and histograms
+are equal to the bit. Means and sums of squares are rounded differently, by less than 1e-12 of the root mean square.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ __all__ = [
     "add_spread",
     "add_statistics",
     "add_tensor",
+    "build_for_wheel",
     "compact_states",
     "is_fast",
     "may_become_available",
@@ -64,6 +65,13 @@ _FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOT
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 20
+_SHIPPED = _SOURCE.parent
+"""The folder of the code in a wheel."""
+_PORTABLE = {
+    "x86_64": ("-march=x86-64-v3", {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
+    "aarch64": ("-march=armv8-a", {"asimd", "fp"}),
+}
+"""For each machine of a wheel, the flag of the compiler, and the features that the processor then must have."""
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
@@ -275,7 +283,8 @@ def _load() -> None:
     try:
         compiler = _compiler()
         if not compiler or ctypes.sizeof(ctypes.c_void_p) != 8:
-            _log.info("there is no C compiler; torch computes the statistics")
+            if not _use_shipped():
+                _log.info("there is no C compiler; torch computes the statistics")
             return
         libraries = {flags: _library(compiler, flags) for flags in (_FLAGS + _THREADS, _FLAGS + _NO_THREADS)}
         if any(library.exists() and not _use(library) for library in libraries.values()):
@@ -315,7 +324,39 @@ def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -
     _warn(f"{shlex.join(compiler)} did not build it, {why}")
 
 
+def build_for_wheel(compiler: Sequence[str], machine: str, folder: Path) -> list[Path]:
+    """Build the code that a wheel has, with and without threads, and return its files.
+
+    Args:
+        compiler: The command of the compiler.
+        machine: The machine to build for, ``"x86_64"`` or ``"aarch64"``.
+        folder: Receives the files.
+
+    Raises:
+        RuntimeError: If the compiler fails.
+    """
+    made, option = [], _PORTABLE[machine][0]
+    for name, threads in (("threads", _THREADS), ("plain", _NO_THREADS)):
+        flags = [option if each == "-march=native" else each for each in (*_FLAGS, *threads)]
+        made.append(folder / f"fused-{machine}-{name}.so")
+        _compile(compiler, flags, made[-1], time.monotonic() + 5 * _TIMEOUT_S)
+    return made
+
+
+def _use_shipped() -> bool:
+    """Use the code of the wheel, and return True if there is one that works here."""
+    machine = platform.machine()
+    _, needed = _PORTABLE.get(machine, ("", {""}))
+    if not needed <= set(_features().split()):
+        return False
+    libraries = (_SHIPPED / f"fused-{machine}-{name}.so" for name in ("threads", "plain"))
+    return any(library.exists() and not _use(library) for library in libraries)
+
+
 def _warn(why: str) -> None:
+    if _use_shipped():
+        _log.info("the C code of the wheel computes the statistics on the CPU: %s", why)
+        return
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
         _log.warning(
             "torch computes the statistics on the CPU, which takes longer than the C code: %s. Set CC to a C compiler, "
@@ -409,12 +450,16 @@ def _cache() -> Path:
 
 def _processor() -> str:
     """Return a text that identifies the processor, because machines of a cluster may share a home folder."""
+    return f"{platform.platform()} {platform.processor()} {_features()}"
+
+
+def _features() -> str:
+    """Return the line that lists the features of the processor; empty if it is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.platform()} {platform.processor()} {features}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _opened(library: Path) -> _Kernel:

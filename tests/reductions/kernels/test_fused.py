@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import shutil
 import stat
 import time
@@ -313,6 +314,61 @@ def test_without_it_torch_computes(environment: dict[str, str], warned: str | No
     assert result == "False 3.0"
     assert all(warned in line for line in logged) if warned else logged == []
     assert len(logged) == bool(warned)
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the code that a wheel for this machine has."""
+    folder, machine = tmp_path_factory.mktemp("shipped"), platform.machine()
+    compiler = next(filter(shutil.which, ("cc", "gcc", "clang")))
+    names = [each.name for each in fused.build_for_wheel([compiler], machine, folder)]
+    assert names == [f"fused-{machine}-threads.so", f"fused-{machine}-plain.so"]
+    return folder
+
+
+def with_shipped(folder: Path, program: str = PREPARE) -> str:
+    return program.replace("statistics =", f"fused._SHIPPED = fused.Path({str(folder)!r})\nstatistics =")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in fused._PORTABLE, reason="there are no wheels for this machine")
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PATH": "/nonexistent", "CC": ""}, None),
+        ({"CC": "/bin/false"}, "/bin/false did not build it"),
+        ({"XDG_CACHE_HOME": "/proc/nonexistent"}, "FileNotFoundError"),
+    ],
+    ids=["no compiler", "one that fails", "no folder"],
+)
+def test_the_code_of_a_wheel_needs_no_compiler(
+    environment: dict[str, str], said: str | None, shipped: Path, tmp_path: Path
+) -> None:
+    """Where nothing can be built, the code of the wheel computes the statistics, without a warning."""
+    variables = {"XDG_CACHE_HOME": str(tmp_path), **environment}
+    codes, log = forks.run("-c", with_shipped(shipped), folder=tmp_path, variables=variables)
+    *logged, result = log.splitlines()
+    assert (codes, result) == ([0], "True 3.0")
+    assert len(logged) == (said is not None)
+    assert all(line.startswith("the C code of the wheel computes") and str(said) in line for line in logged)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("obstacle", ["features", "file"])
+def test_code_of_a_wheel_that_does_not_fit_is_left_alone(obstacle: str, shipped: Path, tmp_path: Path) -> None:
+    """On a processor without the features, or if the files are no libraries, torch computes."""
+    program = with_shipped(shipped)
+    if obstacle == "features":
+        program = program.replace("statistics =", 'fused._features = lambda: "flags : fpu sse2 asimd"\nstatistics =')
+    else:
+        for each in shipped.iterdir():
+            (tmp_path / each.name).write_bytes(b"no library")
+        program = with_shipped(tmp_path)
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/nonexistent", "CC": ""}
+    codes, log = forks.run("-c", program, folder=tmp_path, variables=variables)
+    assert (codes, log.splitlines()) == ([0], ["there is no C compiler; torch computes the statistics", "False 3.0"])
 
 
 @needs_compiler
