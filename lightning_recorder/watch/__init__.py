@@ -3,7 +3,7 @@
 from lightning_recorder.watch.flags import ModuleFlags, StepFlags
 from lightning_recorder.watch.kept import KeptBatch, StateKeeper
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
-from lightning_recorder.watch.readings import Reading, ReadingQueue
+from lightning_recorder.watch.readings import LoggedReading, Reading, ReadingQueue
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
 from lightning_recorder.watch.verdict import (
@@ -21,6 +21,7 @@ from lightning_recorder.watch.verdict import (
 __all__ = [
     "CommunicationError",
     "KeptBatch",
+    "LoggedReading",
     "ModuleFlags",
     "Origin",
     "OriginTrace",
