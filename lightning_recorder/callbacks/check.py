@@ -28,6 +28,7 @@ from lightning_recorder.check.examination import chosen_questions, examine
 from lightning_recorder.errors import check_bool, check_number
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
+from lightning_recorder.records.file import CHECK
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.temporary import write_whole
 
@@ -130,7 +131,7 @@ class Check(GuardedCallback):
         self._is_due = False
         why = _why_not(trainer, pl_module)
         if why:
-            answers = tuple(Answer("no answer", why, question=each.name) for each in self.questions)
+            answers = tuple(Answer("no answer", why, question=each.name, asks=each.asks) for each in self.questions)
             self.result = Result(answers, 0.0, 0.0)
         else:
             if self.only and self._validation_batch is None:
@@ -143,7 +144,7 @@ class Check(GuardedCallback):
             self._show(trainer, self.result)
 
     def _show(self, trainer: Trainer, result: Result) -> None:
-        text = result.text(self.questions)
+        text = result.text()
         if self.only:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
@@ -152,7 +153,7 @@ class Check(GuardedCallback):
         directory = recorder_directory(trainer)
         make_directory(directory, strict=self.strict)
         if directory is not None and directory.is_dir():
-            path = Path(directory, "check.json")
+            path = Path(directory, CHECK)
             write_whole(path, lambda file: file.write(json.dumps(result.to_json(), indent=1).encode()))
 
 
