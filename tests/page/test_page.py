@@ -7,13 +7,16 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 from playwright.sync_api import Page, expect
 from torch import nn
 
@@ -936,3 +939,46 @@ def test_many_runs_have_a_table(page: Page, tmp_path: Path) -> None:
     expect(page.locator(".curves .legend").first).to_contain_text("x")
     page.get_by_role("tab", name="Runs").click()
     assert Axe().run(page).response["violations"] == []
+
+
+_DEFICIENCIES = ("none", "protanopia", "deuteranopia", "tritanopia")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colors_have_one_meaning_each_for_everyone(theme: str, page: Page, stuck: Path) -> None:
+    """NaN, not recorded and the ends of the scale differ for the color-blind, as Chromium simulates it."""
+    opened(page, stuck)
+    page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # a word
+    legend = page.locator(".bar .scale")
+    session = page.context.new_cdp_session(page)
+    for deficiency in _DEFICIENCIES:
+        session.send("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
+        bars = legend.locator("i").screenshot(), *(each.screenshot() for each in legend.locator("b").all()[:2])
+        pictures = [np.asarray(Image.open(BytesIO(each)).convert("RGB")).astype(int) for each in bars]
+        scale, not_finite, missing = pictures
+        colors = [
+            scale[5, 3],
+            scale[5, -4],
+            *(each[len(each) // 2, each.shape[1] // 2] for each in (not_finite, missing)),
+        ]
+        distances = [np.abs(one - other).max() for place, one in enumerate(colors) for other in colors[:place]]
+        assert min(distances) >= 24, (deficiency, colors)
+    session.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
+    page.emulate_media(color_scheme="light")
+
+
+@pytest.mark.parametrize(("width", "height"), [(400, 800), (700, 450)])  # a phone, and a laptop at 200 %
+def test_check_and_runs_fit_into_a_narrow_window(width: int, height: int, page: Page, tmp_path: Path) -> None:
+    """Nothing is cut at 400 pixels or at 200 %, and each word of the check is in one line."""
+    run = written(tmp_path, [[1.0]], ["fc"])
+    answer = Answer("look", "the loss is larger than expected", asks="Is the loss right at the start?", expected="2.3")
+    (tmp_path / "recorder" / "check.json").write_text(json.dumps(Result((answer,), 3.0, 0.5).to_json()))
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}), "run"))
+    page.set_viewport_size({"width": width, "height": height})
+    opened(page, tmp_path / "page.html", "#tab=check")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cell = page.get_by_text("Is the loss right at the start?", exact=True)
+    box = cell.bounding_box()
+    assert box is not None
+    assert box["height"] < 60
+    page.set_viewport_size({"width": 1400, "height": 900})
