@@ -31,6 +31,7 @@ from lightning_recorder.check.questions.ranks import compare as compare_starts
 from lightning_recorder.errors import check_bool, check_number
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
+from lightning_recorder.records.file import CHECK
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.statistics import Exchange
 from lightning_recorder.statistics.fingerprint import exact_checksum, sample_fingerprints
@@ -138,9 +139,9 @@ class Check(GuardedCallback):
         if why:
             ranks = self._answer_of_ranks(trainer, pl_module, batch)
             answers = tuple(
-                replace(ranks, question=each.name, expected=each.expects)
+                replace(ranks, question=each.name, expected=each.expects, asks=each.asks)
                 if ranks is not None and each.name == RANKS.name
-                else Answer("no answer", why, question=each.name)
+                else Answer("no answer", why, question=each.name, asks=each.asks)
                 for each in self.questions
             )
             self.result = Result(answers, 0.0, 0.0)
@@ -177,7 +178,7 @@ class Check(GuardedCallback):
             return Answer("no answer", str(error))
 
     def _show(self, directory: Path | None, result: Result) -> None:
-        text = result.text(self.questions)
+        text = result.text()
         if self.only:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
@@ -185,7 +186,7 @@ class Check(GuardedCallback):
             rank_zero_info(text)
         make_directory(directory, strict=self.strict)
         if directory is not None and directory.is_dir():
-            path = Path(directory, "check.json")
+            path = Path(directory, CHECK)
             write_whole(path, lambda file: file.write(json.dumps(result.to_json(), indent=1).encode()))
 
 

@@ -37,8 +37,10 @@ class Outputs:
     A :class:`~lightning_recorder.TensorDumper` uses only ``dump_when``, ``upload`` and the limits in bytes.
 
     Args:
-        histograms: True writes histograms of all values to the loggers. A number n counts a fixed sample of at most n
-            values of each tensor, one from each of n equal parts; it is faster but approximate. False writes none.
+        histograms: True writes histograms of all values to the loggers: those of the first 64 records, and then fewer
+            and fewer, 32 each time the number of records doubles. The record files have all of them. A number n counts
+            a fixed sample of at most n values of each tensor, one from each of n equal parts; it is faster but
+            approximate. False writes none.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
             The loss and the gradient norm of every step (``watch``) are written there unless all recorders of the
             trainer have ``records=False``. They are watched nevertheless.

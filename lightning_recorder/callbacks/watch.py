@@ -52,7 +52,8 @@ class StepWatch(RecorderCallback):
     It is added to each trainer that has a recorder of statistics, unless the trainer has one already. One that you pass
     replaces that of :func:`~lightning_recorder.default_recorders`. Loss and gradient norm of every step are written to
     the records (``watch``). Those of the steps that Lightning logs are also written to the loggers, as ``watch/loss``
-    and ``watch/grad_norm``.
+    and ``watch/grad_norm``. The records also have what the user logs with ``self.log``, and the learning rates, in the
+    stage ``logged``: those of the first 64 steps, of the steps that Lightning logs, and of epochs and validations.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
     and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
@@ -493,9 +494,25 @@ class StepWatch(RecorderCallback):
 
     @guarded
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.settle_logged()
+
+    @guarded
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._samples is not None and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        if self._samples is not None:
             self._samples.end_validation()
+        if self._run is not None:
+            self._run.read_logged()
+
+    @guarded
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:  # Lightning computes the metrics of an epoch after its last hook
+            self._run.read_logged()
 
     @guarded
     @override
@@ -515,6 +532,7 @@ class StepWatch(RecorderCallback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
+            self._run.read_logged()
             self._run.flush()
         if self._samples is not None:
             self._samples.end()

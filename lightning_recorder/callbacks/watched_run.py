@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
+from lightning_recorder.callbacks.logged_values import LoggedValues
 from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay, runs_alone
 from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find_row
 from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate, logged_step
@@ -141,7 +142,7 @@ class WatchedRun:
             self._copies = ParameterCopies(list(parameters_of(pl_module)), device, keep_parameters)
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._keeper = StateKeeper(pl_module, device)
-        self._queue = ReadingQueue(device)
+        self._queue: ReadingQueue[Reading] = ReadingQueue(device)
         self._factor = spikes
         self._usual_rows = 0  # of the first step of an epoch
         self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
@@ -160,6 +161,7 @@ class WatchedRun:
             modules = named_submodules(pl_module).items()
             self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
         self._step = _Step(has_ended=True)
+        self._logged = LoggedValues(trainer, device, series.add_logged, is_on_host=self._is_on_host)
 
     @property
     def bad(self) -> Finding | None:
@@ -199,6 +201,7 @@ class WatchedRun:
         if not self._reads_now:
             self._arrive(self._queue.take())
         self._series.replay()
+        self._logged.settle()
         step = logged_step(self._trainer)
         if self._step.has_ended or (self._step.batches and self._step.batches[-1].step != step):
             self._begin_step()
@@ -256,6 +259,7 @@ class WatchedRun:
                 self._arrive(self._queue.take(wait=self._copies.waits))
                 self._copies.take(step, self._queue.oldest)
         self._step.optimizer_steps += 1
+        self._logged.before_step(self._step.batches[-1].step)
 
     def _evaluates_again(self, optimizer: Any) -> bool:
         """Return True if an optimizer computes the gradients of this step again, as LBFGS does after each small change.
@@ -288,6 +292,7 @@ class WatchedRun:
         if not is_last:
             return
         self._step.has_ended = True
+        self._logged.end_step(self._step.batches[-1].step)
         if self._step.reading is not None and self._flags is None:  # flags come in until the end of the batch
             self._arrive([self._step.reading])
             return
@@ -306,15 +311,26 @@ class WatchedRun:
             self._flags.end_batch()
         self._step = _Step(has_ended=True)
 
+    def settle_logged(self) -> None:
+        """Read what Lightning has logged in the last step."""
+        self._logged.settle()
+
+    def read_logged(self) -> None:
+        """Read what Lightning has logged since the last step."""
+        self._logged.read()
+
     def flush(self) -> None:
         """Read all values, waiting for the device, and write them."""
         self._arrive(self._queue.take(wait=True))
+        self._logged.settle()
+        self._logged.arrive(wait=True)
         self._series.flush()
 
     def save(self) -> None:
         """Write all steps and wait until they are written. Of a step in progress, no value is read."""
         if self._step.has_ended:
             self._arrive(self._queue.take(wait=True))
+            self._logged.arrive(wait=True)
         self._series.wait()
 
     def end(self) -> None:

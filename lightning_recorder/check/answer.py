@@ -32,6 +32,7 @@ class Answer:
         line: The line of code that is responsible, as ``file:line``, if it is known.
         module: The name of the module or parameter that is responsible, if it is known.
         question: The name of the question. :class:`~lightning_recorder.Check` fills it in.
+        asks: The question in words. :class:`~lightning_recorder.Check` fills it in.
         expected: The expectation of the question. :class:`~lightning_recorder.Check` fills it in.
     """
 
@@ -41,12 +42,14 @@ class Answer:
     line: str = ""
     module: str = ""
     question: str = ""
+    asks: str = ""
     expected: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as JSON values."""
         return {
             "question": self.question,
+            "asks": self.asks,
             "verdict": self.verdict,
             "text": self.text,
             "expected": self.expected,

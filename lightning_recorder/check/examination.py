@@ -46,13 +46,12 @@ class Result:
             "answers": [each.to_json() for each in self.answers],
         }
 
-    def text(self, questions: Iterable[Question] = QUESTIONS) -> str:
+    def text(self) -> str:
         """Return the result as text, one question after another; those without an answer at the end, in short."""
-        asks = {each.name: each.asks for each in questions}
         lines: list[str] = []
         for each in self.answers:
             if each.verdict != "no answer":
-                lines += _lines(each, asks.get(each.question, each.question))
+                lines += _lines(each)
         reasons: dict[str, list[str]] = {}
         for each in self.answers:
             if each.verdict == "no answer":
@@ -69,13 +68,13 @@ class Result:
         return f"checked before the training: {parts} ({self.steps:.0f} steps of work, {self.seconds:.1f} s)"
 
 
-def _lines(answer: Answer, asks: str) -> list[str]:
+def _lines(answer: Answer) -> list[str]:
     sign = _SIGNS[answer.verdict]
     place = f" at {answer.line}" if answer.line and answer.verdict != "ok" else ""
     first, space, rest = answer.text.partition(" ")
     # The name of a function or a module stays as it is.
     first = first if set(first) & set("_.") else f"{first[:1].upper()}{first[1:]}"
-    lines = _wrapped(f"  {sign:<9}  ", f"{asks} {first}{space}{rest}{place}.")
+    lines = _wrapped(f"  {sign:<9}  ", f"{answer.asks or answer.question} {first}{space}{rest}{place}.")
     if answer.verdict in ("look", "wrong"):
         lines += _wrapped(" " * 13, f"Expected: {answer.expected}.")
     return lines
@@ -121,7 +120,7 @@ def examine(bench: Bench, questions: Iterable[Question] = QUESTIONS) -> Result:
             found = Answer("no answer", "left out, since the time is up")
         else:
             found = _asked(bench, each)
-        answers.append(replace(found, question=each.name, expected=each.expects))
+        answers.append(replace(found, question=each.name, asks=each.asks, expected=each.expects))
     return Result(tuple(answers), bench.spent, before - bench.seconds_left)
 
 

@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_doctor(commands)
     _add_view(commands)
+    _add_report(commands)
     _add_export(commands)
     _add_graph(commands)
     _add_diff(commands)
@@ -219,6 +220,18 @@ def _add_view(commands: Any) -> None:
     )
     view.add_argument("--port", type=int, default=0, help="the port of the server; by default any that is free")
     view.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
+
+
+def _add_report(commands: Any) -> None:
+    report = _add(
+        commands,
+        "report",
+        "Write a report of a run for a review: verdict, graph, five charts and settings.",
+        "report lightning_logs/version_0 --output report.html",
+        "A .md file is Markdown with its pictures beside it. A .html file is complete, and a browser prints it as PDF.",
+    )
+    report.add_argument("path", metavar="PATH", help=_PATH)
+    report.add_argument("--output", metavar="FILE", default="report.md", help="the file, .md or .html; report.md")
 
 
 def _add_export(commands: Any) -> None:

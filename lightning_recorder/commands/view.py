@@ -35,7 +35,7 @@ def _write(arguments: Namespace, out: TextIO) -> int:
         for path in arguments.paths
         for name, run in open_recording(path).runs.items()
     }
-    if not any(run.graph is not None or run.has_records for run in runs.values()):
+    if not any(run.graph is not None or run.has_records or run.check is not None for run in runs.values()):
         raise ArgumentError(f"{' and '.join(map(repr, arguments.paths))} has no records to show: nothing was recorded")
     path = Path(arguments.output)
     page_document(runs, path, limit=arguments.limit * 1_000_000)

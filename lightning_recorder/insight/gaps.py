@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_recorder.insight.finding import Finding, findings_to_json
+from lightning_recorder.insight.finding import Finding, findings_from_json, findings_to_json
 from lightning_recorder.insight.rule import ANY_GROUP, DATA, GRAPH, VALIDATION, Rule
 
 __all__ = ["Diagnosis", "Gap", "gaps_of", "group_records"]
@@ -79,6 +79,20 @@ class Diagnosis:
         if self.bad:
             return f"{len(self.bad)} finding" + "s" * (len(self.bad) != 1)
         return "no findings" if self.open else "healthy"
+
+    @staticmethod
+    def from_json(data: Any) -> Diagnosis:
+        """Return the diagnosis from the contents of ``findings.json``.
+
+        Raises:
+            ArgumentError: If the findings were not written by this package.
+            LookupError, TypeError: If what was not examined was not.
+        """
+        gaps = [
+            Gap(str(each["what"]), str(each["why"]), tuple(map(str, each["rules"])), each["is_expected"] is True)
+            for each in data.get("not_examined", ())
+        ]
+        return Diagnosis(findings_from_json(data), tuple(gaps))
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values, the contents of ``findings.json``.

@@ -31,14 +31,12 @@ from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import diagnose
 from lightning_recorder.recordings.recording import Run
-from lightning_recorder.records.file import RECORDS, calls_of
+from lightning_recorder.records.file import FINDINGS, RECORDS, calls_of
 from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
 from lightning_recorder.temporary import write_whole
 
-__all__ = ["FINDINGS", "REPORT", "ExaminedRecords", "RunFindings"]
-
-FINDINGS = "findings.json"
+__all__ = ["REPORT", "ExaminedRecords", "RunFindings"]
 
 REPORT = "report.html"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -59,6 +60,9 @@ def _is_main(site: Site, sites: Collection[Site]) -> bool:
     return last == "grad" or Site(site.name, of) not in sites
 
 
+_DENSE = 32  # records; twice as many are written without a gap
+
+
 class SinkFormatter:
     """Write records to a sink.
 
@@ -69,7 +73,8 @@ class SinkFormatter:
     Args:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         statistics: The scalars to show. Scalars of extra reductions are always shown.
-        histograms: True to write histograms.
+        histograms: True to write histograms: those of the first 64 records of each stage, and then of fewer and fewer,
+            32 each time the number of records doubles. TensorBoard shows no more, and histograms are most of its file.
         budget: A limit on the number of tags, which chooses the sites to write.
         numbered: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
@@ -95,6 +100,7 @@ class SinkFormatter:
         self.named: Callable[[], Set[str]] = frozenset
         """Returns the modules that findings name so far, which are shown first."""
         self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
+        self._records: Counter[tuple[str, int | None]] = Counter()
         self._latest: tuple[Table, _Plan] | None = None  # the latest training record
 
     def begin(self, label: str) -> None:
@@ -105,10 +111,18 @@ class SinkFormatter:
         """
         self._label, self.named, self._latest = label, frozenset, None
         self._plans.clear()
+        self._records.clear()
         if self._numbers is not None:
             self._numbers = {}
         if self._budget is not None:
             self._budget.clear()
+
+    def _is_due(self, found: Table) -> bool:
+        """Return True if the histograms of a record are to be written."""
+        key = found.stage, found.about["loader"]
+        before = self._records[key]
+        self._records[key] += 1
+        return before % (1 << max(0, (before // _DENSE).bit_length() - 1)) == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the modules that are shown and their numbers, for a checkpoint."""
@@ -132,7 +146,7 @@ class SinkFormatter:
             scalars[f"{self._label}/overflow_steps"] = float(found.about["overflow_steps"])
         if scalars:
             sink.write_scalars(found.step, scalars)
-        if self.histograms and found and found.counts is not None:
+        if self.histograms and found and found.counts is not None and self._is_due(found):
             counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
             sink.write_histograms(found.step, TaggedHistograms(plan.histogram_tags, counts, sums))
         if found.stage == "train" and found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +22,15 @@ from lightning_recorder.page.histograms import histograms_by_octave, packed_numb
 from lightning_recorder.recordings import WATCH, compare
 from lightning_recorder.recordings.explanation import explain
 from lightning_recorder.recordings.series import SiteSeries
+from lightning_recorder.records.file import LOGGED
+from lightning_recorder.untrusted import is_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lightning_recorder.recordings import Run, Series
 
-__all__ = ["PAGE_FORMAT", "curves", "page_data", "site_data"]
+__all__ = ["PAGE_FORMAT", "curves", "group_of", "logged_curves", "page_data", "site_data"]
 
 PAGE_FORMAT = "lightning_recorder.page/1"
 """The format of the page's data. The page refuses data of another one."""
@@ -41,16 +43,22 @@ _VECTOR_STEPS = 64
 _VECTOR_BYTES = 1_000_000  # of one recorder
 _ITEM = 4  # bytes of a float32
 _OF_CALLS = ("activations", "gradients")  # the groups of recorders that record calls
+_OF_ANSWER = ("question", "asks", "verdict", "text", "expected", "module", "line")
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
 
 
 def page_data(
-    runs: Mapping[str, Run], *, limit: int = 10_000_000, known: Mapping[str, Diagnosis] | None = None
+    runs: Mapping[str, Run],
+    *,
+    limit: int = 10_000_000,
+    known: Mapping[str, Diagnosis] | None = None,
+    table: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the data of the page as JSON values.
 
     Args:
         runs: The runs by name; two runs are compared with each other.
+        table: The rows of :func:`~lightning_recorder.page.runs.runs_table`, if there are more than two runs.
         known: The diagnoses of runs whose records need not be examined again, by name.
         limit: The number of bytes for all statistics. Beyond it, neighboring records are joined; each site keeps the
             record in which it is farthest from its usual value, so that no outlier is lost.
@@ -62,7 +70,7 @@ def page_data(
     found = [
         _run(name, run, limit // max(1, len(runs)), known.get(name) or run.diagnosis) for name, run in runs.items()
     ]
-    return {"format": PAGE_FORMAT, "runs": found, "comparison": _comparison(runs)}
+    return {"format": PAGE_FORMAT, "runs": found, "comparison": _comparison(runs), "table": list(table)}
 
 
 def _comparison(runs: Mapping[str, Run]) -> dict[str, Any] | None:
@@ -90,7 +98,7 @@ def _run(name: str, run: Run, limit: int, diagnosis: Diagnosis) -> dict[str, Any
     total = sum(len(series.steps) * len(series) * len(series.statistics) * _ITEM for _, series in shown)
     graph = run.graph
     histograms = _HISTOGRAMS // max(1, sum(len(series) for _, series in shown))
-    called = {site.name for label in labels if _group(label, run[label]) in _OF_CALLS for site in run[label]}
+    called = {site.name for label in labels if group_of(label, run[label]) in _OF_CALLS for site in run[label]}
     return {
         "name": name,
         "folder": str(run.log_dir),
@@ -99,14 +107,38 @@ def _run(name: str, run: Run, limit: int, diagnosis: Diagnosis) -> dict[str, Any
         "findings": found["findings"],
         "notExamined": [each.line for each in diagnosis.open],
         "curves": [
-            {"name": title, "steps": steps, "values": packed_numbers(values)} for title, steps, values in curves(run)
+            {"name": title, "steps": steps, "values": packed_numbers(values), "logged": is_logged}
+            for is_logged, found in ((False, curves(run)), (True, logged_curves(run)))
+            for title, steps, values in found
         ],
         "recorders": [_recorder(label, series, limit / max(limit, total), histograms) for label, series in shown],
         "graph": None if graph is None else _graph(graph, called),
+        "check": _check(run.check),
     }
 
 
-def _group(label: str, series: Series) -> str:
+def _check(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the answers of a check without a field that the page does not show."""
+    if found is None:
+        return None
+    answers = []
+    for each in found["answers"]:
+        texts = {name: str(each.get(name, "")) for name in _OF_ANSWER}
+        numbers = each.get("numbers")
+        numbers = {
+            str(name): value if is_finite(value) else str(value)  # JSON has no NaN
+            for name, value in (numbers.items() if isinstance(numbers, dict) else ())
+        }
+        answers.append({**texts, "numbers": numbers})
+    steps, seconds = (found.get(name) for name in ("steps", "seconds"))
+    return {
+        "steps": steps if is_finite(steps) else 0,
+        "seconds": seconds if is_finite(seconds) else 0,
+        "answers": answers,
+    }
+
+
+def group_of(label: str, series: Series) -> str:
     """Return the group of a recorder, such as ``activations``."""
     known = (str(each.about["group"]) for each in series.sessions if each.about.get("group"))
     return next(known, label.partition("-")[0])
@@ -120,23 +152,33 @@ def _stages(series: Series) -> Iterator[tuple[str, int | None]]:
 def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
     """Yield name, steps and values of the series of the whole model: those of the step watch, or the gradient norm."""
     if WATCH in run:
-        series = run[WATCH]
-        if not series.sites:  # the file is empty
-            return
-        values = series.values("value").numpy()
-        for place, site in enumerate(series.sites):
-            seen = ~np.isnan(values[:, place]) | series.seen()[:, place].numpy()
-            part = _thinned(np.flatnonzero(seen), values[:, place])
-            yield _CURVES.get(site.name, site.name), [series.steps[row] for row in part], values[part, place]
+        yield from _columns(run, "train")
         return
     for label in run:
         series = run[label]
         gradients = [place for place, site in enumerate(series.sites) if site.path.endswith(".grad")]
-        if _group(label, series) == "parameters" and gradients and {"rms", "count"} <= {*series.statistics}:
+        if group_of(label, series) == "parameters" and gradients and {"rms", "count"} <= {*series.statistics}:
             norms = series.values("rms") * series.values("count").sqrt()
             total = norms[:, gradients].square().nansum(1).sqrt().numpy()
             rows = _thinned(np.arange(len(total)), total)
             yield "gradient norm", [series.steps[row] for row in rows], total[rows]
+
+
+def logged_curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
+    """Yield name, steps and values of what the user logged, and of the learning rates."""
+    if WATCH in run:
+        yield from _columns(run, LOGGED)
+
+
+def _columns(run: Run, stage: str) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
+    if stage not in run[WATCH].stages:
+        return
+    series = run[WATCH].of(stage)
+    values, all_seen, steps = series.values("value").numpy(), series.seen().numpy(), np.array(series.steps)
+    for place, site in enumerate(series.sites):
+        seen = ~np.isnan(values[:, place]) | all_seen[:, place]
+        part = _thinned(np.flatnonzero(seen), values[:, place])
+        yield _CURVES.get(site.name, site.name), steps[part].tolist(), values[part, place]
 
 
 def _thinned(rows: NDArray[np.intp], values: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -158,7 +200,7 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
     last = steps if parts is None else [steps[part[-1]] for part in parts]
     return {
         "label": label,
-        "group": _group(label, series),
+        "group": group_of(label, series),
         "stage": series.stage,
         "loader": series.loader,
         "steps": last,

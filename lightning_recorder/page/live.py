@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import threading
@@ -19,7 +20,9 @@ from lightning_recorder.errors import ArgumentError, describe_error
 from lightning_recorder.names import closest_names
 from lightning_recorder.page.data import page_data, site_data
 from lightning_recorder.page.html import encoded, page_html
+from lightning_recorder.page.runs import FEWEST_RUNS, runs_table, table_row
 from lightning_recorder.recordings import Recording, Run, open_recording
+from lightning_recorder.records.file import CHECK, FINDINGS
 
 __all__ = ["LivePage", "PageServer"]
 
@@ -27,7 +30,7 @@ _ADDRESS = "127.0.0.1"
 _LAST_PORT = 65535
 _LONGEST_WAIT_S = 10.0  # for the next bytes of a request, and for a browser to take those of an answer
 _MOST_CONNECTIONS = 32
-_WATCHED = ("records/*.jsonl", "graph.json", "receipt.json")
+_WATCHED = ("records/*.jsonl", "graph.json", "receipt.json", CHECK, FINDINGS)
 
 
 class LivePage:
@@ -43,6 +46,7 @@ class LivePage:
         self._limit = limit
         self._lock = threading.Lock()
         self._recording: Recording | None = None
+        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}  # of the table, with the version of the run
         self._known: tuple[tuple[str, ...], str, dict[str, Any]] | None = None
 
     def data(self, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,14 +61,28 @@ class LivePage:
 
     def _data(self, names: Sequence[str]) -> dict[str, Any]:
         runs = self._runs(names)
-        version = _version(runs.values())
+        every = self._recording.runs if self._recording else runs
+        has_table = len(every) >= FEWEST_RUNS
+        versions = {name: _version(run) for name, run in (every if has_table else runs).items()}
+        version = hashlib.sha256(repr(versions).encode()).hexdigest()
         if self._known is None or self._known[:2] != (tuple(runs), version):
             for run in runs.values():
                 run.refresh()
-            available = list(self._recording.runs) if self._recording else list(runs)
-            data = {**page_data(runs, limit=self._limit), "live": True, "version": version, "available": available}
+            rows = self._table(every, versions) if has_table else ()
+            data = {**page_data(runs, limit=self._limit, table=rows), "live": True, "version": version}
+            data["available"] = list(every)
             self._known = tuple(runs), version, data
         return self._known[2]
+
+    def _table(self, runs: Mapping[str, Run], versions: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the table of all runs. The rows of runs that have not changed are those of before."""
+        before, self._rows = self._rows, {}
+        for name, run in runs.items():
+            known = before.get(name)
+            self._rows[name] = (
+                known if known is not None and known[0] == versions[name] else (versions[name], table_row(run))
+            )
+        return runs_table({name: row for name, (_, row) in self._rows.items()})
 
     def _runs(self, names: Sequence[str]) -> dict[str, Run]:
         opened = self._recording.runs if self._recording is not None else {}
@@ -81,7 +99,9 @@ class LivePage:
         unknown = [name for name in names if name not in found]
         if unknown:
             raise ArgumentError(f"there is no run {unknown[0]!r}; {closest_names(unknown[0], found)}")
-        return {name: found[name] for name in names or dict.fromkeys(latest)}
+        # Two runs are laid over each other; of more, the one that has changed last is beside the table of all.
+        newest = latest if len(latest) < FEWEST_RUNS else [max(latest, key=lambda name: _changed(found[name]))]
+        return {name: found[name] for name in names or dict.fromkeys(newest)}
 
     def text(self, names: Sequence[str], after: str) -> str | None:
         """Return the encoded data, or ``None`` if they are those of the version ``after``."""
@@ -111,13 +131,12 @@ class LivePage:
         return page_html(data, f"{data['runs'][0]['name']} · lightning_recorder")
 
 
-def _version(runs: Any) -> str:
+def _version(run: Run) -> str:
     parts = []
-    for run in runs:
-        for pattern in _WATCHED:
-            for path in sorted(run.directory.glob(pattern)):
-                about = path.stat()
-                parts.append(f"{path.name}:{about.st_size}:{about.st_mtime_ns}")
+    for pattern in _WATCHED:
+        for path in sorted(run.directory.glob(pattern)):
+            about = path.stat()
+            parts.append(f"{path.name}:{about.st_size}:{about.st_mtime_ns}")
     return "|".join(parts)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_recorder.page.data import curves, page_data
 from lightning_recorder.page.html import PageDocument, page_html
+from lightning_recorder.page.runs import FEWEST_RUNS, runs_table, table_row
 from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def page_document(runs: Mapping[str, Run], path: str | Path | None = None, **opt
         DumpError: If a file of a run is damaged.
         OSError: If the file cannot be written.
     """
-    html = PageDocument(page_html(page_data(runs, **options), f"{next(iter(runs))} · lightning_recorder"))
+    rows = runs_table({name: table_row(run) for name, run in runs.items()}) if len(runs) >= FEWEST_RUNS else ()
+    html = PageDocument(page_html(page_data(runs, table=rows, **options), f"{next(iter(runs))} · lightning_recorder"))
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(Path(path), lambda file: file.write(html.encode()))

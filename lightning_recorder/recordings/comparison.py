@@ -17,6 +17,7 @@ from lightning_recorder.recordings.name_map import NameMap, suggest_rules
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.run_changes import Change, distinct, graph_changes, series_changes, setting_changes
 from lightning_recorder.recordings.series import Series
+from lightning_recorder.records.file import LOGGED
 from lightning_recorder.taps import Site
 
 __all__ = ["Comparison", "Difference", "compare"]
@@ -255,7 +256,9 @@ def _pairs(
 
 
 def _keys(series: Series, stage: str | None) -> Iterator[tuple[str, int | None]]:
-    return ((key.stage, key.loader) for key in series.keys if stage in (None, key.stage))
+    # What the user logs may be a time or a count of the run.
+    stages = [each for each in series.stages if each != LOGGED] if stage is None else [stage]
+    return ((key.stage, key.loader) for key in series.keys if key.stage in stages)
 
 
 def _is_sample(series: Series, key: tuple[str, int | None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,10 +179,12 @@ class RecordReader:
 
     Args:
         path: The file.
+        most: Read only the headers and, of each stage, about this number of records: the last ones, and others that are
+            evenly spread. The file is then read once. By default, all records are read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self.path, self._most = path, most
         self._begin()
 
     def _begin(self) -> None:
@@ -205,7 +208,8 @@ class RecordReader:
         try:
             if self._tail.is_replaced:
                 self._begin()
-            come = sum(self._take(offset, line) for offset, line in self._tail.lines())
+            lines = self._tail.lines() if self._most is None else _sampled(self._tail.lines(), self._most)
+            come = sum(self._take(offset, line) for offset, line in lines)
         except OSError as error:
             raise DumpError(f"{self.path} cannot be read: {error}") from error
         if self.skipped and not self.sessions and not self.parts:
@@ -281,6 +285,23 @@ class RecordReader:
             return read(found)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DumpError(f"{self.path} has changed since it was read: {error}") from error
+
+
+_STAGE = re.compile(rb'"stage":"([^"]*)"')
+_ABOUT = 4096  # bytes at the start of a line, which have its stage
+
+
+def _sampled(lines: Iterator[tuple[int, bytes]], most: int) -> list[tuple[int, bytes]]:
+    """Return the headers and, of each stage, the last lines and others that are evenly spread."""
+    stages: dict[bytes, list[tuple[int, bytes]]] = {}
+    for offset, line in lines:
+        found = _STAGE.search(line, 0, _ABOUT)
+        stages.setdefault(b"" if found is None else found[1], []).append((offset, line))
+    kept = stages.pop(b"", [])
+    for found_lines in stages.values():
+        last, rest = found_lines[-(most // 2) :], found_lines[: -(most // 2)]
+        kept += [*rest[:: -(-len(rest) // (most - most // 2)) or 1], *last]
+    return sorted(kept)
 
 
 class Tail:

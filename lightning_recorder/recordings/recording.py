@@ -14,7 +14,7 @@ from lightning_recorder.errors import ArgumentError, DumpError, describe_error, 
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
 from lightning_recorder.recordings.reader import RecordReader
 from lightning_recorder.recordings.series import Series
-from lightning_recorder.records.file import FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
+from lightning_recorder.records.file import CHECK, FINDINGS, FORMATS, FURTHER_RUN, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -211,11 +211,13 @@ class Run:
     Args:
         name: The name of the run within its :class:`Recording`.
         directory: The recording folder, ``<log_dir>/recorder``.
+        most_records: Read only about this number of records of each stage of a recorder; by default all.
     """
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, most_records: int | None = None) -> None:
         self.name = name
         self.directory = directory
+        self._most_records = most_records
         self._series: dict[str, Series] | None = None
         self._graph: tuple[tuple[int, int], Graph] | None = None  # with the version of its file
 
@@ -259,7 +261,7 @@ class Run:
                 group, label = _group_and_label(path)
                 # If two files claim the same label, the second one is listed under its file name.
                 label = path.stem if not label or label in found else label
-                found[label] = (_order(group, label), known.get(path) or Series(RecordReader(path)))
+                found[label] = (_order(group, label), known.get(path) or Series(RecordReader(path, self._most_records)))
         self._series = {label: found[label][1] for label in sorted(found, key=lambda label: found[label][0])}
         return come
 
@@ -369,6 +371,40 @@ class Run:
 
         return diagnose(self)
 
+    @property
+    def written_diagnosis(self) -> Diagnosis | None:
+        """The diagnosis that the run itself has written last; ``None`` if it has written none.
+
+        Raises:
+            DumpError: If the file is damaged.
+        """
+        data = self._json(FINDINGS)
+        if data is None:
+            return None
+        from lightning_recorder.insight import Diagnosis
+
+        try:
+            return Diagnosis.from_json(data)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            path = self.directory / FINDINGS
+            raise DumpError(f"{path} was not written by lightning_recorder: {describe_error(error)}") from error
+
+    @property
+    def check(self) -> Mapping[str, Any] | None:
+        """The answers of :class:`~lightning_recorder.Check` as in its file, or ``None`` if the run was not checked.
+
+        Raises:
+            DumpError: If the file is damaged.
+        """
+        data = self._json(CHECK)
+        if data is None:
+            return None
+        answers = data.get("answers") if isinstance(data, dict) else None
+        if not isinstance(answers, list) or not all(isinstance(each, dict) for each in answers):
+            raise DumpError(f"{self.directory / CHECK} was not written by lightning_recorder")
+        found: Mapping[str, Any] = data
+        return found
+
     def _json(self, name: str) -> Any:
         path = self.directory / name
         return read_json(path) if is_inside(path, self.log_dir) else None
@@ -401,7 +437,7 @@ class Run:
 
 def _is_recorder(directory: Path) -> bool:
     """Return True if a folder contains a recording of a run."""
-    return any((directory / name).is_file() for name in ("graph.json", "receipt.json")) or any(
+    return any((directory / name).is_file() for name in ("graph.json", "receipt.json", CHECK)) or any(
         next((directory / folder).glob(pattern), None) is not None
         for folder, pattern in ((RECORDS, "*.jsonl"), ("dumps", "*.jsonl"))
     )

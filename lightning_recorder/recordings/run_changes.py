@@ -13,7 +13,7 @@ from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.recordings.name_map import NameMap
 from lightning_recorder.recordings.recording import Run
 
-__all__ = ["Change", "Phase", "distinct", "graph_changes", "series_changes", "setting_changes"]
+__all__ = ["Change", "Phase", "distinct", "graph_changes", "series_changes", "setting_changes", "settings_of"]
 
 
 class Phase(IntEnum):
@@ -90,6 +90,11 @@ def setting_changes(one: Run, other: Run) -> list[Change]:
         ),
         *_later_changes(one, other),
     ]
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """Return the settings of a run by name; one that parameter groups have differently has the values of all."""
+    return {name: _shown(value) for (name, _), value in _settings(run, is_split=False)}
 
 
 def _later_changes(one: Run, other: Run) -> list[Change]:

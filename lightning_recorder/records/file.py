@@ -39,9 +39,12 @@ from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.untrusted import is_finite, is_whole
 
 __all__ = [
+    "CHECK",
+    "FINDINGS",
     "FORMAT",
     "FORMATS",
     "FURTHER_RUN",
+    "LOGGED",
     "RECORDER",
     "RECORDS",
     "WATCH",
@@ -58,8 +61,17 @@ __all__ = [
     "unpack_vectors",
 ]
 
+CHECK = "check.json"
+"""The name of the file, inside :data:`RECORDER`, with the answers of a check."""
+
+FINDINGS = "findings.json"
+"""The name of the file, inside :data:`RECORDER`, with the diagnosis that a run writes itself."""
+
 FURTHER_RUN = "run-"
 """The start of the name of the folder, inside a ``log_dir``, of a run at the same time as another one there."""
+
+LOGGED = "logged"
+"""The stage, among those of :data:`WATCH`, of what the user logs, and of the learning rates."""
 
 RECORDER = "recorder"
 """The name of the folder, inside ``log_dir``, that holds everything recorded for a run."""

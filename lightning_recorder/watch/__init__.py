@@ -4,7 +4,7 @@ from lightning_recorder.watch.flags import ModuleFlags, StepFlags
 from lightning_recorder.watch.kept import KeptBatch, StateKeeper
 from lightning_recorder.watch.kept_parameters import KeptParameters, ParameterCopies
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
-from lightning_recorder.watch.readings import Reading, ReadingQueue
+from lightning_recorder.watch.readings import LoggedReading, Reading, ReadingQueue
 from lightning_recorder.watch.replicas import Replicas, WatchedRanks
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
@@ -26,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "KeptBatch",
     "KeptParameters",
+    "LoggedReading",
     "ModuleFlags",
     "Origin",
     "OriginTrace",

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,53 @@ from torch import Tensor
 from lightning_recorder.watch.flags import StepFlags
 from lightning_recorder.watch.kept import KeptBatch
 
-__all__ = ["Reading", "ReadingQueue"]
+__all__ = ["LoggedReading", "Reading", "ReadingQueue"]
 
 _MOST_WAITING = 16
 """Steps after which the values of a device without events are read, which waits for the device."""
+
+
+class _Readable(Protocol):
+    """Values that come from the device in one tensor."""
+
+    def row(self) -> Tensor | None: ...
+
+    def set_values(self, values: Sequence[float], /) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+_Any = TypeVar("_Any", bound=_Readable)
+
+
+@dataclass
+class LoggedReading:
+    """The values that the user has logged at a step.
+
+    Args:
+        step: The step, counted like ``self.log`` does.
+        epoch: The epoch.
+        tensors: The tensors with one element each, by name.
+        values: The values by name, once they are read.
+    """
+
+    step: int
+    epoch: int
+    tensors: dict[str, Tensor]
+    values: dict[str, float] = field(default_factory=dict)
+
+    def row(self) -> Tensor:
+        """Return the values as one tensor on the device, ``[values]``."""
+        device = next(iter(self.tensors.values())).device
+        return torch.stack([each.to(device, torch.float32).reshape(()) for each in self.tensors.values()])
+
+    def set_values(self, values: Sequence[float]) -> None:
+        """Set the values that were read, and drop the tensors."""
+        self.values = dict(zip(self.tensors, values, strict=True))
+        self.tensors = {}
+
+    def forget(self) -> None:
+        """Keep everything: the tensors have one element each."""
 
 
 @dataclass
@@ -87,8 +130,12 @@ class Reading:
         loss, norm = values
         self.values = math.nan if self.loss is None else loss, math.nan if self.norm is None else norm
 
+    def forget(self) -> None:
+        """Drop the batches."""
+        self.batches = []
 
-class ReadingQueue:
+
+class ReadingQueue(Generic[_Any]):
     """Readings whose values are on their way from the device.
 
     Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
@@ -103,7 +150,7 @@ class ReadingQueue:
         # On other devices, a copy to the host without waiting may be incomplete without any sign of it.
         self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
         self._pins = self._event is not None
-        self._waiting: deque[tuple[Reading, Tensor, Any]] = deque()
+        self._waiting: deque[tuple[_Any, Tensor, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -113,7 +160,7 @@ class ReadingQueue:
         """The step of the first reading that has not arrived; None if all have."""
         return self._waiting[0][0].step if self._waiting else None
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: _Any) -> None:
         """Add a reading. Does not wait for the device."""
         row = reading.row()
         if row is None:
@@ -129,9 +176,9 @@ class ReadingQueue:
     def forget(self, most: int) -> None:
         """Drop the batches of all but the latest readings, so that memory is bounded."""
         for reading, _, _ in list(self._waiting)[:-most]:
-            reading.batches = []
+            reading.forget()
 
-    def take(self, *, wait: bool = False) -> list[Reading]:
+    def take(self, *, wait: bool = False) -> list[_Any]:
         """Return the readings that have arrived, in order.
 
         Args:
@@ -151,10 +198,12 @@ class ReadingQueue:
             found.append(reading)
         return found
 
-    def _read_all(self) -> list[Reading]:
+    def _read_all(self) -> list[_Any]:
         waiting, self._waiting = list(self._waiting), deque()
         if not waiting:
             return []
-        for (reading, _, _), values in zip(waiting, torch.stack([row for _, row, _ in waiting]).tolist(), strict=True):
-            reading.set_values(values)
+        values = torch.cat([row for _, row, _ in waiting]).tolist()
+        for reading, row, _ in waiting:
+            reading.set_values(values[: len(row)])
+            del values[: len(row)]
         return [reading for reading, _, _ in waiting]

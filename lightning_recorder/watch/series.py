@@ -6,11 +6,14 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lightning_recorder.recordings import RecordWriter, Schema, records_path
+from lightning_recorder.recordings import RecordWriter, Schema, SiteStatistics, records_path
+from lightning_recorder.records.file import LOGGED
+from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import BackgroundQueue, MultiSink
 from lightning_recorder.taps import Site
 
@@ -20,14 +23,16 @@ __all__ = ["StepSeries"]
 _JOIN_S = 0.5
 
 _Row = tuple[int, int, float, float]
+_Logged = tuple[int, int, dict[str, float]]
 
 
 class StepSeries:
     """Writes the loss and the gradient norm of every step.
 
     All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. The
-    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. A background thread
-    writes each step at most half a second later, together with those that have come in between.
+    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. What the user logs is
+    written to the records of the stage ``logged``, with a site for each name. A background thread writes each step at
+    most half a second later, together with those that have come in between.
 
     Args:
         directory: The folder of the run's recordings, if it has one.
@@ -43,23 +48,35 @@ class StepSeries:
         self._sink, self._label, self._is_logged = sink, label, is_logged
         self._queue = BackgroundQueue()
         self._lock = threading.Lock()
-        self._rows: list[_Row] = []  # if there are any, a job that writes them is queued
+        self._rows: list[_Row] = []
+        self._logged: list[_Logged] = []  # if there is anything in one of the lists, a job that writes it is queued
+        self._last_logged: _Logged = (-1, 0, {})  # more values may come for its step
         self._is_due = threading.Event()
         self._written_s = -math.inf  # the time of the previous write
         self._has_begun = False
 
     def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
         """Add a step; NaN for a value that there is none of."""
+        self._add(self._rows, (step, epoch, loss, norm))
+
+    def add_logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Add values that the user has logged at a step. They are joined with earlier ones of the same step."""
+        if self._writer is not None:
+            before, _, known = self._last_logged
+            self._last_logged = step, epoch, {**(known if before == step else {}), **values}
+            self._add(self._logged, self._last_logged)
+
+    def _add(self, rows: list[Any], row: _Row | _Logged) -> None:
         with self._lock:
-            is_first = not self._rows
-            self._rows.append((step, epoch, loss, norm))
+            is_first = not (self._rows or self._logged)
+            rows.append(row)
         if is_first:
             self._queue.submit(partial(self._write_joined, threading.get_ident()))
 
     def flush(self) -> None:
         """Begin to write all added steps."""
         with self._lock:
-            if self._rows:
+            if self._rows or self._logged:
                 self._is_due.set()
 
     def wait(self) -> None:
@@ -83,18 +100,27 @@ class StepSeries:
         if adding_thread != threading.get_ident():  # the queue runs jobs there if it can start no thread
             self._is_due.wait(max(0.0, self._written_s + _JOIN_S - time.monotonic()))
         with self._lock:
-            rows, self._rows = self._rows, []
+            rows, logged = [*self._rows], {each[0]: each for each in self._logged}
+            self._rows.clear()
+            self._logged.clear()
             self._is_due.clear()
-        self._write(rows)
+        self._write(rows, [*logged.values()])
         self._written_s = time.monotonic()
 
-    def _write(self, rows: list[_Row]) -> None:
+    def _write(self, rows: list[_Row], logged: list[_Logged]) -> None:
         if self._writer is not None:
             if not self._has_begun:  # with the first step, so that a run without any leaves no file
                 self._has_begun = True
                 self._writer.begin(label=self._label, group=self._label)
             self._writer.write_numbers(
                 _SCHEMA, [(step, epoch, struct.pack("<2d", loss, norm)) for step, epoch, loss, norm in rows]
+            )
+            self._writer.write_all(
+                (
+                    {"step": step, "epoch": epoch, "stage": LOGGED, "loader": None},
+                    Table.of((Site(name, "out"), SiteStatistics({"value": value})) for name, value in values.items()),
+                )
+                for step, epoch, values in logged
             )
         if self._sink is not None:
             for step, _, loss, norm in rows:

@@ -91,7 +91,8 @@ def test_the_result_is_written(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "recorder" / "check.json").read_text())
     found = {each["question"]: each for each in written["answers"]}
     bad = found["target-is-used"]
-    assert (bad["verdict"], bad["text"]) == (
+    assert (bad["asks"], bad["verdict"], bad["text"]) == (
+        "Does the loss use its target?",
         "wrong",
         "mse_loss compares every prediction with every target: [12, 1] and [12] broadcast",
     )
@@ -245,8 +246,8 @@ def test_the_text_has_the_answers_and_the_reasons() -> None:
     """The text of a result has a line per answer, and one line for all questions without an answer for one reason."""
     result = Result(
         (
-            Answer("ok", "fine", question="cost"),
-            Answer("wrong", "they mix", line="train.py:3", question="samples-mix", expected="they do not"),
+            Answer("ok", "fine", question="cost", asks="What will it cost?"),
+            Answer("wrong", "they mix", line="train.py:3", asks="Do samples mix?", expected="they do not"),
             Answer("no answer", "no loss", question="a"),
             Answer("no answer", "no loss", question="b"),
         ),

@@ -227,3 +227,14 @@ def test_a_module_that_is_named_at_the_end_has_a_curve(depth: int) -> None:
     formatter.finish(sink)
     assert len(set(sink.scalars) - before) == (1 if depth > 4 else 0)
     assert sink.scalars[f"activations/m{place}/mean"] == {7: place}
+
+
+def test_a_long_run_has_fewer_histograms() -> None:
+    """The first 64 records have histograms, then 32 each time their number doubles; scalars are written for all."""
+    formatter, sink = SinkFormatter("activations", ("mean",)), MemorySink()
+    table = record(1.0, 3.0).table()
+    for step in range(256):
+        formatter.write(sink, table.having(about={**table.about, "step": step}))
+    (histograms,) = sink.histograms.values()
+    assert [*histograms] == [*range(64), *range(64, 128, 2), *range(128, 256, 4)]
+    assert len(sink.scalars["activations/m/mean"]) == 256

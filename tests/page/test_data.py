@@ -68,7 +68,7 @@ def test_curves_are_those_of_the_watch(runs: Path) -> None:
     run = open_recording(runs / "healthy").run
     (data,) = page_data({"healthy": run})["runs"]
     curves = {each["name"]: each for each in data["curves"]}
-    assert [*curves] == ["loss", "gradient norm"]
+    assert [*curves] == ["loss", "gradient norm", "learning rate", "train_loss"]
     for name, site in (("loss", "loss"), ("gradient norm", "grad_norm")):
         expected = run[WATCH][site].statistic("value").numpy().astype(np.float32)
         np.testing.assert_array_equal(numbers(curves[name]["values"]), expected)

@@ -7,16 +7,20 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 from playwright.sync_api import Page, expect
 from torch import nn
 
+from lightning_recorder.check import Answer, Result
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.page import page_data, page_html
@@ -862,3 +866,119 @@ def test_a_link_says_where_it_works(page: Page, files: Path) -> None:
     page.get_by_text("copy link").click()
     expect(page.locator(".copy [role=status]")).to_have_text("copied; it opens this file on this machine")
     assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+
+def test_a_check_has_a_section_of_its_own(page: Page, tmp_path: Path) -> None:
+    """Wrong answers come first, each with number, expectation and line; what was left out follows with the reason."""
+    run = written(tmp_path, [[1.0]], ["fc"])
+    answers = [
+        Answer("ok", "fine", question="cost", asks="What will it cost?", expected="little"),
+        Answer("no answer", "there is no target", asks="Does the loss use its target?"),
+        Answer("wrong", "they mix", {"share": math.nan}, "train.py:3", "fc", "samples-mix", "Do samples mix?", "no"),
+    ]
+    text = json.dumps(Result(tuple(answers), 3.0, 0.5).to_json())
+    (tmp_path / "recorder" / "check.json").write_text(text)
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}), "run"))
+    opened(page, tmp_path / "page.html")
+    expect(page.locator(".findings .checked")).to_contain_text("1 wrong, 1 ok, 1 no answer")
+    expect(page.locator(".findings .checked")).to_contain_text("Do samples mix? They mix. (train.py:3)")
+    page.get_by_role("tab", name="Check").click()
+    rows = page.locator(".check tbody tr")
+    assert [row.inner_text().split("\t") for row in rows.all()] == [
+        ["✕ wrong", "Do samples mix?", "They mix. share NaN fc", "no", "train.py:3"],
+        ["✓ ok", "What will it cost?", "Fine.", "little", ""],
+    ]
+    expect(page.locator(".check li")).to_have_text("Does the loss use its target? there is no target.")
+    page.locator(".check").get_by_role("button", name="fc").click()
+    expect(page.locator("aside.layer h2")).to_have_text("fc")
+
+
+def test_a_check_alone_can_be_viewed(page: Page, tmp_path: Path) -> None:
+    """A program that only was checked has a page."""
+    (tmp_path / "recorder").mkdir()
+    result = Result((Answer("ok", "fine", asks="What will it cost?"),), 3.0, 0.5)
+    (tmp_path / "recorder" / "check.json").write_text(json.dumps(result.to_json()))
+    assert command("view", tmp_path, "--output", tmp_path / "page.html").status == 0
+    opened(page, tmp_path / "page.html", "#tab=check")
+    expect(page.locator(".check tbody")).to_contain_text("What will it cost?")
+
+
+def test_what_was_logged_is_on_the_first_screen(page: Page, files: Path) -> None:
+    """A healthy run has charts of the metrics of the user and of the learning rate above the strip."""
+    opened(page, files / "healthy.html")
+    charts = page.locator(".findings .logged figcaption > span:first-child")
+    assert charts.all_inner_texts() == ["learning rate", "train_loss"]
+    opened(page, files / "sick.html")
+    assert page.locator(".curves .logged figcaption > span:first-child").all_inner_texts()[:1] == ["learning rate"]
+
+
+def test_many_runs_have_a_table(page: Page, tmp_path: Path) -> None:
+    """Three runs are listed with verdict, last values and a strip; two that are chosen are laid over each other."""
+    runs = {name: written(tmp_path / name, [[place + 1.0, 2.0]] * 3, ["a", "b"]) for place, name in enumerate("xyz")}
+    for place, run in enumerate(runs.values()):
+        writer = RecordWriter(records_path(run.directory, WATCH))
+        writer.begin(label=WATCH, group=WATCH, settings={"optimizers": [{"groups": [{"lr": place / 10}]}]})
+        writer.write({"step": 0}, [site_of("loss", "out", {"value": 3.0 - place})])
+    path = tmp_path / "page.html"
+    assert command("view", *(tmp_path / name for name in runs), "--output", path).status == 0
+    opened(page, path)
+    expect(page.locator(".runs tbody tr")).to_have_count(3)
+    cells = [row.locator("td, th").all_inner_texts() for row in page.locator(".runs tbody tr").all()]
+    assert [(row[1].split("/")[-1], *row[3:5]) for row in cells] == [
+        ("x", "0", "3"),
+        ("y", "0.1", "2"),
+        ("z", "0.2", "1"),
+    ]
+    expect(page.locator(".runs canvas")).to_have_count(3)
+    page.get_by_role("button", name="loss").click()
+    assert page.locator(".runs tbody th").first.inner_text().endswith("z")
+    page.locator(".runs input").nth(0).check()
+    page.locator(".runs input").nth(2).check()
+    page.get_by_role("button", name="lay two over each other").click()
+    expect(page.locator(".comparison")).to_contain_text("compared with")
+    expect(page.locator(".curves .legend").first).to_contain_text("x")
+    page.get_by_role("tab", name="Runs").click()
+    assert Axe().run(page).response["violations"] == []
+
+
+_DEFICIENCIES = ("none", "protanopia", "deuteranopia", "tritanopia")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colors_have_one_meaning_each_for_everyone(theme: str, page: Page, stuck: Path) -> None:
+    """NaN, not recorded and the ends of the scale differ for the color-blind, as Chromium simulates it."""
+    opened(page, stuck)
+    page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # a word
+    legend = page.locator(".bar .scale")
+    session = page.context.new_cdp_session(page)
+    for deficiency in _DEFICIENCIES:
+        session.send("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
+        bars = legend.locator("i").screenshot(), *(each.screenshot() for each in legend.locator("b").all()[:2])
+        pictures = [np.asarray(Image.open(BytesIO(each)).convert("RGB")).astype(int) for each in bars]
+        scale, not_finite, missing = pictures
+        colors = [
+            scale[5, 3],
+            scale[5, -4],
+            *(each[len(each) // 2, each.shape[1] // 2] for each in (not_finite, missing)),
+        ]
+        distances = [np.abs(one - other).max() for place, one in enumerate(colors) for other in colors[:place]]
+        assert min(distances) >= 24, (deficiency, colors)
+    session.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
+    page.emulate_media(color_scheme="light")
+
+
+@pytest.mark.parametrize(("width", "height"), [(400, 800), (700, 450)])  # a phone, and a laptop at 200 %
+def test_check_and_runs_fit_into_a_narrow_window(width: int, height: int, page: Page, tmp_path: Path) -> None:
+    """Nothing is cut at 400 pixels or at 200 %, and each word of the check is in one line."""
+    run = written(tmp_path, [[1.0]], ["fc"])
+    answer = Answer("look", "the loss is larger than expected", asks="Is the loss right at the start?", expected="2.3")
+    (tmp_path / "recorder" / "check.json").write_text(json.dumps(Result((answer,), 3.0, 0.5).to_json()))
+    (tmp_path / "page.html").write_text(page_html(page_data({"run": run}), "run"))
+    page.set_viewport_size({"width": width, "height": height})
+    opened(page, tmp_path / "page.html", "#tab=check")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cell = page.get_by_text("Is the loss right at the start?", exact=True)
+    box = cell.bounding_box()
+    assert box is not None
+    assert box["height"] < 60
+    page.set_viewport_size({"width": 1400, "height": 900})

@@ -17,7 +17,7 @@ def reading(step: int, loss: float | None = 1.0, norm: float | None = 2.0) -> Re
 
 def test_values_arrive_in_one_transfer_after_some_steps() -> None:
     """A device without events is read after 16 steps, in the order of the steps; adding waits for nothing."""
-    queue = ReadingQueue(torch.device("cpu"))
+    queue: ReadingQueue[Reading] = ReadingQueue(torch.device("cpu"))
     for step in range(15):
         with NoReading():  # type: ignore[no-untyped-call]  # the constructor of torch is untyped
             queue.add(reading(step, loss=float(step)))
@@ -32,14 +32,14 @@ def test_values_arrive_in_one_transfer_after_some_steps() -> None:
 
 def test_values_that_are_waited_for_arrive_at_once() -> None:
     """Waiting reads everything that was added."""
-    queue = ReadingQueue(torch.device("cpu"))
+    queue: ReadingQueue[Reading] = ReadingQueue(torch.device("cpu"))
     queue.add(reading(3))
     assert [each.step for each in queue.take(wait=True)] == [3]
 
 
 def test_a_missing_value_is_not_bad() -> None:
     """A step without a loss or without gradients has NaN there, and is bad only by the other value."""
-    queue = ReadingQueue(torch.device("cpu"))
+    queue: ReadingQueue[Reading] = ReadingQueue(torch.device("cpu"))
     for each in (reading(0, None), reading(1, norm=None), reading(2, None, math.inf), reading(3, None, None)):
         queue.add(each)
     found = queue.take(wait=True)

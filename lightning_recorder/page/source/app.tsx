@@ -7,7 +7,9 @@ import "./style.css";
 import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, type Curve } from "./charts";
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
+import { CheckLine, CheckView } from "./check";
 import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { RunsView } from "./runs";
 import { AXIS, MOST_LABELED, RELATIVE_ENDS, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
@@ -19,7 +21,9 @@ const COST = "cost of a call";
 
 const UNCHANGED: Map<number, Change> = new Map();
 
-interface State { tab: "overview" | "graph"; layer: string; step: number; recorder: string; statistic: string; run: number }
+const TABS = ["runs", "overview", "graph", "check"] as const;
+
+interface State { tab: typeof TABS[number]; layer: string; step: number; recorder: string; statistic: string; run: number; other: number }
 
 const ONE_MOVE = 1000;  // milliseconds; changes of the step that follow each other faster are one entry of the history
 
@@ -34,7 +38,7 @@ function readHash(): Partial<State> {
   const found: Partial<State> = {};
   // An address without a layer is one of a closed panel.
   if ([...given.keys()].length) found.layer = "";
-  if (given.has("tab")) found.tab = given.get("tab") === "graph" ? "graph" : "overview";
+  if (given.has("tab")) found.tab = TABS.find((each) => each === given.get("tab")) ?? "overview";
   if (given.has("layer")) found.layer = given.get("layer")!;
   if (given.has("step") && Number.isFinite(Number(given.get("step")))) found.step = Number(given.get("step"));
   if (given.has("show")) {
@@ -67,13 +71,15 @@ function App(props: { data: PageData }) {
     const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
     // With the usual statistic, NaN and infinities have a color of their own.
     const statistic = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
-    return { tab: "overview", layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
+    return { tab: props.data.table?.length ? "runs" : "overview", other: props.data.runs.length === 2 ? 1 : -1, layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
   });
   const [query, setQuery] = useState(""), [missed, setMissed] = useState(false);
   const [playing, setPlaying] = useState(false);
   const search = useRef<HTMLInputElement>(null);
   const run = runs[Math.min(state.run, runs.length - 1)]!;
-  const other = runs.length > 1 ? runs[(state.run + 1) % runs.length]! : null;
+  const other = runs.length === 2 ? runs[(state.run + 1) % 2]! : state.other === state.run ? null : runs[state.other] ?? null;
+  const table = data.table ?? [];
+  const tab = (state.tab === "graph" && !run.data.graph) || (state.tab === "check" && !run.data.check) || (state.tab === "runs" && !table.length) ? "overview" : state.tab;
   const change = useCallback((part: Partial<State>) => setState((now) => ({ ...now, ...part })), []);
 
   useEffect(() => { document.title = `${folderOf(run)}: ${run.data.verdict}`; }, [run]);
@@ -124,6 +130,11 @@ function App(props: { data: PageData }) {
     return () => { ended = true; clearTimeout(timer); };
   }, [wanted]);
 
+  const show = (names: string[]): void => {
+    const [at, beside] = names.map((each) => data.runs.findIndex((one) => one.name === each));
+    if (props.data.live) setWanted(names);
+    change({ tab: "overview", layer: "", ...(props.data.live ? {} : { run: at!, other: beside ?? -1, step: runs[at!]!.steps[runs[at!]!.steps.length - 1] ?? 0 }) });
+  };
   useEffect(() => {
     if (!playing) return;
     let frame = 0, last = 0;
@@ -156,6 +167,7 @@ function App(props: { data: PageData }) {
       else if (event.key === "ArrowRight") move(1);
       else if (event.key === "g") change({ tab: "graph" });
       else if (event.key === "o") change({ tab: "overview" });
+      else if (event.key === "c" && run.data.check) change({ tab: "check" });
       else if (event.key === "p") setPlaying((now) => !now);
     };
     addEventListener("keydown", press);
@@ -216,7 +228,8 @@ function App(props: { data: PageData }) {
   return (
     <div class="page">
       <header>
-        <h1 class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</h1>
+        {tab === "runs" ? <h1 class="verdict">{table.length} runs, {table.filter((each) => each.healthy).length} healthy</h1>
+        : <h1 class={`verdict ${run.data.healthy === null ? "" : run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy === null ? "" : run.data.healthy ? "✓ " : "⚠ "}{run.data.verdict}</h1>}
         <span class="run" title={run.data.folder}>
           {(data.available?.length ?? 0) > 1 ? <>
             <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
@@ -225,17 +238,19 @@ function App(props: { data: PageData }) {
             </select></>
           : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.label}</option>)}</select> : folderOf(run)}
         </span>
+        <span role="status">{wanted.length > 0 && wanted.join() !== data.runs.map((each) => each.name).join() && "loading …"}</span>
         <CopyLink live={data.live === true} />
         <nav role="tablist">
-          <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
-          <button type="button" role="tab" aria-selected={state.tab === "graph"} disabled={!tree} onClick={() => change({ tab: "graph" })}>Graph</button>
+          {table.length > 0 && <button type="button" role="tab" aria-selected={tab === "runs"} onClick={() => change({ tab: "runs" })}>Runs</button>}
+          <button type="button" role="tab" aria-selected={tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
+          <button type="button" role="tab" aria-selected={tab === "graph"} disabled={!tree} onClick={() => change({ tab: "graph" })}>Graph</button>
+          {run.data.check && <button type="button" role="tab" aria-selected={tab === "check"} onClick={() => change({ tab: "check" })}>Check</button>}
         </nav>
         <span class="search"><input ref={search} type="search" placeholder="search layers ( / )" aria-label="search layers" list="modules" value={query}
           onInput={(event) => { setQuery(event.currentTarget.value); setMissed(false); }}
           onKeyDown={(event) => {
             if (event.key !== "Enter") return;
-            const names = [...new Set([...run.recorders.flatMap((each) => each.modules), ...(tree?.data.nodes.filter((each) => each.kind === "module").map((each) => each.name) ?? [])])];
-            const text = query.toLowerCase();
+            const names = run.modules, text = query.toLowerCase();
             const match = names.find((each) => each.toLowerCase() === text) ?? names.find((each) => each.toLowerCase().includes(text));
             if (match) change({ layer: match }); else setMissed(true);
           }} /><span role="status">{missed && "no module matches"}</span></span>
@@ -249,15 +264,17 @@ function App(props: { data: PageData }) {
       </header>
       <div class="body">
         <main>
-          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} legend={legend} tree={tree} graph={tree && graph(true)} differing={tree ? differing(tree, changed) : []} />}
-          {state.tab === "graph" && tree && (
+          {tab === "runs" && <RunsView rows={table} onShow={show} />}
+          {tab === "check" && run.data.check && <CheckView check={run.data.check} known={(module) => run.modules.includes(module)} onPick={(layer) => change({ layer })} />}
+          {tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={marked} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} legend={legend} tree={tree} graph={tree && graph(true)} differing={tree ? differing(tree, changed) : []} />}
+          {tab === "graph" && tree && (
             <section class="graphs" aria-label="graph">
               <div class="bar">{chooser}{legend}{changed.size > 0 && <span class="key">
                 <b class="altered" /> differs <b class="added" /> only in {run.label} <b class="removed" /> only in {other!.label}</span>}</div>
               {graph(false)}
             </section>)}
         </main>
-        {state.layer && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
+        {state.layer && tab !== "runs" && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
       </div>
     </div>
   );
@@ -283,13 +300,15 @@ function Overview(props: {
   recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; legend: ComponentChildren; tree: Tree | null; graph: ComponentChildren; differing: NodeData[];
 }) {
   const { run, other, state, change, recorder } = props;
-  const names = [...new Set(run.curves.map((each) => each.name))];
+  const names = [...new Set(run.curves.filter((each) => !each.logged).map((each) => each.name))];
   const holder = useRef<HTMLDivElement>(null), above = useRef<HTMLDivElement>(null);
   const [wanted, setWanted] = useState(""), [byUser, setRelative] = useState<boolean | null>(null), [smoothing, setSmoothing] = useState(0);
+  const logged = <Logged run={run} other={other} smoothing={smoothing} step={state.step} onStep={(step) => change({ step })} />;
   const kinds = useMemo(() => new Map((props.tree?.data.nodes ?? []).filter((each) => each.kind === "module").map((each) => [each.name, each.type_name ?? ""])), [props.tree]);
   const present = useMemo(() => [...new Set((recorder?.modules ?? []).map((each) => kinds.get(each) ?? "").filter(Boolean))].sort(), [recorder, kinds]);
   const chosen = wanted === FINDINGS ? (props.sick.size ? wanted : "") : present.includes(wanted) ? wanted : "";
   const only = useCallback((module: string) => chosen === "" || (chosen === FINDINGS ? props.sick.has(module) : kinds.get(module) === chosen), [chosen, props.sick, kinds]);
+  const isCalm = run.data.findings.every((each) => each.severity === "note");
   const hasBlocks = useMemo(() => {
     const counts = new Map<string, number>();
     for (const each of recorder?.modules ?? []) counts.set(wildcard(each), (counts.get(wildcard(each)) ?? 0) + 1);
@@ -316,18 +335,21 @@ function Overview(props: {
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
             {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
+          {run.data.check && <CheckLine check={run.data.check} onOpen={() => change({ tab: "check" })} />}
           {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
           {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} tree={props.tree} change={change} />)}</ol>
           {run.data.findings.length === 0 && <Extremes run={run} change={change} />}
+          {isCalm && logged}
         </div>
-        <div class="curves">
+        <div class="curves" role="region" aria-label="curves" tabIndex={0}>
           {names.map((name) => {
             const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
             return <Lines title={name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
           })}
           {run.curves.some((each) => each.steps.length >= LEAST_SMOOTHED) && <label class="smoothing">smoothing <select aria-label="smoothing" value={smoothing} onChange={(event) => setSmoothing(Number(event.currentTarget.value))}>
             {[0, 0.6, 0.9, 0.98].map((each) => <option value={each}>{each || "none"}</option>)}</select></label>}
+          {!isCalm && logged}
           {names.length === 0 && <p class="none">Neither the loss nor gradients of parameters were recorded.</p>}
         </div>
       </div>
@@ -347,6 +369,30 @@ function Overview(props: {
       </>}
     </section>
   );
+}
+
+const SPLIT = /^(?:(train|training|val|valid|validation|test)[_/.])?(.+?)(?:[_/.](step|epoch))?$/;
+
+const GROWING = /loss|rate|lr|norm|perplexity/i;  // metrics whose powers matter
+
+/** The user's own metrics and the learning rates; training and validation of the same name are in one chart. */
+function Logged(props: { run: Run; other: Run | null; smoothing: number; step: number; onStep: (step: number) => void }) {
+  const { run, other, smoothing } = props;
+  const charts = new Map<string, { name: string; curves: Curve[] }>();
+  [run, ...(other ? [other] : [])].forEach((each, at) => {
+    for (const { name, steps, values, logged } of each.curves) {
+      if (!logged) continue;
+      const [, part, rest, when] = SPLIT.exec(name)!;
+      // Two runs have two colors, so that there is none left for the parts of a name.
+      const chart = charts.get(other ? name : rest!) ?? { name, curves: [] };
+      const label = other ? each.label : [part, when].filter(Boolean).join(" ") || name;
+      chart.curves.push({ label, steps, values, color: COLORS[(other ? at : chart.curves.length) % COLORS.length]!, dashed: at > 0 });
+      charts.set(other ? name : rest!, chart);
+    }
+  });
+  if (!charts.size) return null;
+  return <div class="logged"><h2>Logged metrics</h2><div>{[...charts].map(([title, { name, curves }]) => (
+    <Lines title={curves.length > 1 ? title : name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={props.step} height={96} onStep={props.onStep} linear={!GROWING.test(name)} />))}</div></div>;
 }
 
 const LEAST_SMOOTHED = 20;  // points of a curve

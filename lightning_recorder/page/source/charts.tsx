@@ -79,7 +79,7 @@ function ticks(low: number, high: number, height: number, log: boolean): number[
 
 /** Lines over steps, with a mark at the chosen step. A click chooses a step. */
 export function Lines(props: {
-  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean;
+  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean; linear?: boolean;
 }) {
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -91,7 +91,7 @@ export function Lines(props: {
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]];
     const values = props.curves.flatMap((each) => each.values), fixed = ends(values, props.share === true, /count/.test(props.title));
     const finite = values.filter((each) => Number.isFinite(each) && each !== 0);
-    const log = !fixed && (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
+    const log = !fixed && !props.linear && (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
     const color = getComputedStyle(element).color;
     const axis = { stroke: color, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884", width: 1 }, font: "11px sans-serif" };
     const made = new uPlot({

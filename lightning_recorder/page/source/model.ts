@@ -27,14 +27,24 @@ export type EdgeData = [source: number, target: number, count: number, tensor: s
 export interface GraphData {
   title: string; parameters: number; unused: string[]; neverCalled: string[]; nodes: NodeData[]; edges: EdgeData[];
 }
-export interface CurveData { name: string; steps: number[]; values: string }
+export interface CurveData { name: string; steps: number[]; values: string; logged: boolean }
+export interface Answer {
+  question: string; asks: string; verdict: string; text: string; expected: string;
+  numbers: Record<string, number | string>; module: string; line: string;
+}
+export interface CheckData { steps: number; seconds: number; answers: Answer[] }
 export interface RunData {
   name: string; folder: string; healthy: boolean | null; verdict: string; findings: Finding[]; notExamined: string[];
-  curves: CurveData[]; recorders: RecorderData[]; graph: GraphData | null;
+  curves: CurveData[]; recorders: RecorderData[]; graph: GraphData | null; check: CheckData | null;
 }
 export interface Comparison { same: boolean; sentence: string; step: number | null; module: string }
+export interface RunRow {
+  name: string; folder: string; healthy: boolean | null; verdict: string; finding: string;
+  settings: Record<string, string>; metrics: Record<string, string>;
+  strip: { steps: number[]; values: string; statistic: string } | null;
+}
 export interface PageData {
-  format: string; runs: RunData[]; comparison?: Comparison | null; live?: boolean; version?: string; available?: string[];
+  format: string; runs: RunData[]; table?: RunRow[]; comparison?: Comparison | null; live?: boolean; version?: string; available?: string[];
 }
 
 export const FORMAT = "lightning_recorder.page/1";
@@ -171,14 +181,16 @@ export function shortRuns(names: string[]): string[] {
 
 export class Run {
   readonly recorders: Recorder[];
-  readonly curves: { name: string; steps: number[]; values: number[] }[];
+  readonly curves: { name: string; steps: number[]; values: number[]; logged: boolean }[];
   readonly steps: number[];
   readonly byModule = new Map<string, Finding[]>();
+  readonly modules: string[];  // those with records, and those of the graph
 
   constructor(readonly data: RunData, readonly label = data.name) {
     this.recorders = data.recorders.map((each) => new Recorder(each));
     this.curves = data.curves.map((each) => ({ ...each, values: [...floats(each.values)] }));
     this.steps = [...new Set(this.recorders.flatMap((each) => each.steps))].sort((one, other) => one - other);
+    this.modules = [...new Set([...this.recorders.flatMap((each) => each.modules), ...(data.graph?.nodes.filter((each) => each.kind === "module").map((each) => each.name) ?? [])])];
     for (const finding of data.findings) {
       for (const module of new Set([finding.module, layerOf(finding), ...finding.others])) {
         const known = this.byModule.get(module);

@@ -1,0 +1,116 @@
+"""The table of runs: verdict, settings that differ, last metrics, and a small strip of layers over steps of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.page.data import curves, group_of, logged_curves
+from lightning_recorder.page.histograms import packed_numbers
+from lightning_recorder.recordings import WATCH
+from lightning_recorder.recordings.recording import Run
+from lightning_recorder.recordings.run_changes import settings_of
+
+if TYPE_CHECKING:
+    from lightning_recorder.recordings import Series
+
+__all__ = ["FEWEST_RUNS", "runs_table", "table_row"]
+
+FEWEST_RUNS = 3
+"""Fewer runs need no table: two are laid over each other."""
+
+_MOST_RECORDS = 32  # that are read of a recorder
+_MOST_LOGGED = 400  # records that are read of what was logged
+_ROWS, _COLUMNS = 24, 16  # of a strip
+_MOST_COLUMNS = 12  # of settings
+_REPEATED = "hparams."
+
+
+def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the table with the settings that differ between the runs.
+
+    Args:
+        rows: The results of :func:`table_row` by the name of the run.
+    """
+    names = dict.fromkeys(name for row in rows.values() for name in row["settings"])
+    values = {name: tuple(row["settings"].get(name, "") for row in rows.values()) for name in names}
+    kept: dict[tuple[str, ...], str] = {}
+    for name, found in values.items():
+        # A hyperparameter often repeats a setting of the optimizer.
+        if len(set(found)) > 1 and (found not in kept or kept[found].startswith(_REPEATED)):
+            kept[found] = name
+    chosen = [*kept.values()][:_MOST_COLUMNS]
+    return [
+        {
+            **row,
+            "name": name,
+            "settings": {each.removeprefix(_REPEATED): row["settings"].get(each, "") for each in chosen},
+        }
+        for name, row in rows.items()
+    ]
+
+
+def table_row(run: Run) -> dict[str, Any]:
+    """Return what the table shows of a run: a part of its records is read, so that many runs open fast.
+
+    The verdict is the one that the run has written itself. A run without one is examined.
+    """
+    part = Run(run.name, run.directory, _MOST_RECORDS)
+    try:
+        diagnosis = run.written_diagnosis or run.diagnosis
+        return {
+            "folder": str(run.log_dir),
+            "healthy": diagnosis.is_healthy,
+            "verdict": diagnosis.verdict,
+            "finding": next((each.verdict for each in diagnosis.bad), ""),
+            "settings": settings_of(part),
+            "metrics": _last_values(Run(run.name, run.directory, _MOST_LOGGED)),
+            "strip": _strip(part),
+        }
+    except (DumpError, ArgumentError, OSError) as error:  # the other runs are shown
+        row = {"folder": str(run.log_dir), "healthy": None, "verdict": "damaged", "finding": str(error)}
+        return {**row, "settings": {}, "metrics": {}, "strip": None}
+
+
+def _last_values(run: Run) -> dict[str, str]:
+    """Return the last value of each curve, with six digits."""
+    found = [*curves(run), *logged_curves(run)] if WATCH in run else []
+    return {name: f"{values[-1]:.6g}" for name, _, values in found if len(values)}
+
+
+def _strip(run: Run) -> dict[str, Any] | None:
+    """Return the sizes of the outputs of layers over steps; a row of several layers has the most unusual one."""
+    series = next((run[label] for label in run if group_of(label, run[label]) == "activations"), None)
+    if series is None or "rms" not in series.statistics or not series.steps:
+        return None
+    values = _not_finite_as_nan(series)
+    steps = np.unique(np.linspace(0, len(values) - 1, min(_COLUMNS, len(values))).round().astype(int))
+    with np.errstate(all="ignore"):
+        sizes = np.log(values[steps])
+    rows = np.array_split(sizes, min(_ROWS, sizes.shape[1]), axis=1)
+    table = np.stack([_farthest(part) for part in rows])
+    return {
+        "steps": [series.steps[step] for step in steps],
+        "values": packed_numbers(np.exp(table)),
+        "statistic": f"{series.path.stem} rms",
+    }
+
+
+def _not_finite_as_nan(series: Series) -> NDArray[np.float64]:
+    values = series.values("rms").numpy().copy()
+    for name in {"nan_count", "inf_count"} & {*series.statistics}:
+        values[series.values(name).numpy() > 0] = np.nan
+    return values
+
+
+def _farthest(part: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return of each row of ``[steps, layers]`` the value farthest from the median; NaN if there is one."""
+    finite = np.where(np.isfinite(part), part, np.nan)
+    middle = np.nanmedian(finite) if np.isfinite(part).any() else 0.0
+    far = np.where(np.isnan(part), np.inf, np.abs(part - middle))
+    found: NDArray[np.float64] = part[np.arange(len(part)), far.argmax(1)]
+    return found
