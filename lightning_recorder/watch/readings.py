@@ -23,6 +23,8 @@ _MOST_WAITING = 16
 class _Readable(Protocol):
     """Values that come from the device in one tensor."""
 
+    step: int
+
     def row(self) -> Tensor | None: ...
 
     def set_values(self, values: Sequence[float], /) -> None: ...

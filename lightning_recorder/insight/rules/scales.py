@@ -94,6 +94,7 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
             "barely-moves",
             "norm-ineffective",
             "weight-drift",
+            "one-class-predicted",
             "train-differs",
         ),
         ("any",),
