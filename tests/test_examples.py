@@ -172,5 +172,5 @@ def test_the_first_snippet_of_the_readme_records_any_model(tmp_path: Path, monke
     assert isinstance(trainer, Trainer)
     recording = open_recording(str(trainer.log_dir))
     found = {kind: {name for name, _ in recording[kind].sites} for kind in ("activations", "gradients")}
-    assert found == {"activations": {"layer", "mse_loss"}, "gradients": {"layer"}}
+    assert found == {"activations": {"", "layer", "mse_loss"}, "gradients": {"layer"}}
     assert (Path(str(trainer.log_dir)) / "recorder" / "graph.svg").exists()

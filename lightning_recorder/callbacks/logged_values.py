@@ -16,14 +16,14 @@ from lightning_recorder.watch import LoggedReading, ReadingQueue
 
 __all__ = ["LoggedValues"]
 
-_FIRST_STEPS = 64  # that are all read, so that a short run has curves
+_FIRST_STEPS = 16  # that are all read, so that a short run has curves
 _MOST_NAMES = 256
 
 
 class LoggedValues:
     """Reads what the user logs with ``self.log``, and the learning rates, without waiting for the device.
 
-    The first 64 steps are read, and those that Lightning logs. Metrics of an epoch and of a validation are read when it
+    The first 16 steps are read, and those that Lightning logs. Metrics of an epoch and of a validation are read when it
     has ended. Values on a device are copied in one transfer, like the loss. Lightning has computed all of them; nothing
     is computed here.
 
@@ -49,20 +49,19 @@ class LoggedValues:
         self._rates: dict[str, float] = {}
         self._ended: int | None = None  # the step whose values Lightning does not have yet
         self._left = _FIRST_STEPS
+        self._due = False  # the current step is read
         every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._every = int(every)
 
-    def _is_due(self, step: int) -> bool:
-        return self._left > 0 or (self._every > 0 and (step + 1) % self._every == 0)
-
     def before_step(self, step: int) -> None:
         """Note the learning rates that the step uses; a scheduler changes them before the batch ends."""
-        if self._is_due(step):
+        self._due = self._left > 0 or (self._every > 0 and (step + 1) % self._every == 0)
+        if self._due:
             self._rates = dict(_rates(self._trainer))
 
     def end_step(self, step: int) -> None:
         """Note that a step has ended. Lightning has its values after the last hook of the batch."""
-        self._ended = step if self._is_due(step) else None
+        self._ended = step if self._due else None
         self._left -= 1
 
     def settle(self) -> None:

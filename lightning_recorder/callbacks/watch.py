@@ -53,7 +53,7 @@ class StepWatch(RecorderCallback):
     replaces that of :func:`~lightning_recorder.default_recorders`. Loss and gradient norm of every step are written to
     the records (``watch``). Those of the steps that Lightning logs are also written to the loggers, as ``watch/loss``
     and ``watch/grad_norm``. The records also have what the user logs with ``self.log``, and the learning rates, in the
-    stage ``logged``: those of the first 64 steps, of the steps that Lightning logs, and of epochs and validations.
+    stage ``logged``: those of the first 16 steps, of the steps that Lightning logs, and of epochs and validations.
 
     At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
     and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
@@ -453,9 +453,8 @@ class StepWatch(RecorderCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         run, is_last = self._run, stepped(trainer, batch_idx)
-        is_good = run is not None and run.bad is None
         if self._actions is not None:
-            self._actions.end_batch(has_stepped=is_last, is_good=is_good)
+            self._actions.end_batch(has_stepped=is_last, is_good=run is not None and run.bad is None)
         try:
             if run is not None:
                 run.end_batch(is_last=is_last)

@@ -137,8 +137,9 @@ class WatchedRun:
         self._reads_now = wait or self._is_on_host
         if self._is_on_host:
             prepare()
+        self._is_automatic = is_automatic(pl_module)
         self._copies: ParameterCopies | None = None
-        if keep_parameters and not self._reads_now and (keep_parameters is True or pl_module.automatic_optimization):
+        if keep_parameters and not self._reads_now and (keep_parameters is True or self._is_automatic):
             self._copies = ParameterCopies(list(parameters_of(pl_module)), device, keep_parameters)
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._keeper = StateKeeper(pl_module, device)
@@ -248,12 +249,11 @@ class WatchedRun:
                     self._step.has_bad_gradient = is_finding and not math.isfinite(reading.values[1])
                     self._step.bad = self._bad or self._unnamed(reading, "", is_known=True) if is_finding else None
                 else:
-                    self._bad = None
-                    self._step.row = self._row_of_spike(reading)  # now, because the parameters are those of the step
+                    self._bad = self._step.bad = None
                     spikes = self._spikes_of(reading) if self._factor else []
-                    self._step.bad = (
-                        self._with_row(self._spike(spikes, reading), self._step.row, reading) if spikes else None
-                    )
+                    if spikes:  # the row is searched now, because the parameters are those of the step
+                        self._step.row = self._row_of_spike(reading, spikes)
+                        self._step.bad = self._with_row(self._spike(spikes, reading), self._step.row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
                 # The device is busy with this step, so that it has work while the values of the step before are read.
                 self._arrive(self._queue.take(wait=self._copies.waits))
@@ -266,7 +266,7 @@ class WatchedRun:
 
         Its first evaluation belongs to the values before the step. With manual optimization, another step may begin.
         """
-        return is_automatic(self._pl_module) and id(optimizer) in self._step.totals
+        return self._is_automatic and id(optimizer) in self._step.totals
 
     def _first(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
@@ -341,7 +341,7 @@ class WatchedRun:
         self._series.end()
 
     def _reading(self, batches: list[KeptBatch]) -> Reading:
-        divides = is_automatic(self._pl_module) or getattr(self._trainer, "logs_loss", False)
+        divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
         losses = [each for kept in batches for each in (self._first(kept.losses) if divides else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
@@ -435,10 +435,9 @@ class WatchedRun:
     # The sample that makes a step bad.
 
     def _row_of_spike(
-        self, reading: Reading, spikes: list[tuple[str, float, float]] | None = None
+        self, reading: Reading, spikes: list[tuple[str, float, float]]
     ) -> tuple[KeptBatch, FoundRow, str] | None:
         """Return the sample that makes a spike, if the reading has one and the sample can be found."""
-        spikes = self._spikes_of(reading) if spikes is None else spikes
         is_small = 0 < 2 * reading.rows < self._usual_rows
         if not spikes or not self._factor or is_small or self._is_after_spike(reading):
             return None

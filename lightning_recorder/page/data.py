@@ -174,6 +174,8 @@ def _columns(run: Run, stage: str) -> Iterator[tuple[str, list[int], NDArray[np.
     if stage not in run[WATCH].stages:
         return
     series = run[WATCH].of(stage)
+    if "value" not in series.statistics:  # no step has ended
+        return
     values, all_seen, steps = series.values("value").numpy(), series.seen().numpy(), np.array(series.steps)
     for place, site in enumerate(series.sites):
         seen = ~np.isnan(values[:, place]) | all_seen[:, place]

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_recorder.functions import SCORES
 from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.name_map import NameMap
@@ -210,6 +211,8 @@ class SeriesPair:
     def first(self, found: Iterable[SiteDivergence]) -> Divergence:
         """Return the first of some divergences: at the earliest step, at the site that is called first in it."""
         found = list(found)
+        # Scores are those of a few queries, which depend on the order of the samples.
+        found = [each for each in found if not each.first.site.path.startswith(SCORES)] or found
         step = min(each.first.step for each in found)
         firsts = {each.first.site: each.first for each in found if each.first.step == step}
         if self.group == "parameters":

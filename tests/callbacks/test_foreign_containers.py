@@ -152,7 +152,7 @@ def test_containers_with_code_of_their_own_change_nothing(tmp_path: Path) -> Non
 
     record = open_recording(tmp_path)
     modules = {f"body.{place}" for place in range(12)} | {"drop", "head"}
-    assert {name for name, _ in record["activations"]} == modules - {"body.6"}
+    assert {name for name, _ in record["activations"]} == (modules - {"body.6"}) | {""}  # the batch
     assert record.graph is not None
     called = {node.name for node in record.graph.nodes if node.kind == "module"}
     assert called >= modules

@@ -397,7 +397,7 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
     (fake.parent / "draw.py").write_text(
         "import sys, pygraphviz\n"
         "graph = pygraphviz.AGraph(string=sys.stdin.read())\n"
-        "sys.stdout.buffer.write(graph.draw(format=sys.argv[1][2:], prog='dot'))\n"
+        "sys.stdout.buffer.write(graph.draw(format=sys.argv[2][2:], prog=sys.argv[1][2:]))\n"
     )
     # Fails on the first call.
     fake.write_text(f'#!/bin/sh\nif mkdir "{tmp_path}/first" 2>/dev/null; then exit 3; fi\n{drawn}\n')

@@ -192,7 +192,7 @@ def test_a_selection_of_groups_may_be_healthy(tmp_path: Path) -> None:
     """A run is healthy with the recorders that the user chose; ``--all`` lists the rules that would need others."""
     fit(tmp_path, Case([ActivationRecorder(schedule=SHORT, outputs=QUIET)], "", ""))
     status, out, _ = run("doctor", tmp_path)
-    assert (status, out) == (0, "healthy: no findings in 8 records of 3 sites, steps 0 to 7\n")
+    assert (status, out) == (0, "healthy: no findings in 8 records of 4 sites, steps 0 to 7\n")
     everything = run("doctor", tmp_path, "--all").out
     assert "not examined: gradients, because there was no GradientRecorder (" in everything
     assert "vanishing-gradient" in everything

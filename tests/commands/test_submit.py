@@ -76,7 +76,7 @@ def test_doctor_says_of_the_file_what_it_says_of_the_run(log_dir: Path, tmp_path
     ]
     assert submitted.graph.nodes == run_.graph.nodes
     for label in run_:
-        assert submitted[label].steps() == run_[label].steps()
+        assert submitted[label].steps == run_[label].steps
 
 
 def test_no_data_no_texts_and_no_folders(log_dir: Path, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def watched(log_dir: Path, series: str) -> dict[int, float]:
     found: dict[int, float] = {}
     layout: list[list[Any]] = []
     for line in lines(log_dir, "watch"):
-        if "values" in line:  # otherwise it begins a session
+        if "values" in line and line["stage"] == "train":  # otherwise it begins a session, or has logged values
             layout = line.get("layout", layout)
             values = np.frombuffer(base64.b64decode(line["values"]))
             found[line["step"]] = float(values[[name for name, *_ in layout].index(series)])

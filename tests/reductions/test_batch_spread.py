@@ -96,5 +96,7 @@ def test_sites_have_a_spread_if_it_is_wanted() -> None:
     assert "batch_spread" not in found[Site("b", "out")].scalars
     old = SiteStates()
     old.add(site, tensor)
-    states.load_state_dict(old.state_dict(), torch.device("cpu"))
+    saved = old.state_dict()
+    saved |= {name: saved[name][:1] for name in ("banks", "left_out")}
+    states.load_state_dict(saved, torch.device("cpu"))
     assert states.snapshot(["a"]).statistics()[site].scalars["count"] == 40

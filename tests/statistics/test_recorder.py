@@ -426,6 +426,7 @@ def test_further_reductions_and_quantiles() -> None:
         "abs_max": 4.0,
         "histogram_fraction": 0.5,
         "quantile_0.5": found.histogram.quantile(0.5),
+        "batch_spread": pytest.approx(math.sqrt(10 / 26)),
     }
     assert {name: value.tolist() for name, value in found.tensors.items()} == {"batch_mean": [2.0, 2.0]}
     assert found.histogram.fraction == 0.5

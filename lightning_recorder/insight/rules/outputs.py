@@ -55,6 +55,8 @@ _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, w
         "train-differs": _EVERYTHING_AFTER,
         "norm-ineffective": ("any",),
         "frozen": ("same",),
+        "collapsed-embedding": ("any",),
+        "one-class-predicted": ("any",),
     },
 )
 def dead_output(

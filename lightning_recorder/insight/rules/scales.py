@@ -95,6 +95,7 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
             "norm-ineffective",
             "weight-drift",
             "one-class-predicted",
+            "collapsed-embedding",
             "train-differs",
         ),
         ("any",),
