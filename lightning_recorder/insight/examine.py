@@ -101,7 +101,7 @@ class RunHistory:
         record, sides = record.without_losses()
         if sides is not None and stage == "train":
             self.losses.add(sides)
-            for table in (self.heads, self.experts):
+            for table in (self.heads, self.experts) if sides.tensors else ():
                 add_parts(table, sides)
         outputs, inputs = record.split()
         if outputs.sites or inputs is None:

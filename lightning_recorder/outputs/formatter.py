@@ -117,9 +117,8 @@ class SinkFormatter:
         if self._budget is not None:
             self._budget.clear()
 
-    def _is_due(self, found: Table) -> bool:
-        """Return True if the histograms of a record are to be written."""
-        key = found.stage, found.about["loader"]
+    def _is_due(self, key: tuple[str, int | None]) -> bool:
+        """Return True if the histograms of a record of a stage and a loader are to be written."""
         before = self._records[key]
         self._records[key] += 1
         return before % (1 << max(0, (before // _DENSE).bit_length() - 1)) == 0
@@ -146,10 +145,11 @@ class SinkFormatter:
             scalars[f"{self._label}/overflow_steps"] = float(found.about["overflow_steps"])
         if scalars:
             sink.write_scalars(found.step, scalars)
-        if self.histograms and found and found.counts is not None and self._is_due(found):
+        stage, has_sites = found.stage, bool(found)
+        if self.histograms and has_sites and found.counts is not None and self._is_due((stage, found.about["loader"])):
             counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
             sink.write_histograms(found.step, TaggedHistograms(plan.histogram_tags, counts, sums))
-        if found.stage == "train" and found:
+        if stage == "train" and has_sites:
             self._latest = found, plan
 
     def finish(self, sink: Sink) -> None:

@@ -23,6 +23,8 @@ SAMPLE = 0.734375  # in one row of the data only
 class Net(LightningModule):
     """A net whose loss is NaN for one row, with hyperparameters that are nobody's business."""
 
+    pole: torch.Tensor
+
     def __init__(self, project: str = "tulip", address: str = "/home/someone/data", lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -51,7 +53,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=default_recorders(),
+        callbacks=[*default_recorders()],
     )
     trainer.fit(Net(), loader)
     assert trainer.log_dir is not None
@@ -74,6 +76,8 @@ def test_doctor_says_of_the_file_what_it_says_of_the_run(log_dir: Path, tmp_path
     assert [(each.rule, each.verdict) for each in submitted.findings] == [
         (each.rule, each.verdict.replace("commands/test_submit.py", "test_submit.py")) for each in run_.findings
     ]
+    assert submitted.graph is not None
+    assert run_.graph is not None
     assert submitted.graph.nodes == run_.graph.nodes
     for label in run_:
         assert submitted[label].steps == run_[label].steps

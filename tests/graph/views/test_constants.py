@@ -18,7 +18,8 @@ def _graph(*, random: bool = False, both: bool = False) -> Graph:
     def forward(net: Any, x: Tensor) -> Tensor:
         start = torch.rand(4) if random else torch.arange(4)
         table = start.mul(-0.5).exp().neg()
-        return net.fc(x) * table + (table.cos() if both else x)
+        result: Tensor = net.fc(x) * table + (table.cos() if both else x)
+        return result
 
     return capture_graph(Net(forward, fc=linear()), X)
 
