@@ -254,7 +254,7 @@ def language(net: nn.Module, is_shifted: bool = True) -> Task:
     return Task(net, tokens, loss)
 
 
-@program("sees-the-target", "no causal mask", "paiml/entrenar#310")
+@program("sees-the-target attends-the-target", "no causal mask", "paiml/entrenar#310")
 def no_causal_mask(is_faulty: bool) -> Task:
     return language(Causal(None if is_faulty else above))
 
