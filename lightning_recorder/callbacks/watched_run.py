@@ -528,7 +528,8 @@ class WatchedRun:
             if kept is not None and flagged is None and kept.step < reading.step:
                 finding = with_older_parameters(finding, reading.step - kept.step)
         else:
-            finding = self._unnamed(reading, because, is_known=is_known)
+            is_stale = kept is not None and kept.step < reading.step and found is not None
+            finding = self._unnamed(reading, because, is_known=is_known and not is_stale)
             if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
                 self.unnamed = finding  # another rank may name it
                 return
@@ -587,7 +588,7 @@ class WatchedRun:
             f"ParameterRecorder, each with every_n_train_steps=1, schedule=Schedule(step_window=({max(0, step - 1)}, "
             f"{step + 1}))"
         )
-        if not is_known or because.startswith(_STALE[:20]):
+        if not is_known:
             because = because or "the optimizer had stepped when the values arrived from the device"
             option = _WAIT
         names = {id(each): name for name, each in named_parameters_of(self._pl_module)}

@@ -18,6 +18,7 @@ _CALLS = 3  # batches of each worker that are noted
 _MOST_SOURCES = 16
 _MOST_ENTRIES = 64  # of a list or a dictionary that is searched
 _DEEPEST = 5
+_MOST_SEARCHED = 2000  # objects in a data set
 _PLAIN = (str, bytes, int, float, bool, type(None), type, Tensor, np.ndarray)
 
 
@@ -58,10 +59,16 @@ class WatchedCollate:
         found = self.collate(samples)
         info = get_worker_info()
         if info is not None and self._calls < _CALLS:
-            for place, (_, source) in enumerate(_sources(info.dataset)[: len(self.names)]):
-                self.table[info.id, self._calls, place] = torch.tensor([*_digests(source), 1], device="cpu")
-            self._calls += 1
+            try:
+                self._note(info.id, info.dataset)
+            except Exception:  # noqa: BLE001 - a data set may hold anything; then nothing is known of this worker
+                self._calls = _CALLS
         return found
+
+    def _note(self, worker: int, dataset: object) -> None:
+        for place, (_, source) in enumerate(_sources(dataset)[: len(self.names)]):
+            self.table[worker, self._calls, place] = torch.tensor([*_digests(source), 1], device="cpu")
+        self._calls += 1
 
 
 def draws_of(watched: WatchedCollate) -> list[Draws]:
@@ -87,14 +94,15 @@ def _sources(dataset: object) -> list[tuple[str, Any]]:
 
 
 def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEEPEST:
+    if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEEPEST or len(seen) >= _MOST_SEARCHED:
         return
     seen.add(id(value))
     if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
         yield name, value
     elif isinstance(value, Mapping):
         for key, each in list(value.items())[:_MOST_ENTRIES] if type(value) is dict else ():
-            yield from _inside(each, f"{name}[{key!r}]", seen, depth + 1)
+            shown = repr(key) if type(key) in (str, int) else type(key).__name__  # not the user's own repr
+            yield from _inside(each, f"{name}[{shown}]", seen, depth + 1)
     elif isinstance(value, (list, tuple)):
         for place, each in enumerate(value[:_MOST_ENTRIES]):
             yield from _inside(each, f"{name}[{place}]", seen, depth + 1)

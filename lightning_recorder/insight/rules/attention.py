@@ -203,7 +203,7 @@ def attention_sink(
     ),
 )
 def mask_inverted(
-    evidence: Evidence, *, persistence: int = 2, share: float = 0.1, future: float = 0.99
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.1, future: float = 0.99, hidden: float = 0.9
 ) -> Iterator[Finding]:
     """Yield attention whose mask hides all keys from all queries of a sample, or all but those behind the query."""
     found = _layers_above(evidence, "attention_blind", persistence, share)
@@ -212,8 +212,13 @@ def mask_inverted(
         verdict = f"the mask of {found[0].module} hides all keys from all queries of {blind:.0%} of the samples"
         yield found[0].found(verdict, "attention_blind", others=_others(found), share=blind)
     later = [each for each in _layers_above(evidence, "attention_future", persistence, future) if each not in found]
+    later = [each for each in later if _none_above(_last(each, "attention_visible", persistence), hidden)]
     if later:
-        verdict = f"all queries of {later[0].module} attend positions behind them only, so that the mask is inverted"
+        seen = float(later[0].attention_visible[-1])
+        verdict = (
+            f"the mask of {later[0].module} leaves {seen:.0%} of the keys, and the queries attend the positions behind "
+            "them only"
+        )
         yield later[0].found(
             verdict, "attention_future", others=_others(later), share=float(later[0].attention_future[-1])
         )

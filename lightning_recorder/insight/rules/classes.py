@@ -9,13 +9,12 @@ import numpy as np
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import ALL_IGNORED, NON_FINITE, Finding
-from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rule import rule
 from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
 from lightning_recorder.taps import Site
 
 _ANY = ("any",)
 _PREDICTED, _MEANT = (f"in.{side}{CLASS_COUNTS}" for side in ("prediction", "target"))
-_OF_CLASSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss"}
 
 
 def _sides(evidence: Evidence, path: str) -> Iterator[View]:
@@ -52,51 +51,6 @@ def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding
             since = int(steps[np.flatnonzero(shares < 1)[-1] + 1]) if (shares < 1).any() else int(steps[0])
             verdict = f"all targets of {view.module} are ignored in each record from step {since} on"
             yield view.found(verdict, "mean", since=since, share=1.0)
-
-
-@rule(
-    "one-class-present",
-    statistic="classes of the targets of cross_entropy and nll_loss that come from the batch",
-    usual="at least two classes",
-    why="The data set, a filter or the mapping of labels leaves one class, which the model predicts without its input.",
-    next="Count the labels of the data set, and look at the code that maps or filters them.",
-    false_alarms="Targets that the step makes itself, as for contrastive losses, and fewer than 64 targets are left "
-    "out.",
-    needs=("activations", GRAPH),
-    records=8,
-    explains=dict.fromkeys(("does-not-move", "gradient-stops", "vanishing-gradient", "barely-moves"), _ANY),
-)
-def one_class_present(evidence: Evidence, *, persistence: int = 8, targets: int = 64) -> Iterator[Finding]:
-    """Yield the losses whose targets have one class."""
-    for view in _sides(evidence, _MEANT):
-        name = _OF_CLASSES.get(evidence.type_of(view.module))
-        only = _only_class(view, persistence)
-        if name is None or only is None or _only_class(view, len(view.min)) is None or view.count.sum() < targets:
-            continue
-        if _are_given(evidence, name):
-            verdict = f"all {int(view.count.sum())} recorded targets of {view.module} are class {only}"
-            yield view.found(verdict, "std", targets=view.count.sum())
-
-
-def _are_given(evidence: Evidence, name: str) -> bool:
-    """Return True if the targets of all losses of a kind come from the batch."""
-    graph = evidence.graph
-    losses = [node for node in graph.nodes if node.kind == "op" and node.name == name]
-    targets = [[edge.source for edge in graph.into(node)][1:2] for node in losses]
-    return bool(losses) and all(any(_is_given(evidence, source) for source in each) for each in targets)
-
-
-def _is_given(evidence: Evidence, number: int) -> bool:
-    """Return True if a node is an input of the model, or follows from inputs alone."""
-    todo, seen = [number], {number}
-    kinds = set()
-    while todo:
-        node = evidence.graph[todo.pop()]
-        before = {edge.source for edge in evidence.graph.into(node)} - seen
-        kinds |= {node.kind} - {"op"}
-        seen |= before
-        todo += before
-    return kinds == {"input"}
 
 
 @rule(

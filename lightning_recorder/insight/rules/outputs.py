@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_recorder.functions import function_sites
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.recorded_step import LOSSES, sides_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import site_title
 from lightning_recorder.records.table import Floats
@@ -302,8 +303,8 @@ def attention_collapse(
     why="The loss is smallest if all samples have the same embedding, as without negative pairs, a stop-gradient or a "
     "term for the variance; or the layers before it have lost the input.",
     next="Look at the loss: detach one of two views, or add negative pairs or a variance term.",
-    false_alarms="Outputs that were as constant at the beginning, gates and probabilities, and fewer than 8 features "
-    "are left out.",
+    false_alarms="Outputs that were as constant at the beginning, gates and probabilities, fewer than 8 features, and "
+    "regressions whose targets have a mean far from zero, which the outputs learn, are left out.",
     needs=("activations",),
     records=8,
     explains=dict.fromkeys(
@@ -315,6 +316,8 @@ def collapsed_embedding(
     evidence: Evidence, *, persistence: int = 8, least: float = 0.1, first: float = 0.4, features: int = 8
 ) -> Iterator[Finding]:
     """Yield the outputs that training has made the same for all samples."""
+    if _has_offset(evidence, first):
+        return
     for view in evidence.outputs:
         spreads, steps = view.column("batch_spread")
         if len(spreads) < persistence or len(view.shape) != 2 or view.shape[1] < features:
@@ -327,6 +330,18 @@ def collapsed_embedding(
             f"{spreads[-1]:.2g} of its rms differs between samples, {spreads[0]:.2g} at the beginning"
         )
         yield view.found(verdict, "batch_spread", since=since, spread=spreads[-1], first=spreads[0])
+
+
+def _has_offset(evidence: Evidence, share: float) -> bool:
+    """Return True if a loss has targets of the batch that are numbers and hardly differ, compared with their size."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name in LOSSES and len(sources) > 1 and "parameter" not in step.roots[sources[1].id]:
+            _, target = sides_of(evidence, step, node)
+            if "float" in target.dtype and (target.std < share * target.rms).any():
+                return True
+    return False
 
 
 def _largest(view: View) -> float:

@@ -11,6 +11,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
+from lightning_recorder.names import is_batch
 from lightning_recorder.records.table import Floats
 
 _EVERYTHING_AFTER = ("downstream", "same")
@@ -145,10 +146,15 @@ def _is_index(evidence: Evidence, name: str) -> bool:
 
 
 def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) -> Iterator[Finding]:
-    """Yield the first layers with tiny inputs, if all first layers have them.
+    """Yield the first layers with tiny inputs, if all first layers have them and so has the batch.
 
     The gradient of a weight is a sum of gradients times inputs, that of the bias the sum of the same gradients.
     """
+    batch = [View(evidence, evidence.losses, site) for site in evidence.losses.places if is_batch(*site)]
+    given = [each for each in batch if "float" in each.dtype]
+    # Rows of bags of words are small because most of their values are zero.
+    if any(each.rms.max(initial=0) >= least or np.median(each.zero_fraction) > sparse for each in given):
+        return
     found = []
     for weight in evidence.weights:
         bias = evidence.parameter(weight.module, "bias")

@@ -21,7 +21,7 @@ from tests.callbacks.test_functions import Net, fit, recorders
 from tests.insight.records import Examination, brief, record
 from tests.insight.rules.test_operations import Step, mlp, rows
 
-NAMES = ("all-ignored", "one-class-present", "one-class-predicted")
+NAMES = ("all-ignored", "constant-target", "one-class-predicted")
 Counts = Mapping[int, int]
 _STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction")
 
@@ -59,7 +59,6 @@ def named(examination: Examination) -> list[tuple[str, str, str]]:
 
 SEVERAL, ONE = {0: 20, 1: 20, 2: 24}, {1: 64}
 PREDICTED = ("one-class-predicted", "cross_entropy")
-PRESENT = ("one-class-present", "cross_entropy")
 
 
 def test_one_predicted_class() -> None:
@@ -79,22 +78,6 @@ def test_a_class_that_most_targets_have(rest: int, severity: list[str]) -> None:
     """Predicting the most frequent class is a note, and nothing if nearly all targets have it."""
     meant = {1: 64 - rest, 0: rest}
     assert [each[0] for each in named(run_of_classes([ONE] * 16, [meant] * 16))] == severity
-
-
-def test_one_present_class() -> None:
-    """Targets of one class are a finding, if they come from the batch."""
-    assert named(run_of_classes([ONE] * 8, [ONE] * 8)) == [("warning", *PRESENT)]
-    assert named(run_of_classes([ONE] * 8, [ONE] * 7 + [SEVERAL])) == []
-    assert named(run_of_classes([{1: 7}] * 8, [{1: 7}] * 8)) == []  # too few targets
-
-
-def test_targets_that_the_step_makes() -> None:
-    """The positive pair of a contrastive loss is always at the same place."""
-
-    def contrast(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64)) + 0 * y.sum()
-
-    assert named(run_of_classes([SEVERAL] * 8, [ONE] * 8, loss=contrast)) == []
 
 
 def test_all_targets_are_ignored() -> None:
@@ -119,7 +102,7 @@ class Labels(Net):
     [
         (lambda batch: batch, []),
         (lambda batch: [batch[0], torch.full_like(batch[1], -100)], ["all-ignored"]),
-        (lambda batch: [batch[0], batch[1] * 0 + 3], ["one-class-present"]),
+        (lambda batch: [batch[0], batch[1] * 0 + 3], ["constant-target"]),
     ],
 )
 def test_real_runs(tmp_path: Path, change: Any, expected: list[str]) -> None:

@@ -150,9 +150,8 @@ def _() -> Iterator[Evidence]:
 @cases("constant-target")
 def _() -> Iterator[Evidence]:
     classes = torch.arange(8) % 3
-    for records, size in ((5, 4), (4, 4), (5, 3)):
-        options: dict[str, Any] = {"outputs": 3, "target": classes, "shape": (size,)}
-        yield with_targets(F.cross_entropy, min=1.0, max=1.0, records=records, **options)
+    for records, count in ((8, 15.0), (7, 15.0), (8, 8.0), (8, 7.0)):
+        yield with_targets(F.cross_entropy, outputs=3, target=classes, records=records, count=count, min=1.0, max=1.0)
 
 
 @cases("padding-as-target")
@@ -260,7 +259,9 @@ def _() -> Iterator[Evidence]:
     for share in (0.15, 0.075):
         yield heads({"blind": share})
     for future in (0.8, 1.0):
-        yield heads({"future": future})
+        yield heads({"future": future, "visible": 0.5})
+    for visible in (0.5, 0.95):
+        yield heads({"future": 1.0, "visible": visible})
 
 
 @cases("sees-later-keys")
@@ -990,12 +991,6 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield run_of_classes([{0: 1}] * records, [{}] * records, ignored=1.0).evidence()
-
-
-@cases("one-class-present")
-def _() -> Iterator[Evidence]:
-    for records, count in ((8, 15), (7, 15), (8, 8), (8, 7)):
-        yield run_of_classes([{1: count}] * records, [{1: count}] * records).evidence()
 
 
 @cases("one-class-predicted")

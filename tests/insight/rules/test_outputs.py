@@ -13,11 +13,13 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.callbacks.test_functions import fit, recorders
 from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
+from tests.insight.rules.test_operations import Step, mlp, rows
 
 
 @pytest.mark.parametrize(
@@ -339,3 +341,14 @@ def test_embeddings_that_collapse(tmp_path: Path, variance: float, expected: lis
     seed_everything(3, verbose=False)
     findings = fit(tmp_path, Siamese(variance), *recorders(5), steps=150)[1]
     assert [each["rule"] for each in findings if each["severity"] != "note"] == expected
+
+
+@pytest.mark.parametrize(("offset", "findings"), [(0.0, 1), (50.0, 0)])
+def test_outputs_that_learn_a_large_mean(offset: float, findings: int) -> None:
+    """Outputs of a regression that approach targets around 50 differ little, compared with their size."""
+    graph = capture_graph(Step(mlp(16), F.mse_loss), rows, torch.randn(8, 16) + offset)
+    targets: dict[str, Values] = {"mse_loss": {"std": 1.0, "rms": math.hypot(1.0, offset)}}
+    spreads = [0.9, *[0.05] * 9]
+    shapes = {("net.2", "out"): (8, 16)}
+    found = run({"net.2": {"batch_spread": spreads}}, targets=targets, graph=graph, records=10, shapes=shapes)
+    assert [each.rule for each in found if each.rule == "collapsed-embedding"] == ["collapsed-embedding"] * findings

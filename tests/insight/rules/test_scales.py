@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import pytest
 
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
-from tests.insight.records import Values, brief, chain, network, run, trained
+from lightning_recorder.insight import Finding
+from tests.insight.records import Values, brief, chain, examined, network, record, run, trained
 
 
 @pytest.mark.parametrize(
@@ -68,13 +70,28 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     assert found.path == "in[0]"
 
 
-@pytest.mark.parametrize(("ratio", "zeros", "alarm"), [(1.5e-3, 0.0, True), (0.2, 0.0, False), (1.5e-3, 0.95, False)])
-def test_tiny_inputs(ratio: float, zeros: float, alarm: bool) -> None:
-    """The gradients of the first weight and its bias show tiny inputs; rows of a few ones are no finding."""
+def of_tiny_inputs(ratio: float, zeros: float = 0.0, batch: Mapping[str, float] | None = None) -> list[Finding]:
+    """Return the findings of a run by the first weight's gradient against its bias's, and the values of the batch."""
     grads = [1e-3 * ratio * (1 + row / 10) for row in range(8)]
     bias: dict[str, Values] = {"a/bias": {}, "a/bias.grad": {"rms": 1e-3}}
     weights = {**network("a", "b", a=trained("a", grad=grads)), **bias}
     weights["a/weight.grad"] = {**weights["a/weight.grad"], "zero_fraction": zeros}
-    found = run({"a": {}}, None, weights, graph=chain("a", "b"))
+    examination = examined({"a": {}}, None, weights, graph=chain("a", "b"))
+    for row in range(8 if batch else 0):
+        examination.add(record("activations", 10 * row, {("", "batch[0]"): batch or {}}, recorder="batch"))
+    return examination.findings()
+
+
+@pytest.mark.parametrize(("ratio", "zeros", "alarm"), [(1.5e-3, 0.0, True), (0.2, 0.0, False), (1.5e-3, 0.95, False)])
+def test_tiny_inputs(ratio: float, zeros: float, alarm: bool) -> None:
+    """The gradients of the first weight and its bias show tiny inputs; rows of a few ones are no finding."""
+    found = of_tiny_inputs(ratio, zeros)
     assert brief(found) == [("warning", "input-scale", "a")] * alarm
     assert all("the input of a is tiny, about 0.002" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(("rms", "zeros", "alarm"), [(1.5e-3, 0.0, True), (1.0, 0.0, False), (1.5e-3, 0.98, False)])
+def test_tiny_inputs_of_a_known_batch(rms: float, zeros: float, alarm: bool) -> None:
+    """The batch itself must be tiny. Rows of bags of words are small, because most of their values are zero."""
+    found = of_tiny_inputs(1.5e-3, batch={"rms": rms, "zero_fraction": zeros})
+    assert brief(found) == [("warning", "input-scale", "a")] * alarm

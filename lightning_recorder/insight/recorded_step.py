@@ -1,0 +1,229 @@
+"""The operations of the recorded step, as the rules about the graph read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_recorder.functions import function_sites
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import Finding
+
+__all__ = [
+    "ATTENTION",
+    "ELEMENTWISE",
+    "LOSSES",
+    "RecordedStep",
+    "Shape",
+    "found_in",
+    "is_attention",
+    "is_masked",
+    "joined",
+    "keeps_values",
+    "listed",
+    "setting",
+    "shape_of",
+    "sides_of",
+    "step_of",
+]
+
+Shape = tuple[int, ...]
+
+ELEMENTWISE = frozenset(
+    ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"]
+)
+LOSSES = ELEMENTWISE | frozenset(
+    [
+        *("binary_cross_entropy", "cross_entropy", "nll_loss", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
+        *("multi_margin_loss", "multilabel_soft_margin_loss"),
+    ]
+)
+# Functions that keep the values and change at most the shape or the dtype; dropout keeps them up to a factor.
+_SAME_VALUES = re.compile(
+    r"view|view_as|reshape|(un)?flatten|transpose|permute|movedim|swapaxes|(un)?squeeze|contiguous|clone|float|double|"
+    r"half|to|type|m?[tT]|identity|(\w+_)?dropout\d?d?"
+)
+_MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
+_PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
+ATTENTION = "scaled_dot_product_attention"
+_COMPARES = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__")
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The operations of the first recorded step, with the nodes on both sides of each."""
+
+    graph: Graph
+
+    @cached_property
+    def operations(self) -> list[Node]:
+        """The functions that returned, in the order of execution."""
+        return [node for node in self.graph.nodes if node.kind == "op" and not node.failed]
+
+    @cached_property
+    def _users(self) -> dict[int, list[Node]]:
+        found: dict[int, list[Node]] = {}
+        for edge in self.graph.edges:
+            found.setdefault(edge.source, []).append(self.graph[edge.target])
+        return found
+
+    def sources(self, node: Node) -> list[Node]:
+        """Return the nodes that a node takes tensors from, in the order of its arguments."""
+        return [self.graph[edge.source] for edge in self.graph.into(node)]
+
+    def users(self, node: Node) -> list[Node]:
+        """Return the nodes that take the output of a node, without the losses' backward passes."""
+        return [user for user in self._users.get(node.id, ()) if user.kind == "op"]
+
+    def behind(self, node: Node) -> Node | None:
+        """Return the node that made the values of the first input, through changes of the shape."""
+        sources = self.sources(node)
+        while sources and keeps_values(sources[0]):
+            inner = self.sources(sources[0])
+            if not inner:
+                break
+            sources = inner
+        return sources[0] if sources else None
+
+    def made_by(self, node: Node) -> Node:
+        """Return the node that made the values of a node, through changes of the shape; the node itself without any."""
+        return (self.behind(node) or node) if keeps_values(node) else node
+
+    def readers(self, node: Node) -> Iterator[Node]:
+        """Yield the operations that use the values of a node, through changes of the shape."""
+        todo = self.users(node)
+        while todo:
+            user = todo.pop()
+            if keeps_values(user):
+                todo += self.users(user)
+            else:
+                yield user
+
+    @cached_property
+    def roots(self) -> dict[int, frozenset[str]]:
+        """The kinds of the tensors that each node depends on, such as ``input`` and ``parameter``."""
+        found: dict[int, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            own = frozenset([node.kind]) if node.kind in ("input", "parameter", "buffer", "tensor") else frozenset()
+            found[node.id] = own.union(*(found.get(edge.source, frozenset()) for edge in self.graph.into(node)))
+        return found
+
+    @cached_property
+    def batch(self) -> int:
+        """The number of samples if the step leaves no doubt: each input begins with it, and each has one target; or 0.
+
+        In a step of sequences that begin with the time, the first dimension is not the batch. Then no loss takes one
+        target for each of its entries.
+        """
+        shapes = [node.outputs[0].shape for node in self.graph.nodes if node.kind == "input" and node.outputs]
+        sizes = {shape[0] for shape in shapes if shape}
+        if len(sizes) != 1:
+            return 0
+        (size,) = sizes
+        targets = [shape_of(node, 1) for node in self.operations if node.name in LOSSES]
+        targets += [self._given_shape(target) for _, target in self.comparisons.values()]
+        return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
+
+    @cached_property
+    def comparisons(self) -> dict[int, tuple[Node, Node]]:
+        """The prediction and the target of each operation of a loss that the step computes itself, by its id.
+
+        Behind the last layer, it is a difference or a product of what the model returns and of a tensor of the batch.
+        """
+        last = max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
+        found = {}
+        for node in self.operations:
+            if node.id > last >= 0 and node.name in _COMPARES and len(sources := self.sources(node)) == 2:
+                for prediction, target in (sources, sources[::-1]):
+                    if "parameter" in self.roots[prediction.id] and self.roots[target.id] == {"input"}:
+                        found[node.id] = prediction, target
+        return found
+
+    def is_loss(self, node: Node) -> bool:
+        """Return True for a loss of torch, and for the comparison of a loss that the step computes itself."""
+        return node.name in LOSSES or node.id in self.comparisons
+
+    def _given_shape(self, node: Node) -> Shape | None:
+        """Return the shape of the first tensor of the batch that a node follows from."""
+        while node.kind == "op" and (sources := self.sources(node)):
+            node = sources[0]
+        return node.outputs[0].shape if node.outputs else None
+
+    def place(self, node: Node) -> str:
+        """Return the module that calls an operation, with the line of the call."""
+        owner = self.owner(node) or "training_step"
+        return f"{owner} ({node.source})" if node.source else owner
+
+    def owner(self, node: Node) -> str:
+        """Return the name of the module that calls an operation."""
+        return "" if node.parent is None else self.graph[node.parent].name
+
+
+def keeps_values(node: Node) -> bool:
+    """Return True for a function that changes at most the shape or the dtype; for a dropout, too."""
+    return node.kind == "op" and _SAME_VALUES.fullmatch(node.name) is not None
+
+
+def shape_of(node: Node, place: int = 0) -> Shape | None:
+    """Return the shape of an input of a node; None if it has no such input."""
+    return node.inputs[place].shape if len(node.inputs) > place else None
+
+
+def setting(node: Node, name: str) -> str:
+    """Return the text of an argument of a node; an empty one if it has its default."""
+    return dict(node.arguments).get(name, "")
+
+
+def listed(shape: Shape) -> str:
+    """Return a shape as text, such as ``[8, 3]``."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def step_of(evidence: Evidence) -> RecordedStep:
+    """Return the recorded step of a run."""
+    return RecordedStep(evidence.graph)
+
+
+def found_in(evidence: Evidence, name: str, verdict: str, **numbers: float) -> Finding:
+    """Return a finding about a module, with its numbers."""
+    table = evidence.activations if len(evidence.activations) else evidence.parameters
+    return replace(evidence.view(table, name).found(verdict), numbers=numbers)
+
+
+def joined(found: list[Finding]) -> Iterator[Finding]:
+    """Yield the first of several findings, with the modules of the others."""
+    for first in found[:1]:
+        names = dict.fromkeys(each.module for each in found if each.module != first.module)
+        yield replace(first, others=tuple(names))
+
+
+def is_attention(shape: Shape | None) -> bool:
+    """Return True for the shape of scores between all positions of a sequence."""
+    return shape is not None and len(shape) >= 3 and shape[-1] == shape[-2] > 1
+
+
+def is_masked(step: RecordedStep, softmax: Node) -> bool:
+    """Return True if anything between the product of queries and keys and a softmax may be a mask."""
+    seen: set[int] = set()
+    todo = [softmax]
+    while todo:
+        node = todo.pop()
+        for source in step.sources(node):
+            is_sum = source.name in ("add", "add_", "__add__", "sub", "mul") and len(source.inputs) > 1
+            if _MASKING.fullmatch(source.name) or is_sum or source.kind != "op":
+                return True
+            if source.id not in seen and source.name not in _PRODUCTS:
+                seen.add(source.id)
+                todo.append(source)
+    return False
+
+
+def sides_of(evidence: Evidence, step: RecordedStep, loss: Node) -> tuple[View, View]:
+    """Return the recorded prediction and target of a loss; views of nothing if they were not recorded."""
+    names = [function_sites(step.graph).get(loss.id, ""), step.owner(loss)]
+    found = [[evidence.view(evidence.losses, name, path) for path in ("in.prediction", "in.target")] for name in names]
+    prediction, target = next((each for each in found if each[1]), found[0])
+    return prediction, target

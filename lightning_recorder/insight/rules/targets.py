@@ -1,0 +1,293 @@
+"""Rules about what a loss compares: the range, the scale and the meaning of its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from lightning_recorder.graph.model import Node
+from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.parts import layers_of
+from lightning_recorder.insight.recorded_step import (
+    LOSSES,
+    RecordedStep,
+    found_in,
+    keeps_values,
+    setting,
+    shape_of,
+    sides_of,
+    step_of,
+)
+from lightning_recorder.insight.rule import GRAPH, rule
+
+_ANY = ("any",)
+
+_RANGES = {  # of the outputs of functions
+    **dict.fromkeys(("sigmoid", "softmax", "hardsigmoid"), (0.0, 1.0)),
+    **dict.fromkeys(("relu", "relu_", "softplus"), (0.0, np.inf)),
+    "relu6": (0.0, 6.0),
+    **dict.fromkeys(("tanh", "hardtanh", "softsign"), (-1.0, 1.0)),
+}
+
+
+@rule(
+    "target-scale",
+    statistic="mean error of a regression, from the gradient of its last bias, against the rms of the predictions",
+    usual="below 1 after the first records",
+    why="The targets are far larger than what the last layer returns, so that training spends its steps on their mean.",
+    next="Standardize the targets, or set the bias of the last layer to their mean.",
+    false_alarms="The first records count only in a run of fewer than eight, which has no finding.",
+    needs=("activations", "parameters", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("exploding-gradient", "weight-drift", "sudden-change", "learning-rate-outlier", "scale-jump"), _ANY
+    ),
+)
+def target_scale(
+    evidence: Evidence, *, persistence: int = 4, ratio: float = 10.0, records: int = 8
+) -> Iterator[Finding]:
+    """Yield a finding if the mean error of a regression stays far larger than its predictions.
+
+    The gradient of the last bias under a mean squared error of K outputs is 2/K times the mean error of each.
+    """
+    step = step_of(evidence)
+    for node in step.operations:
+        layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
+        users = step.users(node) if layer is not None else [node]
+        shape = shape_of(node)
+        # A factor, another term of the loss, or another use of the layer would change the gradient.
+        if layer is None or layer.name != "linear" or users or not shape or len(list(step.readers(layer))) != 1:
+            continue
+        name = step.owner(layer)
+        gradient = evidence.parameter(name, "bias").gradient
+        gradients, steps = gradient.column("rms")
+        sizes = evidence.output(name).rms
+        if min(len(gradients), len(sizes)) < persistence or len(gradients) < records:
+            continue
+        errors = gradients[-persistence:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
+        if (errors / sizes[-persistence:] > ratio).all():
+            error, size = float(errors[-1]), float(sizes[-1])
+            verdict = (
+                f"the mean error of the predictions from {name} is {error:.3g} at step {int(steps[-1])}, "
+                f"{error / size:.3g} × their rms ({size:.3g})"
+            )
+            yield gradient.found(verdict, "rms", error=error, rms=size)
+            return
+
+
+_SQUARED = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+@rule(
+    "output-range",
+    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions",
+    usual="the targets are in the range",
+    why="The activation after the last layer cannot return these targets, so that the loss stays high whatever is "
+    "learned.",
+    next="Remove the activation after the last layer, or scale the targets to its range.",
+    false_alarms="Targets beyond the range by less than a tenth of it, or of their size, do not count.",
+    needs=("activations", GRAPH),
+    records=4,
+    explains=dict.fromkeys(
+        ("target-scale", "saturation", "dead-output", "gradient-stops", "vanishing-gradient", "barely-moves"), _ANY
+    ),
+)
+def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.1) -> Iterator[Finding]:
+    """Yield the losses whose targets are out of the range of their predictions."""
+    step = step_of(evidence)
+    for node in step.operations:
+        source = step.behind(node)
+        if node.name in _BINARY:
+            low, high = 0.0, 1.0
+        elif node.name in _SQUARED and source is not None and source.kind == "op" and source.name in _RANGES:
+            low, high = _RANGES[source.name]
+        else:
+            continue
+        _, target = sides_of(evidence, step, node)
+        (least, most, size), steps = target.columns("min", "max", "rms")
+        if len(steps) < persistence:
+            continue
+        # Without an upper end, the size of the targets is the scale.
+        beyond = np.maximum(low - least, most - high) / np.where(np.isfinite(high), high - low, np.maximum(size, 1e-30))
+        if not (beyond[-persistence:] > margin).all():
+            continue
+        targets = f"targets from {least.min():.3g} to {most.max():.3g}"
+        if node.name in _BINARY:
+            verdict = f"{node.name} in {step.place(node)} gets {targets}, and expects 0 to 1"
+            why = "The target of this loss is a probability. It has no least value for other targets."
+            following = "Scale the labels to 0 and 1, or use a loss for regression."
+            yield replace(target.found(verdict, "max"), module=step.owner(node), path="", why=why, next=following)
+        else:
+            assert source is not None
+            ends = f"{low:.3g} to {high:.3g}" if np.isfinite(high) else f"at least {low:.3g}"
+            verdict = (
+                f"{node.name} in {step.place(node)} gets {targets}, but the {source.name} in {step.place(source)} "
+                f"returns {ends}"
+            )
+            yield replace(target.found(verdict, "max"), module=step.owner(source), path="")
+        return
+
+
+@rule(
+    "classes-by-error",
+    statistic="targets of a squared or absolute error whose predictions are probabilities of classes",
+    usual="cross_entropy for classes",
+    why="A squared error of probabilities has hardly a gradient where a prediction is sure and wrong.",
+    next="Use cross_entropy or binary_cross_entropy_with_logits, and give it the output of the last linear layer.",
+    false_alarms="Probabilities of another model as targets, and predictions of several sigmoids, such as the pixels "
+    "of an image, are left out.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: float = 1e-6) -> Iterator[Finding]:
+    """Yield the losses for numbers whose predictions are probabilities and whose targets are classes."""
+    step = step_of(evidence)
+    for node in step.operations:
+        source, shape = step.behind(node), shape_of(node)
+        if node.name not in _SQUARED or source is None or source.name not in ("softmax", "sigmoid") or not shape:
+            continue
+        if source.name == "sigmoid" and prod(shape[1:]) != 1:
+            continue
+        _, target = sides_of(evidence, step, node)
+        (least, most, mean, size), steps = target.columns("min", "max", "mean", "rms")
+        last = slice(-persistence, None)
+        # Values that are 0 or 1 are equal to their squares.
+        are_binary = (least == 0) & (most == 1) & (np.abs(mean - size**2) < tolerance)
+        if len(steps) >= persistence and are_binary[last].all():
+            verdict = (
+                f"{node.name} in {step.place(node)} compares the output of the {source.name} in {step.place(source)} "
+                "with targets of 0 and 1, which are classes"
+            )
+            yield replace(target.found(verdict), module=step.owner(source), path="")
+            return
+
+
+@rule(
+    "constant-target",
+    statistic="std of the targets of a loss",
+    usual="the targets differ between samples",
+    why="The labels are lost on the way: a wrong column, a division of whole numbers, or a cast.",
+    next="Print the targets of some batches, and compare them with the data set.",
+    false_alarms="Targets that the step makes without the batch, such as those of a discriminator, of contrastive "
+    "learning or of a penalty, and fewer than 64 targets, are left out.",
+    needs=("activations", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("vanishing-gradient", "gradient-stops", "barely-moves", "saturation", "does-not-move"), _ANY
+    ),
+)
+def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 64) -> Iterator[Finding]:
+    """Yield the losses whose targets are the same number in all records."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in LOSSES or len(sources) < 2 or "input" not in step.roots[sources[1].id]:
+            continue
+        if "parameter" in step.roots[sources[1].id]:
+            continue
+        _, target = sides_of(evidence, step, node)
+        (least, most), steps = target.columns("min", "max")
+        if len(steps) < persistence or target.count.sum() < targets:
+            continue
+        if least.min() == most.max() and np.isfinite(least[0]) and least[0] != -100:
+            verdict = (
+                f"all targets of {node.name} in {step.place(node)} are {least[0]:.3g} in each of {len(steps)} records"
+            )
+            yield replace(target.found(verdict, "max"), module=step.owner(node), path="")
+            return
+
+
+@rule(
+    "padding-as-target",
+    statistic="share of the targets of cross_entropy that are the padding of an embedding of the same tokens",
+    usual="the padding is ignored",
+    why="The model learns to predict the padding, which is easy, and the loss looks better than the model is.",
+    next="Pass ignore_index with the number of the padding to cross_entropy.",
+    false_alarms="An embedding without padding_idx, and padding with another number than 0, are not known.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def padding_as_target(evidence: Evidence, *, persistence: int = 4, share: float = 0.2) -> Iterator[Finding]:
+    """Yield the losses many of whose targets are the padding."""
+    step = step_of(evidence)
+    pads = [node for node in step.operations if node.name == "embedding" and setting(node, "padding_idx") == "0"]
+    tokens = {each.id for node in pads for each in _inputs_of(step, node)}
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2 or setting(node, "ignore_index") == "0":
+            continue
+        if not tokens & {each.id for each in _inputs_of(step, sources[1])} or setting(node, "weight"):
+            continue
+        _, target = sides_of(evidence, step, node)
+        zeros, steps = target.column("zero_fraction")
+        if len(steps) >= persistence and (zeros[-persistence:] > share).all():
+            verdict = (
+                f"{np.median(zeros):.0%} of the targets of cross_entropy in {step.place(node)} are 0, the padding of "
+                f"{step.owner(pads[0])}, and none is ignored"
+            )
+            yield replace(target.found(verdict, "zero_fraction"), module=step.owner(node), path="")
+            return
+
+
+def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
+    """Return the inputs of the model that a node takes through changes of the shape and selections."""
+    found, todo = [], [node]
+    while todo:
+        each = todo.pop()
+        if each.kind == "input":
+            found.append(each)
+        elif each is node or keeps_values(each) or each.name in ("getitem", "narrow", "long", "clone", "chunk"):
+            todo += step.sources(each)
+    return found
+
+
+@rule(
+    "copies-the-input",
+    statistic="positions of the targets of a model whose attention sees no later position, against those of the tokens "
+    "that it reads",
+    usual="the target of each position is the next token",
+    why="Each position has its target as input, so that the model learns to copy it, and the loss falls to 0.",
+    next="Compare the logits of all positions but the last with the tokens from the second one on.",
+    false_alarms="Models whose attention sees later positions, such as autoencoders, and those that shift the tokens "
+    "themselves, are left out.",
+    needs=("activations", GRAPH),
+    records=1,
+    is_lasting=True,
+)
+def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the targets of a causal model are the tokens that it reads at the same positions."""
+    step = step_of(evidence)
+    # A mask may also hide padding alone, as in an autoencoder, so that the attention of the heads decides.
+    layers = [heads[0].attention_future for heads in layers_of(evidence, evidence.heads).values()]
+    seen = [future for future in layers if len(future)]
+    is_causal = bool(seen) and not any(future.any() for future in seen)
+    for node in step.operations if is_causal else ():
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2:
+            continue
+        tokens, logits = step.made_by(sources[1]), step.made_by(sources[0])
+        readers = list(step.readers(tokens)) if tokens.kind == "input" else []
+        is_read = bool(readers) and all(each is node or each.name == "embedding" for each in readers)
+        if is_read and len(readers) > 1 and logits.name == "linear" and tokens.id in _ancestors(step, logits):
+            verdict = (
+                f"the targets of cross_entropy in {step.place(node)} are the tokens that the model reads at the same "
+                "positions: it learns to copy them"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+def _ancestors(step: RecordedStep, node: Node) -> set[int]:
+    """Return the ids of the nodes that a node depends on."""
+    found, todo = set(), [node]
+    while todo:
+        for source in step.sources(todo.pop()):
+            if source.id not in found:
+                found.add(source.id)
+                todo.append(source)
+    return found

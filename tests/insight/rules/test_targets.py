@@ -1,0 +1,160 @@
+"""Tests of the rules about what a loss compares: each fault, its repaired twin, and healthy designs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight import RULES, Finding
+from tests.insight.records import Examination, Values, brief, parts, record, run
+from tests.insight.rules.test_operations import Causal, Loss, Shaped, Step, classes, mlp, rows, tokens
+
+NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".targets")}
+
+
+class Unshifted(nn.Module):
+    """A step of a language model whose targets are its tokens."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(ids), ids)
+
+
+def test_targets_that_are_not_shifted() -> None:
+    """A causal model whose targets are its inputs is a finding; an autoencoder is not, also if it masks its padding."""
+    graph = capture_graph(Unshifted(Causal(lambda ones: ones.triu(1), False)), tokens)
+    for future, rules in ((0.0, ["copies-the-input"]), (0.3, [])):
+        examination = parts({"net.softmax": [{"future": future}] * 2}, graph=graph)
+        examination.add(record("activations", 0, {("net", "out"): {}}, recorder="layers"))
+        assert [each.rule for each in examination.findings() if each.rule in NAMES] == rules
+    assert [each.rule for each in Examination(graph).findings() if each.rule in NAMES] == []  # nothing is measured
+
+
+def with_targets(
+    loss: Loss, *last: nn.Module, outputs: int = 1, target: Tensor | None = None, **values: float
+) -> list[Finding]:
+    """Return the findings of a step with a loss of torch whose targets have some statistics."""
+    target = torch.randn(8, outputs) if target is None else target
+    graph = capture_graph(Step(mlp(outputs, *last), loss), rows, target)
+    name = next(
+        node.name for node in graph.nodes if node.name in ("cross_entropy", "mse_loss") or "binary" in node.name
+    )
+    targets: dict[str, Values] = {name: values}
+    return [each for each in run({"net.0": {}}, targets=targets, graph=graph) if each.rule in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("last", "least", "most", "is_wrong"),
+    [
+        (nn.Sigmoid(), 21.0, 82.0, True),
+        (nn.Sigmoid(), 0.0, 1.0, False),
+        (nn.Tanh(), -3.0, 3.0, True),
+        (nn.Tanh(), -1.0, 1.1, False),
+        (nn.ReLU(), -2.0, 4.0, True),
+        (nn.ReLU(), 0.0, 90.0, False),
+        (nn.Identity(), -3.0, 90.0, False),
+    ],
+)
+def test_targets_out_of_the_range_of_the_outputs(last: nn.Module, least: float, most: float, is_wrong: bool) -> None:
+    """Targets that the activation after the last layer cannot return are a finding with both ranges."""
+    found = with_targets(F.mse_loss, last, min=least, max=most, rms=1.0)
+    assert brief(found) == [("warning", "output-range", "net.3")] * is_wrong
+    assert all(f"targets from {least:.3g} to {most:.3g}" in each.verdict for each in found)
+
+
+def test_labels_that_are_no_probabilities() -> None:
+    """Labels of -1 and 1, or 1 and 2, for a binary cross entropy are a finding, and smoothed ones are not."""
+    loss = F.binary_cross_entropy_with_logits
+    assert [each.rule for each in with_targets(loss, min=-1.0, max=1.0)] == ["output-range"]
+    assert [each.rule for each in with_targets(loss, min=1.0, max=2.0)] == ["output-range"]
+    assert with_targets(loss, min=0.0, max=1.05) == []
+
+
+def test_an_error_of_probabilities_and_classes() -> None:
+    """A squared error of a softmax, or of one sigmoid, and 0 and 1 is a finding; one of other targets is not."""
+    zeros_and_ones: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
+    (found,) = with_targets(F.mse_loss, nn.Softmax(-1), outputs=4, **zeros_and_ones)
+    assert brief([found]) == [("warning", "classes-by-error", "net.3")]
+    assert [each.rule for each in with_targets(F.mse_loss, nn.Sigmoid(), **zeros_and_ones)] == ["classes-by-error"]
+    assert with_targets(F.mse_loss, nn.Sigmoid(), outputs=4, **zeros_and_ones) == []
+    assert with_targets(F.mse_loss, nn.Softmax(-1), outputs=4, min=0.0, max=1.0, mean=0.25, rms=0.3) == []
+    assert with_targets(F.mse_loss, outputs=4, **zeros_and_ones) == []
+
+
+def test_targets_that_are_all_equal() -> None:
+    """Targets from the batch that are one class in every record are a finding; those that the step makes are not."""
+    (found,) = with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=0.0)
+    assert found.rule == "constant-target"
+    assert found.verdict.endswith("are 0 in each of 8 records")
+
+    def discriminated(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y, torch.zeros(8, dtype=torch.long)) + 0 * target.sum()
+
+    assert with_targets(discriminated, outputs=3, target=classes, min=0.0, max=0.0) == []
+    assert with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=2.0) == []
+
+
+@pytest.mark.parametrize(("ignored", "zeros", "is_wrong"), [(-100, 0.6, True), (0, 0.6, False), (-100, 0.1, False)])
+def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool) -> None:
+    """Targets most of which are the padding are a finding, unless they are ignored."""
+    net = nn.Sequential(nn.Embedding(11, 8, padding_idx=0), nn.GRU(8, 8, batch_first=True), Shaped(lambda x: x[0]))
+    net.append(nn.Linear(8, 11))
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = self.net(ids[:, :-1]).flatten(0, 1)
+            return F.cross_entropy(logits, ids[:, 1:].flatten(), ignore_index=ignored)
+
+    graph = capture_graph(Language(), tokens)
+    found = run(
+        {"net.1": {}}, targets={"cross_entropy": {"zero_fraction": zeros, "min": 0.0, "max": 10.0}}, graph=graph
+    )
+    assert [each.rule for each in found if each.rule in NAMES] == ["padding-as-target"] * is_wrong
+
+
+def errors(error: float, outputs: int = 2, loss: Loss = F.mse_loss) -> list[Finding]:
+    """Return the findings of a regression with predictions of rms 2 that are off by a mean error."""
+    graph = capture_graph(Step(mlp(outputs), loss), rows, torch.randn(8, outputs))
+    gradient = [2 * error / outputs] * 8
+    found = run({"net.2": {"rms": 2.0}}, None, {"net.2/bias": {}, "net.2/bias.grad": {"rms": gradient}}, graph=graph)
+    return [each for each in found if each.rule in NAMES]
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_targets_that_are_far_away(outputs: int) -> None:
+    """A mean error of more than ten times the predictions is a finding; the gradient of the last bias has it."""
+    (found,) = errors(30.0, outputs)
+    assert brief([found]) == [("warning", "target-scale", "net.2")]
+    assert found.verdict == "the mean error of the predictions from net.2 is 30 at step 70, 15 × their rms (2)"
+    assert errors(19.0, outputs) == []
+
+
+def test_the_error_is_not_known_if_the_gradient_has_other_parts() -> None:
+    """Another reduction, a factor or a second term of the loss changes the gradient."""
+    assert errors(30.0, loss=lambda y, target: F.mse_loss(y, target, reduction="sum")) == []
+    assert errors(30.0, loss=lambda y, target: 2 * F.mse_loss(y, target)) == []
+    assert errors(30.0, loss=lambda y, target: F.mse_loss(y, target) + y.abs().mean()) == []
+
+
+def test_the_mean_error_is_that_of_torch() -> None:
+    """The mean error that the rule derives is the one that the predictions have."""
+    net = mlp(2)
+    target = torch.randn(8, 2) + 5
+    prediction = net(rows)
+    F.mse_loss(prediction, target).backward()
+    bias = net.get_submodule("2").bias
+    assert isinstance(bias, nn.Parameter)
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad * 2 / 2, (prediction - target).mean(0).detach())

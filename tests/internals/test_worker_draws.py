@@ -1,0 +1,76 @@
+"""Tests of the noted states of random number generators in the workers of a data loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import override
+
+from lightning_recorder.internals.worker_draws import WatchedCollate, draws_of
+
+
+class Hostile(dict[Any, Any]):
+    """A container that raises in the worker processes."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]  # asked for by isinstance
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("not here")
+        return dict
+
+
+class Noisy(Dataset[Any]):
+    """A data set with a generator of its own, and further attributes."""
+
+    def __init__(self, **attributes: object) -> None:
+        self.rng = np.random.default_rng(0)
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return 16
+
+    @override
+    def __getitem__(self, index: int) -> float:
+        return float(self.rng.random())
+
+
+def batches(dataset: Noisy) -> tuple[WatchedCollate, list[Any]]:
+    collate = WatchedCollate(default_collate, dataset, 2)
+    return collate, [each.tolist() for each in DataLoader(dataset, 2, num_workers=2, collate_fn=collate)]
+
+
+def test_a_data_set_that_raises_costs_no_batch() -> None:
+    """An error while a data set is searched in a worker leaves the batches as they are."""
+    plain = [each.tolist() for each in DataLoader(Noisy(), 2, num_workers=2)]
+    collate, found = batches(Noisy(other=Hostile()))
+    assert found == plain
+    assert draws_of(collate) == []
+    assert [each.source for each in draws_of(batches(Noisy())[0])] == ["dataset.rng"]
+
+
+def test_large_data_sets_are_searched_in_part() -> None:
+    """A nested data set takes a bounded time: at most 2,000 of its objects are looked at."""
+    looked: list[int] = []
+
+    class Entries(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("not iterated as a whole")
+
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(1)
+            return [Entries() for _ in range(64)]
+
+    WatchedCollate(default_collate, Noisy(samples=Entries()), 2)
+    assert 0 < len(looked) <= 2000
+
+
+@pytest.mark.parametrize("key", [object(), ("a", 1)])
+def test_the_names_of_entries_run_no_code_of_the_user(key: object) -> None:
+    """A key of a class of its own is named by its class."""
+    collate = WatchedCollate(default_collate, Noisy(table={key: np.random.default_rng(1)}), 2)
+    assert f"dataset.table[{type(key).__name__}]" in collate.names
