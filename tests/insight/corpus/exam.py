@@ -39,23 +39,27 @@ class Program:
         make: A function that makes the task, faulty or repaired.
         fault: The fault, in a few words.
         source: Where such a fault was reported.
-        rules: The rules that name the cause; empty for a fault that the findings are known not to see.
+        rules: The rules that name the cause; empty for a fault whose cause the findings are known not to name.
+        missed: The mark of such a fault: nothing is found, or a consequence is.
     """
 
     make: Callable[[bool], Task]
     fault: str
     source: str
     rules: tuple[str, ...]
+    missed: Mark
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(rules: str, fault: str, source: str) -> Callable[[Callable[[bool], Task]], Callable[[bool], Task]]:
+def program(
+    rules: str, fault: str, source: str, missed: Mark = "silent"
+) -> Callable[[Callable[[bool], Task]], Callable[[bool], Task]]:
     """Register a function that makes a task, which is faulty if its argument is True."""
 
     def register(make: Callable[[bool], Task]) -> Callable[[bool], Task]:
-        PROGRAMS[make.__name__] = Program(make, fault, source, tuple(rules.split()))
+        PROGRAMS[make.__name__] = Program(make, fault, source, tuple(rules.split()), missed)
         return make
 
     return register
@@ -407,7 +411,7 @@ def no_positions(is_faulty: bool) -> Task:
     return language(Causal(above, has_positions=not is_faulty))
 
 
-@program("", "embeddings limited to a norm of 0.001", _FORUM)
+@program("", "embeddings limited to a norm of 0.001", _FORUM, "wrong")
 def embeddings_near_zero(is_faulty: bool) -> Task:
     net = Pooled(False)
     net.embedding = nn.Embedding(16, 16, max_norm=1e-3 if is_faulty else None)
