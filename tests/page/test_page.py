@@ -20,6 +20,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 from torch import nn
 
+from lightning_recorder import Outputs, ParameterRecorder, StepWatch
 from lightning_recorder.check import Answer, Result
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
@@ -27,6 +28,7 @@ from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
 from tests.benchmarks.page import model, parallel
 from tests.browser.chromium import CHROMIUM, open_page
+from tests.callbacks.test_actions import BAD, Net, fit
 from tests.commands.console import run as command
 from tests.page.test_data import written
 from tests.recordings.runs import site_of
@@ -857,6 +859,19 @@ def test_curves_are_smoothed_on_request(page: Page, tmp_path: Path) -> None:
     expect(chart).not_to_have_attribute("aria-label", before or "")
     page.get_by_label("smoothing").select_option("none")
     expect(chart).to_have_attribute("aria-label", before or "")
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_step_that_was_left_out_is_marked_in_the_charts(page: Page, tmp_path: Path) -> None:
+    """Each chart of the watch has a mark at the steps at which it has acted, and says so."""
+    quiet = Outputs(plots=False, dumps=False)
+    fit(Net(), tmp_path, StepWatch(on_finding="skip"), ParameterRecorder(every_n_train_steps=10, outputs=quiet))
+    open_recording(tmp_path).page(tmp_path / "page.html")
+    opened(page, tmp_path / "page.html")
+    for name in ("loss", "gradient norm"):
+        chart = page.get_by_role("img", name=re.compile(f"^{name} over steps"))
+        expect(chart).to_have_attribute("aria-label", re.compile(f"the watch acted at {BAD}$"))
+    expect(page.locator(".curves .legend", has_text="the watch acted")).to_have_count(2)
 
 
 def test_a_link_says_where_it_works(page: Page, files: Path) -> None:

@@ -308,6 +308,8 @@ function Overview(props: {
   const present = useMemo(() => [...new Set((recorder?.modules ?? []).map((each) => kinds.get(each) ?? "").filter(Boolean))].sort(), [recorder, kinds]);
   const chosen = wanted === FINDINGS ? (props.sick.size ? wanted : "") : present.includes(wanted) ? wanted : "";
   const only = useCallback((module: string) => chosen === "" || (chosen === FINDINGS ? props.sick.has(module) : kinds.get(module) === chosen), [chosen, props.sick, kinds]);
+  // The steps that the watch has left out, or at which it has gone back or lowered the learning rate.
+  const acted = useMemo(() => run.data.findings.flatMap((each) => each.rule === "acted" ? each.trace?.steps ?? [] : []), [run]);
   const isCalm = run.data.findings.every((each) => each.severity === "note");
   const hasBlocks = useMemo(() => {
     const counts = new Map<string, number>();
@@ -345,7 +347,7 @@ function Overview(props: {
         <div class="curves" role="region" aria-label="curves" tabIndex={0}>
           {names.map((name) => {
             const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
-            return <Lines title={name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
+            return <Lines title={name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} acted={acted} />;
           })}
           {run.curves.some((each) => each.steps.length >= LEAST_SMOOTHED) && <label class="smoothing">smoothing <select aria-label="smoothing" value={smoothing} onChange={(event) => setSmoothing(Number(event.currentTarget.value))}>
             {[0, 0.6, 0.9, 0.98].map((each) => <option value={each}>{each || "none"}</option>)}</select></label>}

@@ -77,14 +77,14 @@ function ticks(low: number, high: number, height: number, log: boolean): number[
   return Array.from({ length: Math.floor((last - first) / by) + 1 }, (_, at) => Number(log ? `1e${first + at * by}` : ((first + at * by) * unit).toPrecision(12)));
 }
 
-/** Lines over steps, with a mark at the chosen step. A click chooses a step. */
+/** Lines over steps, with a mark at the chosen step, and at those where the watch has acted. A click chooses a step. */
 export function Lines(props: {
-  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean; linear?: boolean;
+  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; share?: boolean; linear?: boolean; acted?: number[];
 }) {
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const chosen = useRef(props.step);
-  const key = JSON.stringify([props.title, props.curves.map((each) => [each.label, each.steps.length, each.values[each.values.length - 1]])]);
+  const key = JSON.stringify([props.title, props.curves.map((each) => [each.label, each.steps.length, each.values[each.values.length - 1]]), props.acted]);
   useEffect(() => {
     const element = holder.current!;
     const tables = props.curves.map((each) => [each.steps, each.values] as uPlot.AlignedData);
@@ -110,6 +110,8 @@ export function Lines(props: {
           for (const each of props.curves) each.values.forEach((value, place) => {
             if (!Number.isFinite(value)) self.ctx.fillRect(self.valToPos(each.steps[place]!, "x", true) - 1.5, self.bbox.top, 3, self.bbox.height);
           });
+          self.ctx.globalAlpha = 1; self.ctx.fillStyle = FOUND;
+          for (const step of props.acted ?? []) self.ctx.fillRect(self.valToPos(step, "x", true) - 1, self.bbox.top, 2, self.bbox.height);
           self.ctx.restore();
           const at = self.valToPos(chosen.current, "x", true);
           if (at < self.bbox.left || at > self.bbox.left + self.bbox.width) return;
@@ -134,13 +136,14 @@ export function Lines(props: {
       <figcaption>
         <span>{props.title}</span>
         <span class="legend">{props.curves.length > 1 && props.curves.filter((each) => each.label).map((each) => (
-          <span><i style={{ background: each.color }} />{each.label}</span>))}</span>
+          <span><i style={{ background: each.color }} />{each.label}</span>))}
+          {props.acted && props.acted.length > 0 && <span><i style={{ background: FOUND }} />the watch acted</span>}</span>
         <span class="save">
           <button type="button" onClick={() => saveSvg(props.title, props.curves)} aria-label={`save ${props.title} as SVG`}>SVG</button>
           <button type="button" onClick={() => saveCsv(props.title, props.curves)} aria-label={`save ${props.title} as CSV`}>CSV</button>
         </span>
       </figcaption>
-      <div ref={holder} role="img" aria-label={`${props.title} over steps; last: ${last}`} />
+      <div ref={holder} role="img" aria-label={`${props.title} over steps; last: ${last}${props.acted?.length ? `; the watch acted at ${props.acted.join(", ")}` : ""}`} />
     </figure>
   );
 }
