@@ -49,7 +49,9 @@ def install(session: nox.Session, *requirements: str, constraints: tuple[str, ..
 
 def constraints_file(session: nox.Session, constraints: tuple[str, ...]) -> str:
     """Write the constraints to a file, since pip accepts no others, and return its path."""
-    path = Path(session.create_tmp(), "constraints.txt")
+    # A temporary folder of the session would also become that of its tests, inside of the repository.
+    folder = session.virtualenv.location if session.virtualenv.is_sandboxed else session.create_tmp()
+    path = Path(folder, "constraints.txt")
     # torch is in the same resolution, so that no other version is downloaded.
     path.write_text("\n".join([TORCH, *constraints]) + "\n")
     return str(path)
