@@ -41,6 +41,7 @@ def test_the_parts_fit_into_eight_minutes() -> None:
     assert sum(seconds for seconds, _ in list(PARTS.values())[:-1]) <= LIMIT_S
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing fails with a GPU")
 def test_a_part_that_fails_ends_no_other(tmp_path: Path) -> None:
     """The table has the reason of a failing part, and the numbers of the next one."""

@@ -282,6 +282,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Any]], li
     return load_all
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_argument_can_be_given_in_a_file(kind: type[Any], loaded: Callable[[type[Any]], list[Any]]) -> None:
     """The value of an argument in a configuration file reaches the callback."""
@@ -621,6 +622,7 @@ def test_a_run_from_the_command_line_records(tmp_path: Path) -> None:
     assert [entry["class_path"].rpartition(".")[2] for entry in saved] == [kind.__name__ for kind in KINDS]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_saved_file_can_be_used_again(
     kind: type[Any], loaded: Callable[[type[Any]], list[Any]], tmp_path: Path
