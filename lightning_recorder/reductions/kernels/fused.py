@@ -262,7 +262,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
     for each in tensors:
         if type(each) is not Tensor or each.dtype is not torch.float32 or not each.is_cpu:
             return None
-        if each.layout is not torch.strided or not is_dense(each):
+        # A gradient with the channels last is dense, too. This runs for each gradient of each step.
+        if each.layout is not torch.strided or not (each.is_contiguous() or is_dense(each)):
             return None
         pointer, numel = each.data_ptr(), each.numel()
         if not pointer and numel:  # zeros without memory, which autograd creates
