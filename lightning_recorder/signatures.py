@@ -51,7 +51,6 @@ _SYNONYMS = {
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
-    "histogram_sample": ("outputs", "outputs=Outputs(histograms=…)"),
 }
 """Words for a part of another argument: the argument, and the code to write."""
 

@@ -479,7 +479,6 @@ OPTIONS = {
         "dump": ": did you mean outputs=Outputs(dumps=…)?",
         "quantiles": ': write statistics=[…, "quantile_0.99"]',
         "quantile": ': did you mean statistics=[…, "quantile_0.99"]?',
-        "histogram_sample": ": write outputs=Outputs(histograms=…)",
     },
     TensorDumper: {
         "when": ": write schedule=Schedule(when=…)",
