@@ -347,13 +347,16 @@ def _finding(data: Mapping[str, Any]) -> Finding:
 
 
 def _strip(data: Mapping[str, Any]) -> RankStrip:
-    numbers = {name: tuple(map(tuple, data[name])) for name in ("parts", "groups")}
-    distances = tuple(tuple(map(_number, row)) for row in data["distances"])
-    names = {name: tuple(data[name]) for name in ("ranks", "names", "kinds")}
-    found = RankStrip(**names, **numbers, distances=distances, compared=data["compared"], step=data["step"])
+    known = {name: data[name] for name in RankStrip.__dataclass_fields__}
+    known |= {name: tuple(data[name]) for name in ("ranks", "names", "kinds")}
+    known |= {name: tuple(map(tuple, data[name])) for name in ("parts", "groups")}
+    known["distances"] = tuple(tuple(map(_number, row)) for row in data["distances"])
+    found = RankStrip(**known)
     check_fields(replace(found, distances=()))
     shape = [len(found.ranks)] * len(found.names)
-    if len(found.kinds) != len(shape) or any([*map(len, rows)] != shape for rows in (*numbers.values(), distances)):
+    if len(found.kinds) != len(shape) or any(
+        [*map(len, rows)] != shape for rows in (found.parts, found.groups, found.distances)
+    ):
         raise ValueError("a strip has not one value for each tensor and rank")
     return found
 

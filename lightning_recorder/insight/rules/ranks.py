@@ -26,7 +26,9 @@ WHY_AFTER = (
     "checkpoint, a step that one rank leaves out, or code that writes to them on one rank or from its own batches."
 )
 NEXT_AFTER = "Look for code that runs on one rank only, and for writes to parameters outside of the optimizer."
-NEXT_SETTINGS = "Give all ranks the same settings. A scheduler needs a metric that all ranks have in common, logged with sync_dist."
+NEXT_SETTINGS = (
+    "Give all ranks the same settings. A scheduler needs a metric that is equal on all of them (sync_dist=True)."
+)
 _WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP does not average over the ranks."
 _NEXT_GRAD = "Use manual_backward, or average the gradients with all_reduce before the optimizer step."
 WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
