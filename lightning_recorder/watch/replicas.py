@@ -230,7 +230,8 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
         kinds: Their kinds.
         ranks: The checksums of each rank.
     """
-    ranks, columns = [_aligned(each, _checksums(names)) for each in ranks], {}
+    about, columns = _checksums(names), dict[int, _Column]()
+    ranks = [_aligned(each, about) for each in ranks]
     parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
         numbers, parts = np.stack([each.numbers for each in ranks]), np.stack([each.parts for each in ranks])

@@ -85,11 +85,11 @@ def test_a_cause_is_named_only_if_it_was_measured() -> None:
     """Other learning rates, an optimizer that has not stepped, and equal gradients give three other causes."""
 
     def rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model[0].weight.mul_(2)  # type: ignore[operator, index]  # a Sequential
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
         optimizer.param_groups[0]["lr"] = 0.5
 
     def idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model[0].weight.mul_(2)  # type: ignore[operator, index]  # a Sequential
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
         optimizer.state.clear()
 
     def written(model: nn.Module, optimizer: object) -> None:

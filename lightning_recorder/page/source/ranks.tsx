@@ -27,6 +27,8 @@ function partition(strip: RankStripData, column: number): string {
   return [...found].sort(([one], [other]) => one < other ? -1 : 1).map(([group, ranks]) => `${group} = ${ranks.length > 1 ? "ranks" : "rank"} ${ranks.slice(0, 8).join(", ")}${ranks.length > 8 ? `, and ${ranks.length - 8} more` : ""}`).slice(0, 8).join("; ") + (found.size > 8 ? `; and ${found.size - 8} more groups` : "");
 }
 
+function count(number: number, noun: string): string { return `${number} ${noun}${number === 1 ? "" : "s"}`; }
+
 /** What the colors say, one line for all tensors with the same groups. */
 function Words(props: { strip: RankStripData; id: string }) {
   const { strip } = props, lines = new Map<string, number[]>();
@@ -40,9 +42,9 @@ function Words(props: { strip: RankStripData; id: string }) {
   return <ul id={props.id}>
     {[...lines].slice(0, MOST_LINES).map(([text, columns]) => <li>
       <b>{columns.slice(0, MOST_NAMES).map((column) => strip.names[column]).join(", ")}{columns.length > MOST_NAMES && ` and ${columns.length - MOST_NAMES} more`}</b>: {text}; {far(columns) ? `up to ${format(far(columns))} × their size apart` : "not apart in the compared values"}</li>)}
-    {lines.size > MOST_LINES && <li>{lines.size - MOST_LINES} more ways to group the ranks</li>}
-    {strip.names.length > differing && <li>{strip.names.length - differing} other tensors of the strip are equal</li>}
-    {hidden > 0 && <li>{hidden} more tensors were compared and have no column</li>}
+    {lines.size > MOST_LINES && <li>{count(lines.size - MOST_LINES, "further grouping")} of the ranks</li>}
+    {strip.names.length > differing && <li>{count(strip.names.length - differing, "tensor")} of the strip equal on all ranks</li>}
+    {hidden > 0 && <li>{count(hidden, "compared tensor")} without a column</li>}
   </ul>;
 }
 
