@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 
-__all__ = ["checked_arguments", "described_like", "repr_of_changed", "with_checked_arguments", "with_replacements"]
+__all__ = [
+    "check_names",
+    "checked_arguments",
+    "described_like",
+    "repr_of_changed",
+    "with_checked_arguments",
+    "with_replacements",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -79,9 +86,7 @@ def checked_arguments(init: Init) -> Init:
     @functools.wraps(init)
     def wrapper(self: object, *args: Any, **kwargs: Any) -> None:
         kind = type(self)
-        unknown = next((name for name in kwargs if name not in _known(kind)), None)
-        if unknown is not None:
-            raise UnknownArgumentError(_unknown(kind, unknown))
+        check_names(kind, kwargs)
         if len(args) > len(positional):
             raise UnknownArgumentError(_too_many(kind, positional, args))
         try:
@@ -113,6 +118,17 @@ def described_like(other: type) -> Callable[[Kind], Kind]:
         return kind
 
     return decorate
+
+
+def check_names(kind: type, names: Iterable[str]) -> None:
+    """Raise if a class has no argument of one of these names.
+
+    Raises:
+        UnknownArgumentError: With the argument that was probably meant.
+    """
+    unknown = next((name for name in names if name not in _known(kind)), None)
+    if unknown is not None:
+        raise UnknownArgumentError(_unknown(kind, unknown))
 
 
 def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], Function]:

@@ -265,7 +265,6 @@ def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
         entries = found.pop("sites" if is_old else "layout")
         size = len(entries), len(columns)
         numbers, further = _values(entries, len(columns)) if is_old else _numbers(found, *size)
-        numbers = numbers.reshape(size)
         more = tuple(dict.fromkeys(name for scalars in further.values() for name in scalars))
         schema = known.schema_of(entries, (*columns, *more))
         lacking = None
@@ -281,9 +280,11 @@ def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
 
 def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:
     """Remove the values from a line, and return them. The histograms are removed as well."""
-    values = np.frombuffer(from_base64(found.pop("values")), dtype="<f8").astype(np.float64, copy=False)
-    if len(values) != sites * columns or len(found.pop("sizes")) != sites:
+    data = from_base64(found.pop("values"))
+    if len(data) != 8 * sites * columns or len(found.pop("sizes")) != sites:
         raise ValueError("a site has not one value for each column")
+    # Without a view of the array, which takes more memory than the values of a few sites.
+    values = np.ndarray((sites, columns), "<f8", data).astype(np.float64, copy=False)
     found.pop("bins")
     further = {
         int(place): {_text(name): _number(value) for name, value in scalars.items()}
@@ -319,7 +320,7 @@ def _values(entries: list[Any], columns: int) -> tuple[Floats, dict[int, dict[st
             values.extend(array("d", map(_number, row)))
         if len(entry) > 6:
             further[place] = {_text(name): _number(value) for name, value in entry[6].items()}
-    return np.array(values, dtype=np.float64), further
+    return np.array(values, dtype=np.float64).reshape(len(entries), columns), further
 
 
 def _check_about(about: dict[str, Any]) -> None:
