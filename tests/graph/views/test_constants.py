@@ -69,5 +69,5 @@ def test_a_buffer_of_one_number_is_a_constant() -> None:
     net.register_buffer("stride", torch.ones(()))
     net.register_buffer("table", torch.ones(4))
     view = fit_view(capture_graph(net, X))
-    assert _functions(view) == ["add … exp", "mul", "add", "sqrt", "neg", "exp", "add"]
+    assert _functions(view) == ["add … exp", "add", "sqrt", "neg", "exp", "mul", "add"]
     assert [node.name for node in view.nodes if node.kind == "buffer"] == ["table"]
