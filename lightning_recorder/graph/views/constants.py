@@ -37,7 +37,8 @@ def join_constants(graph: Graph) -> Graph:
     target = {node.id: node.id for node in graph.nodes}
     names: dict[int, list[str]] = {}
     for last in reversed(graph.nodes):
-        if last.kind == "op" and last.id in constant and target[last.id] == last.id and not users.get(last.id, set()) <= constant:
+        is_free = last.kind == "op" and last.id in constant and target[last.id] == last.id
+        if is_free and not users.get(last.id, set()) <= constant:
             inside = _only_for(last, graph, users, constant)
             functions = [node.name for node in inside if node.kind == "op"]
             if len(functions) >= _LEAST:
