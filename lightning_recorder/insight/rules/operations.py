@@ -215,7 +215,8 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 @rule(
     "along-batch",
-    statistic="dimension of softmax, recurrence, mean and position embedding, in steps with one target for each sample",
+    statistic="dimension of softmax, recurrence, mean, normalization and position embedding, in steps with one target "
+    "for each sample",
     usual="a dimension inside of each sample",
     why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
     "the place of the sample in it.",
@@ -229,7 +230,7 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     descriptions = [_of_classes]
     if step.batch:
-        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean]
+        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean, _of_whole]
     found = []
     for node in step.operations:
         verdict = next(filter(None, (describe(step, node) for describe in descriptions)), "")
@@ -307,6 +308,29 @@ def _of_mean(step: RecordedStep, node: Node) -> str:
     return ""
 
 
+def _of_whole(step: RecordedStep, node: Node) -> str:
+    """Describe a normalization by the standard deviation of all values of a batch, between two layers."""
+    sources, shape = step.sources(node), shape_of(node)
+    if node.name not in ("div", "__truediv__", "div_") or len(sources) != 2 or not shape or shape[0] != step.batch:
+        return ""
+    centered, scale = sources
+    # Beside a small number that is added, or a root of a variance.
+    while scale.name in ("add", "sqrt", "clamp") and len(inner := step.sources(scale)) == 1:
+        (scale,) = inner
+    if centered.name not in _DIFFERENCES or scale.name not in ("std", "var") or scale.outputs[0].shape:
+        return ""
+    of_mean, of_scale = step.sources(centered), step.sources(scale)
+    if len(of_mean) != 2 or of_mean[0].id != of_scale[0].id or of_mean[1].name != "mean" or of_mean[1].outputs[0].shape:
+        return ""
+    # A batch that is normalized before the first layer, and returns or scores behind the last one, are left out.
+    if not {"input", "parameter"} <= step.roots[node.id] or node.id > step.last_layer:
+        return ""
+    return (
+        f"the normalization in {step.place(node)} divides {listed(shape)} by the standard deviation of all values of "
+        "the batch"
+    )
+
+
 def _of_position(step: RecordedStep, node: Node) -> str:
     """Describe a tensor of the model that gives each sample of the batch an offset of its own."""
     if node.name not in ("add", "add_", "__add__", "__iadd__") or len(node.inputs) != 2 or not step.batch:
@@ -325,6 +349,58 @@ def _of_position(step: RecordedStep, node: Node) -> str:
                 "for each sample, and the same one for all positions"
             )
     return ""
+
+
+# What a loss of two views consists of. Other functions, such as a product of all pairs or a variance, may push apart.
+_PULLS = re.compile(
+    r"(cosine_similarity|normalize|mse_loss|(smooth_)?l1_loss|huber_loss|mean|sum|(__)?r?(sub|add|mul|(true)?div)(__)?|"
+    r"neg|__neg__|pow|square|abs|norm|vector_norm|getitem|chunk|split|unbind)_?"
+)
+
+
+@rule(
+    "no-stop-gradient",
+    statistic="operations of a loss that compares two outputs of the same layers, and parts of it without a gradient",
+    usual="a detach() of one side, negative pairs or a term for the variance",
+    why="The loss is smallest if all outputs are equal, and the gradient of both sides leads there.",
+    next="Detach the target: z.detach() in a cosine similarity of p and z; or add negative pairs or a variance term.",
+    false_alarms="Losses with a target, another function, or a part without a gradient are left out, and outputs that "
+    "differ between samples as much as in the first record.",
+    needs=("activations", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("collapsed-embedding", "dead-output", "vanishing-gradient", "sudden-change", "barely-moves"), _ANY
+    ),
+)
+def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float = 0.75) -> Iterator[Finding]:
+    """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike."""
+    step = step_of(evidence)
+    losses = [node for node in evidence.graph.nodes if node.kind == "backward"]
+    sides, todo = [], [each for node in losses[:1] for each in step.sources(node)]
+    for node in todo:
+        if node.kind == "op" and (_PULLS.fullmatch(node.name) or keeps_values(node)) and step.sources(node):
+            todo += [each for each in step.sources(node) if each not in todo]
+        else:
+            sides.append(node)
+    owners = dict.fromkeys(step.owner(node) for node in sides)
+    # Each layer is called for both views, and no side is a target or without a gradient.
+    if (
+        len(losses) != 1
+        or len(sides) < 2
+        or len(sides) <= len(owners)
+        or any(node.id not in step.trained for node in sides)
+    ):
+        return
+    for name in owners:
+        spreads = evidence.output(name).batch_spread
+        if len(spreads) >= persistence and (spreads[-persistence:] < share * spreads[0]).all():
+            verdict = (
+                f"the loss pulls the outputs of {name} for two views together, nothing holds them apart, and no side "
+                f"is detached: {spreads[-1]:.2g} of their rms differs between samples, {spreads[0]:.2g} at first"
+            )
+            found = evidence.output(name).found(verdict, "batch_spread", spread=spreads[-1], first=spreads[0])
+            yield replace(found, others=tuple(each for each in owners if each != name))
+            return
 
 
 @rule(

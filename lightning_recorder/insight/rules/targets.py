@@ -85,8 +85,9 @@ _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 @rule(
     "output-range",
-    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions",
-    usual="the targets are in the range",
+    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions; "
+    "for a softmax the sum of the targets of a sample",
+    usual="the targets are in the range; those of a softmax add up to 1",
     why="The activation after the last layer cannot return these targets, so that the loss stays high whatever is "
     "learned.",
     next="Remove the activation after the last layer, or scale the targets to its range.",
@@ -109,12 +110,22 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
         else:
             continue
         _, target = sides_of(evidence, step, node)
-        (least, most, size), steps = target.columns("min", "max", "rms")
+        (least, most, size, mean), steps = target.columns("min", "max", "rms", "mean")
         if len(steps) < persistence:
             continue
         # Without an upper end, the size of the targets is the scale.
         beyond = np.maximum(low - least, most - high) / np.where(np.isfinite(high), high - low, np.maximum(size, 1e-30))
         if not (beyond[-persistence:] > margin).all():
+            sums = mean[-persistence:] * (shape_of(node, 1) or (1,))[-1]
+            if source is not None and source.name == "softmax" and (sums > 1 + margin).all():
+                verdict = (
+                    f"{node.name} in {step.place(node)} gets targets that add up to {sums[-1]:.3g} in a sample, but "
+                    f"the softmax in {step.place(source)} returns numbers that add up to 1"
+                )
+                found = target.found(verdict, "mean", sum=sums[-1])
+                following = "Replace the softmax by a sigmoid, as several classes of a sample are true."
+                yield replace(found, module=step.owner(source), path="", next=following)
+                return
             continue
         targets = f"targets from {least.min():.3g} to {most.max():.3g}"
         if node.name in _BINARY:

@@ -119,6 +119,15 @@ def labels_of_both_signs(is_faulty: bool) -> Task:
     return Task(net, batch, lambda net, batch: F.binary_cross_entropy_with_logits(net(batch[0]), batch[1]))
 
 
+@program("output-range", "softmax for several labels of a sample", _FORUM)
+def softmax_for_several_labels(is_faulty: bool) -> Task:
+    def loss(y: Tensor, classes: Tensor) -> Tensor:
+        labels = torch.stack([classes % 2 == 0, classes > 4, classes % 3 == 0], 1).float()
+        return F.binary_cross_entropy(y, labels)
+
+    return on_digits(loss, stacked(nn.Softmax(1) if is_faulty else nn.Sigmoid(), outputs=3))
+
+
 @program("classes-by-error", "squared error on a softmax for classes", _DEEPFD)
 def squared_error_of_softmax(is_faulty: bool) -> Task:
     if is_faulty:
@@ -213,6 +222,29 @@ class Pooled(nn.Module):
 @program("along-batch", "mean over the samples instead of the positions", _FORUM)
 def mean_over_samples(is_faulty: bool) -> Task:
     return Task(Pooled(is_faulty), tokens)
+
+
+@program("input-scale", "embeddings limited to a norm of 0.001", _FORUM)
+def embeddings_near_zero(is_faulty: bool) -> Task:
+    net = Pooled(False)
+    net.embedding = nn.Embedding(16, 16, max_norm=1e-3 if is_faulty else None)
+    return Task(net, tokens)
+
+
+@program("along-batch", "normalization over all samples and features", _FORUM)
+def normalized_as_a_whole(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = (x - x.mean()) / x.std() if is_faulty else F.layer_norm(x, (32,))
+            logits: Tensor = self.head(x.relu())
+            return logits
+
+    return on_digits(F.cross_entropy, Net())
 
 
 # Language models.
@@ -312,6 +344,21 @@ def encoder_detached(is_faulty: bool) -> Task:
     return Task(Net(), digits, lambda net, batch: F.mse_loss(net(batch[0]), batch[0]))
 
 
+@program("no-stop-gradient collapsed-embedding", "two views, and no side is detached", "lightly-ai/lightly#559")
+def two_views_attached(is_faulty: bool) -> Task:
+    net = nn.Sequential(stack(64, 64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+    net.append(stack(16, 8, 16))
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        z, w = (net[:4](batch[0] + 0.5 * torch.randn_like(batch[0])) for _ in range(2))
+        p, q = net[4](z), net[4](w)
+        if not is_faulty:
+            z, w = z.detach(), w.detach()
+        return -(F.cosine_similarity(p, w).mean() + F.cosine_similarity(q, z).mean()) / 2
+
+    return Task(net, digits, loss, optimizer=sgd(0.1))
+
+
 @program("not-registered", "layers in a Python list", _FORUM)
 def layers_in_a_list(is_faulty: bool) -> Task:
     class Net(nn.Module):
@@ -409,29 +456,6 @@ def labels_of_other_samples(is_faulty: bool) -> Task:
 @program("", "no embedding of the positions", _FORMS)
 def no_positions(is_faulty: bool) -> Task:
     return language(Causal(above, has_positions=not is_faulty))
-
-
-@program("", "embeddings limited to a norm of 0.001", _FORUM, "wrong")
-def embeddings_near_zero(is_faulty: bool) -> Task:
-    net = Pooled(False)
-    net.embedding = nn.Embedding(16, 16, max_norm=1e-3 if is_faulty else None)
-    return Task(net, tokens)
-
-
-@program("", "normalization over all samples and features", _FORUM)
-def normalized_as_a_whole(is_faulty: bool) -> Task:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            x = (x - x.mean()) / x.std() if is_faulty else F.layer_norm(x, (32,))
-            logits: Tensor = self.head(x.relu())
-            return logits
-
-    return on_digits(F.cross_entropy, Net())
 
 
 @program("", "a teacher that never follows", "TrainCheck (OSDI 25), kind of fault")

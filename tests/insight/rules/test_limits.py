@@ -25,7 +25,7 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_operations import Codes, Step, mlp, rows
+from tests.insight.rules.test_operations import Codes, Step, mlp, of_views, rows
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -127,6 +127,12 @@ def with_targets(
     records = options.pop("records", 8)
     shapes = {(loss.__name__, "in.target"): options.pop("shape", (16, 16))}
     return case(targets={loss.__name__: options}, graph=graph, records=records, shapes=shapes)
+
+
+@cases("no-stop-gradient")
+def _() -> Iterator[Evidence]:
+    for spread, records in ((0.8, 9), (0.5, 9), (0.5, 8)):
+        yield of_views(last=0.75 * spread, records=records).evidence()
 
 
 @cases("output-range")

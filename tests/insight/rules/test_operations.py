@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, brief, run
+from tests.insight.records import Examination, Values, brief, examined, run
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".operations")}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 Loss = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 
 rows, classes = torch.randn(8, 5), torch.arange(8) % 3
 series = torch.randn(8, 6, 5)
@@ -343,6 +344,63 @@ def test_a_mean_over_the_samples(function: Callable[[Tensor], Tensor], is_wrong:
     net = nn.Sequential(Shaped(function), nn.Linear(5, 3))
     found = examine(net, F.cross_entropy, series, classes)
     assert [each.rule for each in found] == ["along-batch"] * is_wrong
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x.std() + 1e-5)
+
+
+def of_each(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize(("first", "second", "is_wrong"), [(None, whole, True), (whole, of_each, False)])
+def test_a_normalization_over_the_samples(first: Function | None, second: Function, is_wrong: bool) -> None:
+    """A normalization of all values between two layers is a finding; one of the batch, or of each sample, is not."""
+    net = nn.Sequential(Shaped(first or nn.Identity()), nn.Linear(5, 7), Shaped(second), nn.Linear(7, 3))
+    found = examine(net, lambda y, target: F.cross_entropy(whole(y) if first else y, target), rows, classes)
+    assert [each.rule for each in found] == ["along-batch"] * is_wrong
+
+
+class Views(nn.Module):
+    """Two views of each sample, whose embeddings a loss compares."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.net, self.head, self.loss = mlp(7), nn.Linear(7, 7), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.net(x), self.net(x + 0.1 * torch.randn_like(x))
+        loss = self.loss(self.head(one), two) + self.loss(self.head(two), one)
+        loss.backward()
+        return loss
+
+
+def pulled(p: Tensor, z: Tensor) -> Tensor:
+    return -F.cosine_similarity(p, z).mean()
+
+
+def of_views(loss: Loss = pulled, *, last: float = 0.3, records: int = 8) -> Examination:
+    """Return the examination of a run with two views, in whose records the outputs differ less and less."""
+    spreads = [0.8, *[last] * (records - 1)]
+    layers: dict[str, Values] = {name: {"batch_spread": spreads} for name in ("net.2", "head")}
+    return examined(layers, graph=capture_graph(Views(loss), rows), records=records)
+
+
+def test_two_views_without_a_stop_gradient() -> None:
+    """A loss that pulls two views together is a finding if neither is detached and nothing holds them apart."""
+
+    def with_negatives(p: Tensor, z: Tensor) -> Tensor:
+        return F.cross_entropy(p @ z.mT, torch.arange(8))
+
+    def with_variance(p: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(p, z) + F.relu(1 - z.std(0)).mean()
+
+    detached: Loss = lambda p, z: pulled(p, z.detach())  # noqa: E731 - one of several losses
+    (found,) = of_views(last=0.05, records=9).findings()
+    assert brief([found]) == [("warning", "no-stop-gradient", "head")]
+    for loss in (detached, with_negatives, with_variance):
+        assert "no-stop-gradient" not in {each.rule for each in of_views(loss).findings()}
 
 
 class Causal(nn.Module):

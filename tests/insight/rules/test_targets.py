@@ -78,6 +78,15 @@ def test_labels_that_are_no_probabilities() -> None:
     assert with_targets(loss, min=0.0, max=1.05) == []
 
 
+@pytest.mark.parametrize(("mean", "last", "is_wrong"), [(0.3, 0, True), (0.26, 0, False), (0.3, 1, False)])
+def test_several_classes_of_a_sample_for_a_softmax(mean: float, last: int, is_wrong: bool) -> None:
+    """Targets that add up to more than the outputs of a softmax do are a finding; with a sigmoid they are not."""
+    activation = (nn.Softmax(-1), nn.Sigmoid())[last]
+    target = torch.rand(8, 4)
+    found = with_targets(F.binary_cross_entropy, activation, outputs=4, target=target, min=0.0, max=1.0, mean=mean)
+    assert brief(found) == [("warning", "output-range", "net.3")] * is_wrong
+
+
 def test_an_error_of_probabilities_and_classes() -> None:
     """A squared error of a softmax, or of one sigmoid, and 0 and 1 is a finding; one of other targets is not."""
     zeros_and_ones: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
