@@ -458,7 +458,7 @@ def no_positions(is_faulty: bool) -> Task:
     return language(Causal(above, has_positions=not is_faulty))
 
 
-@program("", "a teacher that never follows", "TrainCheck (OSDI 25), kind of fault")
+@program("copy-does-not-follow", "a teacher that never follows", "TrainCheck (OSDI 25), kind of fault")
 def teacher_that_stays(is_faulty: bool) -> Task:
     class Student(Task):
         def __init__(self) -> None:

@@ -26,6 +26,7 @@ from tests.insight.records import Values, chain, examined, network, parts, recor
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_operations import Codes, Step, mlp, of_views, rows
+from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -517,6 +518,12 @@ def _() -> Iterator[Evidence]:
         parameters = {key: value for name in own for key, value in trained(name).items()}
         coverage = {"parameters": {"modules": missing}}
         yield case({name: {} for name in names}, None, parameters, graph=chain(*names), coverage=coverage)
+
+
+@cases("copy-does-not-follow")
+def _() -> Iterator[Evidence]:
+    for share in (0.75e-6, 1.5e-6):
+        yield of_student(by(share)).evidence()
 
 
 @cases("constant-weight")
