@@ -172,6 +172,32 @@ def smoothing_of_one(is_faulty: bool) -> Task:
     return on_digits(lambda y, classes: F.cross_entropy(y, classes, label_smoothing=smoothing))
 
 
+@program("cut-off-logits", "dropout behind the last layer", _FORUM)
+def dropout_of_logits(is_faulty: bool) -> Task:
+    return on_digits(F.cross_entropy, stacked(*[nn.Dropout(0.5)] * is_faulty))
+
+
+@program("cosine-logits", "cosines of pairs without a temperature", _FORUM)
+def cosines_as_logits(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        x = batch[0]
+        one, two = (F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
+        return F.cross_entropy(one @ two.T / (1 if is_faulty else 0.1), torch.arange(len(x)))
+
+    return Task(stack(64, 32, 16), digits, loss)
+
+
+@program("overlap-of-logits", "a dice loss of logits", _FORUM)
+def dice_of_logits(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        y = net(batch[0]) if is_faulty else net(batch[0]).sigmoid()
+        dice: Tensor = (2 * (y * batch[1]).sum() + 1) / (y.sum() + batch[1].sum() + 1)
+        return 1 - dice
+
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+    return Task(net, lambda step: (x := images(step)[0], (x > 0.5).float()), loss)
+
+
 # Dimensions.
 
 
@@ -179,6 +205,12 @@ def smoothing_of_one(is_faulty: bool) -> Task:
 def softmax_over_samples(is_faulty: bool) -> Task:
     dim = 0 if is_faulty else 1
     return on_digits(lambda y, classes: F.nll_loss((y.softmax(dim) + 1e-8).log(), classes))
+
+
+def walks(step: int) -> tuple[Tensor, Tensor]:
+    """Return random walks, ``[32, 12, 3]``, and the side on which they end."""
+    x = torch.randn(32, 12, 3, generator=random(step)).cumsum(1)
+    return x, (x[:, -1, 0] > 0).long()
 
 
 @program("exchanged-by-view", "view instead of transpose before an LSTM", _FORUM)
@@ -193,11 +225,22 @@ def view_for_transpose(is_faulty: bool) -> Task:
             logits: Tensor = self.head(self.rnn(x)[0][-1])
             return logits
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(32, 12, 3, generator=random(step)).cumsum(1)
-        return x, (x[:, -1, 0] > 0).long()
+    return Task(Net(), walks, optimizer=adam(1e-2))
 
-    return Task(Net(), batch, optimizer=adam(1e-2))
+
+@program("exchanged-by-view", "view of the last states of an LSTM, which begin with the direction", _FORUM)
+def states_viewed(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 16, batch_first=True, bidirectional=True), nn.Linear(32, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.rnn(x)[1][0]
+            logits: Tensor = self.head(h.view(32, 32) if is_faulty else h.transpose(0, 1).flatten(1))
+            return logits
+
+    return Task(Net(), walks, optimizer=adam(1e-2))
 
 
 def tokens(step: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_operations import Codes, Step, mlp, of_views, rows
+from tests.insight.rules.test_operations import Codes, Step, mlp, of_overlap, of_pairs, of_views, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.test_odd_blocks import Stage
 
@@ -134,6 +134,21 @@ def with_targets(
 def _() -> Iterator[Evidence]:
     for spread, records in ((0.8, 9), (0.5, 9), (0.5, 8)):
         yield of_views(last=0.75 * spread, records=records).evidence()
+
+
+@cases("cosine-logits")
+def _() -> Iterator[Evidence]:
+    for number in (6, 30):
+        yield of_pairs(number).evidence()
+    yield of_pairs(3).evidence()
+
+
+@cases("overlap-of-logits")
+def _() -> Iterator[Evidence]:
+    for low, records in ((-0.15, 4), (-0.075, 4), (-0.15, 3)):
+        yield of_overlap(low=low, records=records).evidence()
+    yield of_overlap(low=last(3, -3.0, 0.0)).evidence()
+    yield of_overlap(low=last(4, -3.0, 0.0)).evidence()
 
 
 @cases("output-range")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -448,6 +448,67 @@ def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], 
     """A view to the same sizes in another order mixes them; a transpose and a view that joins sizes do not."""
     found = examine(Shaped(function), lambda y, target: (y.mean() - target.mean()).square(), series, rows)
     assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "is_wrong"),
+    [
+        (lambda h: h.view(8, -1), True),
+        (lambda h: h.transpose(0, 1).reshape(8, -1), False),
+        (lambda h: h.repeat(4, 1, 1).view(8, 8, 4), False),
+    ],
+)
+def test_a_view_that_joins_samples(function: Function, is_wrong: bool) -> None:
+    """A view of the states of a recurrence to one row for each sample is a finding; behind a transpose it is not."""
+    lstm = nn.LSTM(5, 4, bidirectional=True, batch_first=True)
+    net = nn.Sequential(lstm, Shaped(lambda x: function(x[1][0]).flatten(1)), nn.LazyLinear(3))
+    net(series)
+    found = examine(net, F.cross_entropy, series, classes)
+    assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(("last", "is_wrong"), [([nn.Dropout()], True), ([nn.Dropout(0.0)], False), ([], False)])
+def test_dropout_of_logits(last: list[nn.Module], is_wrong: bool) -> None:
+    """Dropout behind the last layer is a finding with a cause of its own, and one before it is not."""
+    found = examine(nn.Sequential(nn.Dropout(), *mlp(3, *last)), F.cross_entropy, rows, classes)
+    assert brief(found) == [("warning", "cut-off-logits", "net.4")] * is_wrong
+
+
+def of_pairs(classes: int, scale: float = 1.0, is_normalized: bool = True) -> Examination:
+    """Return the examination of a loss that gets the products of pairs as logits."""
+
+    def loss(y: Tensor, other: Tensor) -> Tensor:
+        one, two = (F.normalize(each, dim=-1) if is_normalized else each for each in (y, other))
+        logits = one @ two.T
+        return F.cross_entropy(logits if scale == 1 else logits * scale, torch.zeros(len(y), dtype=torch.long))
+
+    return Examination(capture_graph(Step(mlp(7), loss), rows, torch.randn(classes, 7)))
+
+
+def test_cosines_as_logits() -> None:
+    """Cosines without a temperature are a finding with the least loss that they can have."""
+    (found,) = of_pairs(8).findings()
+    assert found.rule == "cosine-logits"
+    assert found.verdict.endswith("of 8 classes: it cannot fall below 0.666, and is 2.08 for a guess")
+    for each in (of_pairs(8, scale=10.0), of_pairs(8, is_normalized=False), of_pairs(3)):
+        assert each.findings() == []
+
+
+def of_overlap(*last: nn.Module, low: float | Sequence[float] = -3.0, records: int = 4) -> Examination:
+    """Return the examination of a dice loss."""
+
+    def dice(y: Tensor, target: Tensor) -> Tensor:
+        return 1 - (2 * (y * target).sum() + 1) / (y.sum() + target.sum() + 1)
+
+    graph = capture_graph(Step(mlp(3, *last), dice), rows, torch.rand(8, 3))
+    return examined({"net.2": {"min": low}}, graph=graph, records=records)
+
+
+def test_an_overlap_of_logits() -> None:
+    """A dice loss of the output of a layer that is negative is a finding; one of a sigmoid is not."""
+    (found,) = of_overlap().findings()
+    assert brief([found]) == [("warning", "overlap-of-logits", "net.2")]
+    assert of_overlap(nn.Sigmoid()).findings() == of_overlap(low=0.0).findings() == []
 
 
 @pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Softplus"])
