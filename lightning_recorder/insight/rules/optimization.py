@@ -387,7 +387,8 @@ def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
     usual="0.8 to 3.5",
     why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
     next="Look at the weight decay and the learning rate of the group.",
-    false_alarms="Slow shrinking before a normalization, layers that begin near zero, weights below 64 values.",
+    false_alarms="Slow shrinking before a normalization, shrinking of the last layer without weight decay, layers that "
+    "begin near zero, weights below 64 values.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -428,9 +429,11 @@ def weight_drift(
             continue  # a layer that begins at zero has to grow, and the rms of a few values varies
         ratio = values[-1] / values[0]
         grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain
-        if grows or (ratio < shrink and _is_decay(each, alignment, half)):
+        decay = each.weight_decay
+        # Without a decay, the last layer learns to ignore its input where the targets do not depend on it.
+        is_learned = each.is_last and len(decay) > 0 and decay.max() == 0
+        if grows or (ratio < shrink and not is_learned and _is_decay(each, alignment, half)):
             way = "grows" if grows else "shrinks"
-            decay = each.weight_decay
             because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
             span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
             verdict = f"{each.name} {way} {span}{because}"

@@ -214,6 +214,67 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
 
 
 @rule(
+    "discriminator-wins",
+    statistic="probabilities that a discriminator gives to real and generated samples, and gradients of the generator",
+    usual="0.3 to 0.9 for real samples, and gradients of the generator that stay about as large",
+    why="The discriminator learns faster than the generator. Where it is sure, the loss of the generator is flat.",
+    next="Lower the learning rate of the discriminator, or train the generator with the target 1 for its samples.",
+    false_alarms="A discriminator that is sure while the gradients of the generator stay large is left out.",
+    needs=("activations", "parameters", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("barely-moves", "vanishing-gradient", "saturation", "does-not-move", "sudden-change", "target-scale"), _ANY
+    ),
+)
+def discriminator_wins(
+    evidence: Evidence, *, persistence: int = 4, records: int = 8, sure: float = 0.02, shrink: float = 30.0
+) -> Iterator[Finding]:
+    """Yield a finding if a discriminator is sure about all samples, and the generator has lost its gradients."""
+    step = step_of(evidence)
+    learned: dict[str, list[tuple[float, float, set[str]]]] = {}
+    for node in step.operations:
+        source = step.behind(node) if node.name in _BINARY else None
+        prediction, target = sides_of(evidence, step, node)
+        (least, most), _ = target.columns("min", "max")
+        if source is None or len(prediction.mean) < records or least.min() != most.max():
+            continue
+        means = prediction.mean[-persistence:]
+        chances = 1 / (1 + np.exp(-means)) if node.name.endswith("logits") else means
+        layer = (step.behind(source) or source) if source.name == "sigmoid" else source
+        wrong = abs(chances - least[0]).max()
+        learned.setdefault(step.owner(layer), []).append((least[0], wrong, _trained_by(step, source)))
+    for name, losses in learned.items():
+        own = set.intersection(*(modules for _, _, modules in losses))
+        generator = set.union(*(modules for _, _, modules in losses)) - own
+        # The loss of the generator has the target 1 for samples of the generator, where the discriminator is wrong.
+        wrong = [min((off for least, off, _ in losses if least == target), default=1.0) for target in (0, 1)]
+        norms = [each.gradient.rms for each in evidence.weights if each.module in generator]
+        norms = [each for each in norms if len(each) >= records and each[0] > 0]
+        fall = min((each[0] / each[-persistence:].max() for each in norms), default=0.0)
+        if max(wrong) < sure and fall > shrink:
+            verdict = (
+                f"the discriminator that ends with {name} gives real samples {1 - wrong[1]:.4g} and generated ones "
+                f"{wrong[0]:.2g}, and the gradients of the generator have become {fall:.3g} × smaller"
+            )
+            found = evidence.output(name).found(verdict, "rms", real=1 - wrong[1], generated=wrong[0], fall=fall)
+            yield replace(found, others=tuple(sorted(generator)))
+            return
+
+
+def _trained_by(step: RecordedStep, node: Node) -> set[str]:
+    """Return the modules whose parameters a gradient reaches from an operation."""
+    found, seen, todo = set(), {node.id}, [node]
+    while todo:
+        for each in step.sources(todo.pop()):
+            if each.kind == "parameter" and not each.note:
+                found.add(each.name.rpartition(".")[0])
+            elif each.id in step.trained and each.id not in seen:
+                seen.add(each.id)
+                todo.append(each)
+    return found
+
+
+@rule(
     "padding-as-target",
     statistic="share of the targets of cross_entropy that are the padding of an embedding of the same tokens",
     usual="the padding is ignored",

@@ -27,6 +27,7 @@ from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_operations import Codes, Step, mlp, of_overlap, of_pairs, of_views, rows
 from tests.insight.rules.test_optimization import by, of_student
+from tests.insight.rules.test_targets import of_adversaries
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -134,6 +135,16 @@ def with_targets(
 def _() -> Iterator[Evidence]:
     for spread, records in ((0.8, 9), (0.5, 9), (0.5, 8)):
         yield of_views(last=0.75 * spread, records=records).evidence()
+
+
+@cases("discriminator-wins")
+def _() -> Iterator[Evidence]:
+    for fake, fall, records, recent in (
+        *((0.03, 100.0, 8, 8), (0.015, 100.0, 8, 8), (0.01, 45.0, 8, 8), (0.01, 22.5, 8, 8)),
+        *((0.01, 100.0, 7, 7), (0.01, 100.0, 9, 4), (0.01, 100.0, 9, 3)),
+    ):
+        sigmoid = torch.nn.Sigmoid()
+        yield of_adversaries(sigmoid, real=0.99, fake=fake, fall=fall, records=records, recent=recent).evidence()
 
 
 @cases("cosine-logits")

@@ -24,6 +24,9 @@ def test_the_drift_of_weights() -> None:
     shrinking = [0.25 * 0.7**row for row in range(8)]
     decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
     assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    decay["a/weight"] = {**decay["a/weight"], "weight_decay": 0.0}
+    assert brief(run(None, None, decay | trained("b"), graph=chain("a", "b"))) == [("warning", "weight-drift", "a")]
+    assert run(None, None, decay | trained("b"), graph=chain("b", "a")) == []  # targets that do not need the input
     decay["a/weight"] = {**decay["a/weight"], "weight_decay": 30.0}
     assert run(None, None, decay)[0].verdict.endswith(" in 70 steps, with weight decay 30")
     noise = trained("a", rms=shrinking, update=0.2)
