@@ -168,6 +168,8 @@ def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding
     step = step_of(evidence)
     for node in step.operations:
         shape, source = shape_of(node), step.behind(node) if node.name == "cross_entropy" else None
+        if source is not None and source.name in ("mul", "div") and setting(source, "other") in ("1", "1.0"):
+            source = step.behind(source)  # a temperature of 1
         if source is None or source.kind != "op" or not shape or len(shape) < 2:
             continue
         factors = [step.made_by(each).name for each in step.sources(source)]

@@ -479,8 +479,7 @@ def of_pairs(classes: int, scale: float = 1.0, is_normalized: bool = True) -> Ex
 
     def loss(y: Tensor, other: Tensor) -> Tensor:
         one, two = (F.normalize(each, dim=-1) if is_normalized else each for each in (y, other))
-        logits = one @ two.T
-        return F.cross_entropy(logits if scale == 1 else logits * scale, torch.zeros(len(y), dtype=torch.long))
+        return F.cross_entropy(one @ two.T / scale, torch.zeros(len(y), dtype=torch.long))
 
     return Examination(capture_graph(Step(mlp(7), loss), rows, torch.randn(classes, 7)))
 
@@ -490,7 +489,7 @@ def test_cosines_as_logits() -> None:
     (found,) = of_pairs(8).findings()
     assert found.rule == "cosine-logits"
     assert found.verdict.endswith("of 8 classes: it cannot fall below 0.666, and is 2.08 for a guess")
-    for each in (of_pairs(8, scale=10.0), of_pairs(8, is_normalized=False), of_pairs(3)):
+    for each in (of_pairs(8, scale=0.1), of_pairs(8, is_normalized=False), of_pairs(3)):
         assert each.findings() == []
 
 
