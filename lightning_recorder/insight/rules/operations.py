@@ -147,7 +147,8 @@ def _dropout_before(step: RecordedStep, loss: Node) -> Node | None:
     """Return the active dropout between the last layer and a loss, through changes of the shape."""
     node = next(iter(step.sources(loss)), None)
     while node is not None and keeps_values(node):
-        if "dropout" in node.name and setting(node, "training") != "False" and setting(node, "p") not in ("0", "0.0"):
+        is_off = "False" in (setting(node, "training"), setting(node, "train")) or setting(node, "p") in ("0", "0.0")
+        if "dropout" in node.name and not is_off:
             return node
         node = next(iter(step.sources(node)), None)
     return None
