@@ -154,6 +154,13 @@ def bench_page(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_growth(session: nox.Session) -> None:
+    """Measure the costs that grow with modules and records, and the slope of each: tests.benchmarks.growth."""
+    install(session, *group("test"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.growth", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def findings(session: nox.Session) -> None:
     """Train the healthy and the faulty models of the corpus and print their findings, with precision and recall."""
     install(session, *group("test"), constraints=group("pins"))

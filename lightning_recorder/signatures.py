@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 
-__all__ = ["checked_arguments", "repr_of_changed", "with_checked_arguments", "with_replacements"]
+__all__ = [
+    "check_names",
+    "checked_arguments",
+    "described_like",
+    "repr_of_changed",
+    "with_checked_arguments",
+    "with_replacements",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -50,7 +58,6 @@ _SYNONYMS = {
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
-    "histogram_sample": ("outputs", "outputs=Outputs(histograms=…)"),
 }
 """Words for a part of another argument: the argument, and the code to write."""
 
@@ -79,9 +86,7 @@ def checked_arguments(init: Init) -> Init:
     @functools.wraps(init)
     def wrapper(self: object, *args: Any, **kwargs: Any) -> None:
         kind = type(self)
-        unknown = next((name for name in kwargs if name not in _known(kind)), None)
-        if unknown is not None:
-            raise UnknownArgumentError(_unknown(kind, unknown))
+        check_names(kind, kwargs)
         if len(args) > len(positional):
             raise UnknownArgumentError(_too_many(kind, positional, args))
         try:
@@ -95,6 +100,35 @@ def checked_arguments(init: Init) -> Init:
             raise
 
     return cast("Init", wrapper)
+
+
+def described_like(other: type) -> Callable[[Kind], Kind]:
+    """Decorate a class whose docstring describes only the arguments that differ from those of another class.
+
+    The other descriptions are copied, in the order of the signature, so that ``help``, the command line and the
+    reference show all arguments.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        if kind.__doc__ and other.__doc__:  # python -OO removes docstrings
+            docs = [inspect.cleandoc(each.__doc__ or "") for each in (other, kind)]
+            entries = dict(re.findall(r"^    (\w+): (.*?\n)(?=\n|    \w)", "\n".join(docs), re.DOTALL | re.MULTILINE))
+            found = "".join(f"    {name}: {entries[name]}" for name in inspect.signature(kind).parameters)
+            kind.__doc__ = re.sub(r"(?<=^Args:\n).*?(?=^\n)", lambda _: found, docs[1], flags=re.DOTALL | re.MULTILINE)
+        return kind
+
+    return decorate
+
+
+def check_names(kind: type, names: Iterable[str]) -> None:
+    """Raise if a class has no argument of one of these names.
+
+    Raises:
+        UnknownArgumentError: With the argument that was probably meant.
+    """
+    unknown = next((name for name in names if name not in _known(kind)), None)
+    if unknown is not None:
+        raise UnknownArgumentError(_unknown(kind, unknown))
 
 
 def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], Function]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
-from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.reductions.user import Extras
-from lightning_recorder.schedule import Schedule
-from lightning_recorder.signatures import checked_arguments
-from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder
 from lightning_recorder.taps import InputTap, OutputTap
 
@@ -98,44 +92,6 @@ class ActivationRecorder(TensorsCallback):
 
     group = "activations"
     _ignored: ClassVar = {"max_bytes": ""}
-
-    @checked_arguments
-    def __init__(
-        self,
-        names: str | Sequence[str] | None = None,
-        *,
-        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        every_n_train_steps: int | None = None,
-        schedule: Schedule = Schedule(),
-        reduce: int | Literal["step", "epoch"] = "step",
-        tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
-        per_call: bool = False,
-        functions: bool | str | Sequence[str] | None = None,
-        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extras = (),
-        outputs: Outputs = Outputs(),
-        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
-        name: str = "",
-        sinks: Iterable[Sink] = (),
-        strict: bool = False,
-    ) -> None:
-        self._choose_tensors(tensors, per_call, functions)
-        super().__init__(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
-            reduce=reduce,
-            statistics=statistics,
-            extra=extra,
-            outputs=outputs,
-            compiled=compiled,
-            name=name,
-            sinks=sinks,
-            strict=strict,
-        )
 
     @property
     @override

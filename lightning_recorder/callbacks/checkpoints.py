@@ -43,7 +43,7 @@ class CheckpointWatch:
         """True if a checkpoint was announced since the last :meth:`look`, which is a no-op otherwise."""
 
     def begin(self, trainer: Trainer) -> None:
-        """Start watching a run. No callback is called before."""
+        """Start watching a run. The functions given to the constructor are called from now on."""
         self._is_active = True
         self._reported, self.is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,6 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import ArgumentError, describe_error, describe_missing, did_you_mean
+from lightning_recorder.signatures import check_names
 
 __all__ = ["read_recorders"]
 
@@ -94,8 +97,12 @@ def _config(parser: Any, entry: Any) -> Any:
     unknown = [key for key in entry if key not in _KEYS]
     if unknown:
         raise ArgumentError(f"it has no key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
+    given = entry.get("init_args") or {}
+    with contextlib.suppress(argparse.ArgumentError):  # raised again below, where a required argument is known
+        alone = parser.parse_object({"recorder": {"class_path": entry["class_path"]}})
+        check_names(pkgutil.resolve_name(alone.recorder.class_path), given)
     config = parser.parse_object({"recorder": dict(entry)})
-    outputs = (entry.get("init_args") or {}).get("outputs") or {}
+    outputs = given.get("outputs") or {}
     kind = pkgutil.resolve_name(config.recorder.class_path)
     if issubclass(kind, StatisticsCallback) and "dumps" not in outputs:
         # By default, dumps are beside the checkpoints, where the program may expect its own files only.

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
-from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
 from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor
 from lightning_recorder.internals.autograd import adds_to, graph_task
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.reductions.user import Extras
-from lightning_recorder.schedule import Schedule
-from lightning_recorder.signatures import checked_arguments
-from lightning_recorder.sinks import Sink
+from lightning_recorder.signatures import described_like
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import InputGradientTap, OutputGradientTap
 
@@ -54,6 +50,7 @@ class _LossPasses:
         return self._known[1]
 
 
+@described_like(ActivationRecorder)
 class GradientRecorder(TensorsCallback):
     """Records the gradients of the loss with respect to module outputs, and on request inputs, on sampled steps.
 
@@ -67,20 +64,10 @@ class GradientRecorder(TensorsCallback):
     :meth:`disable` and :meth:`enable` switch the recorder during a run.
 
     Args:
-        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        types: Module classes or their names. If ``names`` is also given, a module must match both.
-        exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
-            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
-        schedule: Further conditions on the steps, and a limit on the overhead; see
-            :class:`~lightning_recorder.Schedule`.
-        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are those before the
             call, positional or by keyword, also in nested containers; their tags are ``gradients/<module>/in[0]/…``
-            and ``gradients/<module>/in.mask/…``. The gradient of an
-            input is the part that flows through the module.
+            and ``gradients/<module>/in.mask/…``. The gradient of an input is the part that flows
+            through the module.
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
             are ``gradients/<module>#2/…``. By default, all calls are merged. The number is that of the call in the
             forward pass, also with checkpointing.
@@ -95,23 +82,6 @@ class GradientRecorder(TensorsCallback):
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
-            as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
-            and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
-            to these. A mapping names functions and metrics; a ``Reduction`` keeps the names of its own statistics.
-            Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices and images
-            as pictures. Results of a function are merged across ranks only if it is an associative function of torch.
-        outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
-            plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
-        compiled: ``"inside"`` records compiled modules inside their compiled code, which is compiled once more for
-            recorded steps; the other steps then have the bits of the compiled run. ``"eager"`` runs compiled modules
-            and functions eagerly on recorded steps and lists them in the log and in the receipt. ``"auto"`` is
-            ``"inside"`` where that is tested, and otherwise ``"eager"``, with the reason in the log. ``"skip"`` leaves
-            compiled code compiled and does not record the modules in it.
-        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
-            names of dumps and in the tags, which then begin with ``<group>-<name>``.
-        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
-        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.
@@ -132,44 +102,6 @@ class GradientRecorder(TensorsCallback):
     """
 
     group = "gradients"
-
-    @checked_arguments
-    def __init__(
-        self,
-        names: str | Sequence[str] | None = None,
-        *,
-        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        every_n_train_steps: int | None = None,
-        schedule: Schedule = Schedule(),
-        reduce: int | Literal["step", "epoch"] = "step",
-        tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
-        per_call: bool = False,
-        functions: bool | str | Sequence[str] | None = None,
-        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        extra: Extras = (),
-        outputs: Outputs = Outputs(),
-        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
-        name: str = "",
-        sinks: Iterable[Sink] = (),
-        strict: bool = False,
-    ) -> None:
-        self._choose_tensors(tensors, per_call, functions)
-        super().__init__(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
-            reduce=reduce,
-            statistics=statistics,
-            extra=extra,
-            outputs=outputs,
-            compiled=compiled,
-            name=name,
-            sinks=sinks,
-            strict=strict,
-        )
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.output_options import Outputs
@@ -19,7 +20,7 @@ from lightning_recorder.names import default_modules, named_submodules, own_para
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
-from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.signatures import checked_arguments, described_like
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     PARAMETER_PARTS,
@@ -39,6 +40,7 @@ _SYNONYMS = {
 }
 
 
+@described_like(ActivationRecorder)
 class ParameterRecorder(StatisticsCallback):
     """Records statistics of the parameters of the selected modules, their gradients, updates and optimizer state.
 
@@ -65,35 +67,14 @@ class ParameterRecorder(StatisticsCallback):
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
-        types: Module classes or their names. If ``names`` is also given, a module must match both.
-        exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
-            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
-        schedule: Further conditions on the steps, and a limit on the overhead; see
-            :class:`~lightning_recorder.Schedule`.
-        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` and
             ``"buffers"``, the running statistics.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
-            as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
-            and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
-            to these. A mapping names functions and metrics; a ``Reduction`` keeps the names of its own statistics.
-            Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices and images
-            as pictures. Results of a function are merged across ranks only if it is an associative function of torch.
-        outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
-            plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"skip"`` does not record the parameters of compiled modules. The other choices, which exist for the
             recorders of activations and gradients, record all.
-        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
-            names of dumps and in the tags, which then begin with ``<group>-<name>``.
-        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
-        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.

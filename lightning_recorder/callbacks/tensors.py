@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.messages import say_compiled, warn_of_eager_memory
-from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.errors import check_bool, check_some, warn
 from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, ChosenFunctions, function_of
@@ -21,7 +22,11 @@ from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.names import compile_glob, named_submodules
+from lightning_recorder.reductions.user import Extras
+from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, StatisticsRecorder
 from lightning_recorder.taps import Tap
 
@@ -40,6 +45,48 @@ class TensorsCallback(StatisticsCallback):
     _chosen_functions: ChosenFunctions | None = None
     _traced: ModuleSet = ModuleSet()
 
+    @checked_arguments
+    def __init__(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        reduce: int | Literal["step", "epoch"] = "step",
+        tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
+        per_call: bool = False,
+        functions: bool | str | Sequence[str] | None = None,
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        extra: Extras = (),
+        outputs: Outputs = Outputs(),
+        compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
+    ) -> None:
+        chosen = check_some("tensors", tensors, _TENSORS, {"input": "inputs", "output": "outputs"})
+        self.tensors = tuple(each for each in _TENSORS if each in chosen)
+        check_bool("per_call", per_call)
+        self.per_call = bool(per_call)
+        self.functions = _checked_functions(functions)
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            reduce=reduce,
+            statistics=statistics,
+            extra=extra,
+            outputs=outputs,
+            compiled=compiled,
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
+
     @override
     def _idle(self) -> dict[str, Any]:
         # The modules that are recorded inside compiled code, and the time of all compilations before the current step.
@@ -49,14 +96,6 @@ class TensorsCallback(StatisticsCallback):
     def _release(self, trainer: Trainer | None) -> None:
         self._chosen_functions = None  # it refers to the model
         super()._release(trainer)
-
-    def _choose_tensors(self, tensors: object, per_call: object, functions: object) -> None:
-        """Check and keep the arguments of these names."""
-        chosen = check_some("tensors", tensors, _TENSORS, {"input": "inputs", "output": "outputs"})
-        self.tensors = tuple(each for each in _TENSORS if each in chosen)
-        check_bool("per_call", per_call)
-        self.per_call = bool(per_call)
-        self.functions = _checked_functions(functions)
 
     def _tapping(
         self, modules: Mapping[str, nn.Module], stage: str, taps: Mapping[str, type[Tap]]

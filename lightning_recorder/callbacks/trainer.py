@@ -153,8 +153,8 @@ _claims: weakref.WeakKeyDictionary[Trainer, _Claim] = weakref.WeakKeyDictionary(
 def claimed_directory(trainer: Trainer, directory: Path | None, user: object) -> Path | None:
     """Return the folder for the recordings of a run that no other process records into at the same time.
 
-    This is the given folder, unless another process has locked it. Then it is in a new folder ``run-<number>`` beside
-    it, and a warning says so. All recorders of a trainer get the same folder, also in its further runs.
+    This is the given folder, unless another process has locked it. Then it is a new folder ``run-<number>`` beside it,
+    and a warning says so. All recorders of a trainer get the same folder, also in its further runs.
 
     Args:
         trainer: The trainer.

@@ -93,7 +93,7 @@ class StepWatch(RecorderCallback):
             and one call of a hook for each of them in every step.
         check_ranks_every_n_steps: With several ranks, the number of steps between two comparisons of their parameters,
             buffers and optimizer states, in addition to those at each record; 0 compares after the first step only.
-            By default, they are compared after 1, 10, 100, and then every 1,000 steps.
+            By default, they are compared after 1, 3, 10, 30, 100, 300, and then every 1,000 steps.
         incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs it
             again. The finding itself is always written there.
         save_batch: Also write the batch there. Switch it off if the data are private.

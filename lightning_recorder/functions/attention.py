@@ -363,7 +363,7 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
 
 
 def _negated(mask: Tensor) -> Tensor:
-    """Return the mask of a function in which True is a key that may be attended, unlike in the module."""
+    """Invert a boolean mask of nn.MultiheadAttention, for scaled_dot_product_attention, where True admits a key."""
     return ~mask if mask.dtype == torch.bool else mask
 
 

@@ -16,7 +16,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.untrusted import check_fields
 
-__all__ = ["Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
+__all__ = ["RECOMPUTED", "VMAPPED", "Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer", "port"]
 """The kind of a node:
@@ -61,6 +61,9 @@ twice is the tensor of two repetitions before.
 Without such a word, each repetition takes the tensor of a source outside, and a target outside takes the tensor of the
 last repetition.
 """
+
+RECOMPUTED, VMAPPED = "recomputed", "vmapped"
+"""The notes of calls that a checkpoint repeats in the backward pass, and of those inside ``torch.vmap``."""
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
 
@@ -154,7 +157,9 @@ class Node:
         saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that
             several calls save counts for the first. Parameters and buffers do not count. Ignored in comparisons.
         note: ``frozen``, ``no gradient`` or ``not registered`` for a parameter, ``stops the gradient: detach`` for a
-            function, with the reason, ``never called`` for a module of :func:`show_unused`; ignored in comparisons.
+            function, with the reason, ``never called`` for a module of :func:`show_unused`, ``recomputed`` for a call
+            that a checkpoint repeats in the backward pass, ``vmapped ×3`` for one that ``torch.vmap`` runs for three
+            samples at once; ignored in comparisons.
     """
 
     id: int

@@ -22,6 +22,7 @@ __all__ = [
     "UNBOUNDED",
     "USUAL_UNTIL",
     "Finding",
+    "RankStrip",
     "Severity",
     "Trace",
     "findings_from_json",
@@ -88,6 +89,34 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class RankStrip:
+    """The distance of each rank from the others, for each compared tensor: the strip of a finding about ranks.
+
+    Args:
+        ranks: The ranks, the rows.
+        names: The names of the tensors, the columns.
+        kinds: The kind of each tensor: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"state"``.
+        parts: The shard of each tensor on each rank, ``[tensors][ranks]``; -1 if a rank lacks the tensor. Only equal
+            shards are compared.
+        groups: The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest
+            group is 0.
+        distances: The largest difference of a compared value from group 0, relative to the root mean square of the
+            compared values, ``[tensors][ranks]``.
+        compared: The number of all tensors that were compared, of which some may have no column.
+        step: The number of steps after which they were compared.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    parts: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    distances: tuple[tuple[float, ...], ...]
+    compared: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing that is wrong, and its likely cause.
 
@@ -107,6 +136,7 @@ class Finding:
         others: Further modules with the same finding, or whose own findings follow from it.
         consequences: The names of the rules that found consequences of it.
         trace: The statistic over time, if the finding is about one.
+        strip: The distances between ranks, if the finding is about ranks that differ.
     """
 
     rule: str
@@ -124,6 +154,7 @@ class Finding:
     others: tuple[str, ...] = ()
     consequences: tuple[str, ...] = ()
     trace: Trace | None = None
+    strip: RankStrip | None = None
 
     @property
     def is_note(self) -> bool:
@@ -271,11 +302,14 @@ def _with_distance(finding: Finding, other: Finding) -> Finding:
     """Return the finding of the records about ranks that differ, with what the checksums say about them."""
     if finding.is_note != other.is_note:
         return finding
+    if not finding.numbers.get("unreduced"):  # the checksums know the settings of the optimizers
+        finding = replace(finding, why=other.why, next=other.next)
     return replace(
         finding,
         verdict=f"{finding.verdict}; {other.verdict.partition('; ')[2]}",
         first_step=min(finding.first_step, other.first_step),
         numbers={**other.numbers, **finding.numbers},
+        strip=other.strip,
     )
 
 
@@ -303,10 +337,27 @@ def _finding(data: Mapping[str, Any]) -> Finding:
         check_fields(replace(known["trace"], values=()))
         if len(steps) != len(values):
             raise ValueError("a trace has not one value for each step")
+    if known.get("strip") is not None:
+        known["strip"] = _strip(known["strip"])
     found = Finding(**known)
     if not isinstance(found.severity, str):
         raise TypeError("the severity is not a string")
-    check_fields(replace(found, severity="note", numbers={}, trace=None))
+    check_fields(replace(found, severity="note", numbers={}, trace=None, strip=None))
+    return found
+
+
+def _strip(data: Mapping[str, Any]) -> RankStrip:
+    known = {name: data[name] for name in RankStrip.__dataclass_fields__}
+    known |= {name: tuple(data[name]) for name in ("ranks", "names", "kinds")}
+    known |= {name: tuple(map(tuple, data[name])) for name in ("parts", "groups")}
+    known["distances"] = tuple(tuple(map(_number, row)) for row in data["distances"])
+    found = RankStrip(**known)
+    check_fields(replace(found, distances=()))
+    shape = [len(found.ranks)] * len(found.names)
+    if len(found.kinds) != len(shape) or any(
+        [*map(len, rows)] != shape for rows in (found.parts, found.groups, found.distances)
+    ):
+        raise ValueError("a strip has not one value for each tensor and rank")
     return found
 
 

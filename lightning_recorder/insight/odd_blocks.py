@@ -44,9 +44,10 @@ class OddLimits:
 
     Args:
         fewest: The least number of blocks in a list.
-        kinds: The most kinds of calls that differ. A block of another design differs in more.
-        period: The longest period of blocks of several kinds in turn.
-        periods: The least number of periods.
+        kinds: The largest number of kinds of calls in which the odd block differs. A block of another design differs in
+            more.
+        period: The largest number of blocks after which the kinds of blocks in a list repeat.
+        periods: The least number of such periods in a list.
         alike: The least number of equal blocks in a network in stages.
         others: The largest share of blocks that are neither equal nor the odd one.
     """
@@ -154,7 +155,7 @@ def _list_of(node: Node) -> Hashable:
 
 
 def _list_in_stages(node: Node) -> Hashable:
-    """Return the list of a module in stages, such as ``layer1.0``: the name without numbers; only for two or more."""
+    """Return the name without its numbers if there are at least two, as in ``layer1.0`` of a network in stages."""
     name, count = re.subn(r"[0-9]+", "#", node.name)
     return name if count > 1 and name.endswith("#") else None
 

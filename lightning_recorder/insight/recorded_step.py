@@ -128,15 +128,29 @@ class RecordedStep:
         return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
 
     @cached_property
+    def last_layer(self) -> int:
+        """The id of the last node with a parameter; -1 without any."""
+        return max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The ids of the operations from which a gradient leads to a parameter."""
+        found = {node.id for node in self.graph.nodes if node.kind == "parameter" and not node.note}
+        own = set(found)
+        for node in self.operations:
+            if any(each.id in found for each in self.sources(node)) and not node.note.startswith("stops the gradient"):
+                found.add(node.id)
+        return frozenset(found - own)
+
+    @cached_property
     def comparisons(self) -> dict[int, tuple[Node, Node]]:
         """The prediction and the target of each operation of a loss that the step computes itself, by its id.
 
         Behind the last layer, it is a difference or a product of what the model returns and of a tensor of the batch.
         """
-        last = max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
         found = {}
         for node in self.operations:
-            if node.id > last >= 0 and node.name in _COMPARES and len(sources := self.sources(node)) == 2:
+            if node.id > self.last_layer >= 0 and node.name in _COMPARES and len(sources := self.sources(node)) == 2:
                 for prediction, target in (sources, sources[::-1]):
                     if "parameter" in self.roots[prediction.id] and self.roots[target.id] == {"input"}:
                         found[node.id] = prediction, target

@@ -171,9 +171,9 @@ def initial_steps(evidence: Evidence, table: History, site: Site, limits: Siblin
 
 
 def _are_experts(evidence: Evidence, group: list[Site]) -> bool:
-    """Return True if modules are in a list of equal modules that do not feed each other: experts.
+    """Return True if modules are experts: they are in a list of equal modules that do not feed each other.
 
-    A list that is not inside of a block may be of towers, which get the whole batch in each record.
+    A list outside of a block may consist of towers instead. A tower gets the whole batch in each record.
     """
     wiring, name = evidence.wiring, group[0].name
     numbers = re.finditer(r"(?<=\.)[0-9]+(?=\.|$)", name)

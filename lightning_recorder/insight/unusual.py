@@ -323,7 +323,7 @@ def _nearest(count: int) -> NDArray[np.int64]:
 
 
 def _over_steps(degrees: Logs) -> Logs:
-    """Return the degree at the last step, or half of the largest one before it, of the statistic where it is largest.
+    """Return the largest degree at the last step, or half of the largest at any step if that is more.
 
     Args:
         degrees: The degrees, ``[…, statistics, steps]``.

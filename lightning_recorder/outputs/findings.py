@@ -218,6 +218,8 @@ class RunFindings:
             report = self._write_report() if is_report_due else None
             if self._diagnosis is not None:
                 self._log(self._conclusion(self._diagnosis, report))
+            if self._run is not None:
+                self._run = Run(self._run.name, self._run.directory)  # without the records that were read
             return True
 
     def _keep_reason(self, label: str, why: str) -> None:

@@ -6,8 +6,7 @@ from lightning_recorder.recordings.dump_entries import DumpEntry
 from lightning_recorder.recordings.reader import Session
 from lightning_recorder.recordings.recording import Recording, Run, open_recording
 from lightning_recorder.recordings.series import Series, SiteSeries
-from lightning_recorder.recordings.writer import RecordWriter
-from lightning_recorder.records.file import WATCH, records_path
+from lightning_recorder.records.file import WATCH, RecordWriter, records_path
 from lightning_recorder.records.table import Schema, SiteStatistics, Table
 
 __all__ = [

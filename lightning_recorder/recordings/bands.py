@@ -66,7 +66,7 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
 
 
 def _student(freedom: int) -> float:
-    """Return the quantile of Student's distribution for a normal quantile of five.
+    """Return the quantile of Student's distribution at the probability of five standard deviations of a normal one.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """

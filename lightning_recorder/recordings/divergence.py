@@ -193,17 +193,17 @@ class SeriesPair:
         with_histograms = tolerance.exact and tolerance.histograms
         shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
         excess, distance = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
+        # In place, since these are the largest arrays of a comparison.
         for index, name in enumerate(self.statistics):
             excess[index], distance[index] = self._difference(name, tolerance)
-        excess = torch.where(self.both, excess, 0.0)
-        excess = torch.where(excess > 1, excess, 0.0)
+            excess[index].masked_fill_(~(self.both & (excess[index] > 1)), 0.0)
         if with_histograms:
             self._compare_histograms(excess, distance)
         if not excess.numel():
             return []
         if "rms" in self.statistics:
-            excess[0] = torch.where(excess[0] > 0, torch.inf, 0.0)
-        distance = torch.where(excess > 0, distance, -1.0)
+            excess[0].masked_fill_(excess[0] > 0, torch.inf)
+        distance.masked_fill_(~(excess > 0), -1.0)
         parted = excess.amax(0) > 0
         places = [place for place in _places(parted.any(0)) if self.sites[place] not in without]
         return [self._site(place, excess, distance, parted[:, place]) for place in places]

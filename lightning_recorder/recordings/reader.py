@@ -67,7 +67,7 @@ class Session:
     about: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A record and its location in the file.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,21 @@ from typing_extensions import override
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.errors import ArgumentError, DumpError
-from lightning_recorder.records.histogram import EDGES, Histogram, Sums, between_edges
+from lightning_recorder.records.histogram import EDGES, Histogram, between_edges
 
 __all__ = [
+    "SUMMED",
     "CoarseHistogram",
     "SparseCounts",
+    "Sums",
     "TaggedHistograms",
     "counts_of",
     "from_base64",
     "pack_counts",
     "pairs_of",
+    "sums_of",
     "to_base64",
+    "to_histogram",
     "unpack_counts",
 ]
 
@@ -304,6 +309,46 @@ def _kept_edges(
     begins = is_first.copy()
     begins[inner] = kept[rows[inner], places]
     return begins
+
+
+class Sums(NamedTuple):
+    """The summary numbers of a histogram; see :class:`Histogram`."""
+
+    min: float
+    max: float
+    sum: float
+    sum_squares: float
+    fraction: float = 1.0
+
+
+def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
+    """Return the histogram of one site on the host, in the form that sinks accept.
+
+    Args:
+        statistics: The statistics of the site from :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``,
+            ``max`` and, if present, ``histogram_fraction``.
+        bins: The ``histogram`` of the site, ``[2048]``.
+    """
+    values = np.array([[float(statistics.get(name, math.nan)) for name in SUMMED]])
+    return Histogram(*between_edges(bins.numpy()), *sums_of(values)[0])
+
+
+SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
+"""The statistics from which :func:`sums_of` makes the summary numbers of histograms."""
+
+
+def sums_of(values: NDArray[np.float64]) -> list[Sums]:
+    """Return the summary numbers of several histograms.
+
+    Args:
+        values: The statistics :data:`SUMMED` of each site, ``[sites, 6]``; NaN for a missing ``histogram_fraction``.
+    """
+    low, high, count, mean, rms, fraction = values.T
+    empty = np.isnan(mean)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values, as in a product of Python's floats
+        sums, squares = np.where(empty, 0.0, mean * count), np.where(empty, 0.0, rms * rms * count)
+    columns = (low, high, sums, squares, np.where(np.isnan(fraction), 1.0, fraction))
+    return [Sums(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class TaggedHistograms(Mapping[str, Histogram]):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["EDGES", "MAGNITUDES", "SUMMED", "Histogram", "Sums", "between_edges", "in_order", "sums_of", "to_histogram"]
+__all__ = ["EDGES", "MAGNITUDES", "Histogram", "between_edges", "in_order"]
 
 _HALF = BINS // 2
 
@@ -187,43 +184,3 @@ class Histogram:
 def _check_floating(dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating-point type of torch, such as torch.float16, got {dtype!r}")
-
-
-class Sums(NamedTuple):
-    """The summary numbers of a histogram; see :class:`Histogram`."""
-
-    min: float
-    max: float
-    sum: float
-    sum_squares: float
-    fraction: float = 1.0
-
-
-def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
-    """Return the histogram of one site on the host, in the form that sinks accept.
-
-    Args:
-        statistics: The statistics of the site from :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``,
-            ``max`` and, if present, ``histogram_fraction``.
-        bins: The ``histogram`` of the site, ``[2048]``.
-    """
-    values = np.array([[float(statistics.get(name, math.nan)) for name in SUMMED]])
-    return Histogram(*between_edges(bins.numpy()), *sums_of(values)[0])
-
-
-SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
-"""The statistics from which :func:`sums_of` makes the summary numbers of histograms."""
-
-
-def sums_of(values: NDArray[np.float64]) -> list[Sums]:
-    """Return the summary numbers of several histograms.
-
-    Args:
-        values: The statistics :data:`SUMMED` of each site, ``[sites, 6]``; NaN for a missing ``histogram_fraction``.
-    """
-    low, high, count, mean, rms, fraction = values.T
-    empty = np.isnan(mean)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite values, as in a product of Python's floats
-        sums, squares = np.where(empty, 0.0, mean * count), np.where(empty, 0.0, rms * rms * count)
-    columns = (low, high, sums, squares, np.where(np.isnan(fraction), 1.0, fraction))
-    return [Sums(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

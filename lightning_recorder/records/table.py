@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_recorder.errors import did_you_mean
 from lightning_recorder.names import Site, is_batch, is_input
 from lightning_recorder.records.classes import class_counts
-from lightning_recorder.records.counts import SparseCounts
-from lightning_recorder.records.histogram import Histogram, to_histogram
+from lightning_recorder.records.counts import SparseCounts, to_histogram
+from lightning_recorder.records.histogram import Histogram
 
 __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_schema"]
 

@@ -1,12 +1,20 @@
 """Streaming statistics with a fixed-size state that is updated on the device and merged exactly."""
 
-from lightning_recorder.records.counts import CoarseHistogram, SparseCounts, TaggedHistograms
-from lightning_recorder.records.histogram import SUMMED, Histogram, Sums, sums_of, to_histogram
-from lightning_recorder.reductions.bank import Collected, StateBank, row_state
+from lightning_recorder.records.counts import (
+    SUMMED,
+    CoarseHistogram,
+    SparseCounts,
+    Sums,
+    TaggedHistograms,
+    sums_of,
+    to_histogram,
+)
+from lightning_recorder.records.histogram import Histogram
+from lightning_recorder.reductions.bank import StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.batch_spread import BatchSpread
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.compact import CompactStates, compacted
+from lightning_recorder.reductions.compact import Collected, CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
 from lightning_recorder.reductions.histogram import ExponentHistogram

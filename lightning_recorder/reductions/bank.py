@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.reductions.base import Reduction, merged_along
+from lightning_recorder.reductions.compact import Collected
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Collected", "StateBank", "row_state"]
+__all__ = ["StateBank", "row_state"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -56,40 +57,6 @@ class _Block(Generic[Key]):
     keys: list[Key]
     free: list[Tensor]
     """The states of the other rows, the next one last."""
-
-
-@dataclass(frozen=True)
-class Collected(Generic[Key]):
-    """The states of one kind on one device.
-
-    Args:
-        reduction: The kind of state.
-        keys: The keys.
-        copied: The states, ``[keys, width]`` float64.
-        arrival: The event of a GPU after which ``copied`` is complete; None if it is.
-    """
-
-    reduction: Reduction
-    keys: list[Key]
-    copied: Tensor
-    arrival: Any = None
-
-    @property
-    def states(self) -> Tensor:
-        """The states, ``[keys, width]`` float64. Waits until they have arrived from a GPU."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return self.copied
-
-    @property
-    def has_arrived(self) -> bool:
-        """True if :attr:`states` does not wait for a GPU."""
-        return self.arrival is None or bool(self.arrival.query())
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the states in bytes."""
-        return self.copied.nbytes
 
 
 class StateBank(Generic[Key]):

@@ -1,11 +1,12 @@
-"""Copies of the states of the default statistics that hold only the nonempty bins of the histograms."""
+"""Copies of states, and smaller ones of the default statistics that hold only the nonempty bins of the histograms."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,17 +14,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.bins import BINS
-from lightning_recorder.reductions.bank import Collected, StateBank
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.kernels.fused import compact_states
 from lightning_recorder.reductions.row import HISTOGRAM
 
-__all__ = ["CompactStates", "RecycledRows", "compacted"]
+if TYPE_CHECKING:
+    from lightning_recorder.reductions.bank import StateBank
+
+__all__ = ["Collected", "CompactStates", "RecycledRows", "compacted"]
 
 Key = TypeVar("Key", bound=Hashable)
 
 _BLOCKS = 2
 _ROWS = 64  # of a block, 1 MiB
+
+
+@dataclass(frozen=True)
+class Collected(Generic[Key]):
+    """The states of one kind on one device.
+
+    Args:
+        reduction: The kind of state.
+        keys: The keys.
+        copied: The states, ``[keys, width]`` float64.
+        arrival: The event of a GPU after which ``copied`` is complete; None if it is.
+    """
+
+    reduction: Reduction
+    keys: list[Key]
+    copied: Tensor
+    arrival: Any = None
+
+    @property
+    def states(self) -> Tensor:
+        """The states, ``[keys, width]`` float64. Waits until they have arrived from a GPU."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.copied
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if :attr:`states` does not wait for a GPU."""
+        return self.arrival is None or bool(self.arrival.query())
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the states in bytes."""
+        return self.copied.nbytes
 
 
 class CompactStates(Collected[Key]):

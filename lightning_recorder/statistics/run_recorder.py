@@ -206,7 +206,7 @@ class RunRecorder(RankMergingRecorder):
         self._drop_step()
 
     def finish(self) -> None:
-        """End the run: write the remaining statistics as a record, and also keep them in the state."""
+        """Write the remaining statistics as a record. They also stay in the state for a checkpoint saved after this."""
         self.interrupt()
         self._drop_step()
         final_state = self.merged_state_dict()

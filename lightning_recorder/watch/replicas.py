@@ -1,11 +1,11 @@
-"""Compares what should be equal on all ranks: parameters, buffers and the states of the optimizer."""
+"""Compares what should be equal on all ranks: parameters, gradients, buffers, and what the optimizers have."""
 
 from __future__ import annotations
 
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,32 +15,41 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_recorder.insight import Finding
-from lightning_recorder.insight.finding import RANKS_DIFFER
+from lightning_recorder.insight.finding import RANKS_DIFFER, RankStrip
 from lightning_recorder.insight.rules.ranks import (
+    NEXT_AFTER,
     NEXT_ALL,
     NEXT_BUFFERS,
+    NEXT_OWN_BUFFERS,
+    NEXT_SETTINGS,
     NEXT_SOME,
+    WHY_AFTER,
     WHY_ALL,
     WHY_BUFFERS,
+    WHY_OWN_BUFFERS,
     WHY_SOME,
     listed,
 )
 from lightning_recorder.internals.module_tree import named_buffers_of, named_parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.statistics import PendingMerge
 from lightning_recorder.statistics.fingerprint import exact_checksum
 
 __all__ = ["Differences", "ReplicaValues", "Replicas", "WatchedRanks", "compare_replicas", "finding_of_differences"]
 
-_FIRST_STEPS = (1, 10, 100)
+_FIRST_STEPS = (1, 3, 10, 30, 100, 300)
 _EVERY = 1000
 _VALUES = 8  # of a tensor, to say how far it differs
+_MOST_COLUMNS, _MOST_ROWS = 96, 64  # of the strip: tensors and ranks
+_ENOUGH_COLUMNS = 40  # if fewer tensors differ, some equal ones are beside them
+_KINDS = ("parameter", "gradient", "buffer", "state", "setting")
 
 
 class _Tensor(NamedTuple):
     name: str
     kind: str
-    """``"parameter"``, ``"buffer"`` or ``"state"``."""
+    """``"parameter"``, ``"gradient"``, ``"buffer"``, or ``"state"`` or ``"setting"`` of an optimizer."""
     values: Tensor
     part: int
     """The number of the shard. Only equal shards are compared."""
@@ -52,14 +61,14 @@ class ReplicaValues:
 
     Args:
         rank: The rank.
-        names: A checksum of the names of the tensors. Ranks with other tensors are not compared.
+        names: A checksum of the name of each tensor, ``[tensors]``. Only tensors of the same name are compared.
         parts: The number of the shard of each tensor, ``[tensors]``.
         numbers: The checksum of each tensor, ``[tensors]`` int64.
         values: Some values of each tensor, ``[tensors, 8]`` float32, the last one repeated in short tensors.
     """
 
     rank: int
-    names: int
+    names: NDArray[np.uint32]
     parts: NDArray[np.int32]
     numbers: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -68,7 +77,9 @@ class ReplicaValues:
 class _Arriving:
     """The numbers of a rank on their way from the device. A background thread pickles it and waits for them."""
 
-    def __init__(self, rank: int, names: int, parts: Sequence[int], numbers: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, rank: int, names: NDArray[np.uint32], parts: Sequence[int], numbers: Tensor, values: Tensor
+    ) -> None:
         self._about = rank, names, np.array(parts, dtype=np.int32)
         self._event: Any = None
         self._hosts = [numbers, values]
@@ -112,7 +123,7 @@ class Replicas:
             device = next((each.values.device for each in found), torch.device("cpu"))
             numbers = [exact_checksum(each.values).to(device) for each in found]
             values = [_some(each.values).to(device) for each in found]
-            about = self._rank, zlib.crc32("\n".join(self.names).encode())
+            about = self._rank, _checksums(self.names)
             if not found:
                 parts, numbers_of, values_of = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
                 return ReplicaValues(about[0], about[1], parts, numbers_of, values_of)
@@ -123,18 +134,28 @@ class Replicas:
         for name, each in named_parameters_of(self._module):
             names[id(each)] = name
             yield from _made(name, "parameter", each)
+            if each.grad is not None:
+                yield from _made(f"{name}.grad", "gradient", each.grad)
         for name, buffer in named_buffers_of(self._module):
             yield from _made(name, "buffer", buffer)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
+        for number, optimizer in enumerate(self._optimizers):
+            where = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
+            for place, group in enumerate(optimizer.param_groups):
+                for key in sorted(key for key, value in group.items() if isinstance(value, float)):
+                    value = torch.tensor(group[key], dtype=torch.float64)
+                    yield _Tensor(f"{key} of group {place}{where}", "setting", value, 0)
                 for parameter in group["params"]:
                     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
                     for key in sorted(state, key=str):
                         if isinstance(state[key], Tensor) and id(parameter) in names:
-                            yield from _made(f"{names[id(parameter)]}.{key}", "state", state[key], like=parameter)
+                            yield from _made(f"{names[id(parameter)]}.{key}", "state", state[key])
 
 
-def _made(name: str, kind: str, tensor: Tensor, like: Tensor | None = None) -> Iterator[_Tensor]:
+def _checksums(names: Sequence[str]) -> NDArray[np.uint32]:
+    return np.array([zlib.crc32(each.encode()) for each in names], dtype=np.uint32)
+
+
+def _made(name: str, kind: str, tensor: Tensor) -> Iterator[_Tensor]:
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
     local = getattr(tensor, "_local_tensor", tensor).detach()
     part = 0
@@ -174,6 +195,9 @@ class Differences:
         distance: The largest difference of a compared value of a parameter, or else of any tensor, relative to the root
             mean square of the compared values of its tensor.
         groups: The ranks in groups of equal values, for the first tensor that differs.
+        settings: The settings of the optimizers that differ, with their values.
+        idle: The ranks whose optimizers have no state, although those of other ranks have.
+        strip: The distances of all ranks; None if nothing differs.
     """
 
     ranks: int
@@ -181,9 +205,21 @@ class Differences:
     counts: Mapping[str, int]
     distance: float
     groups: tuple[tuple[int, ...], ...]
+    settings: tuple[str, ...] = ()
+    idle: tuple[int, ...] = ()
+    strip: RankStrip | None = None
 
     def __bool__(self) -> bool:
-        return any(self.names.values())
+        return any(self.names[kind] for kind in ("parameter", "state", "buffer"))
+
+
+class _Column(NamedTuple):
+    """A tensor that differs on some ranks: group and distance of each of them, as in a ``RankStrip``."""
+
+    groups: NDArray[np.int64]
+    distances: NDArray[np.float64]
+    first: tuple[tuple[int, ...], ...]
+    """The places of the ranks in groups, of the first shard that differs."""
 
 
 def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence[ReplicaValues]) -> Differences:
@@ -194,43 +230,109 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
         kinds: Their kinds.
         ranks: The checksums of each rank.
     """
-    about = zlib.crc32("\n".join(names).encode())
-    ranks = [each for each in ranks if each.names == about]
-    differing: dict[str, list[str]] = {kind: [] for kind in ("parameter", "state", "buffer")}
-    distances = dict.fromkeys(differing, 0.0)
-    groups: tuple[tuple[int, ...], ...] = ()
+    about, columns = _checksums(names), dict[int, _Column]()
+    ranks = [_aligned(each, about) for each in ranks]
+    parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
         numbers, parts = np.stack([each.numbers for each in ranks]), np.stack([each.parts for each in ranks])
         # Most tensors are equal everywhere, and only the others are looked at.
         for place in np.flatnonzero((numbers != numbers[0]).any(0)).tolist():
-            found = [group for group in _groups(numbers[:, place], parts[:, place]) if len(group) > 1]
-            if not found:
-                continue
-            kind = kinds[place]
-            differing[kind].append(names[place])
-            places = [rank for part in found for same in part for rank in same]
-            distances[kind] = max(distances[kind], _distance(np.stack([ranks[each].values[place] for each in places])))
-            groups = groups or tuple(tuple(ranks[each].rank for each in same) for same in found[0])
-    counts = {kind: sum(each == kind for each in kinds) for kind in differing}
-    worst = next((distances[kind] for kind in differing if differing[kind]), 0.0)
-    return Differences(len(ranks), {kind: tuple(each) for kind, each in differing.items()}, counts, worst, groups)
+            values = np.stack([each.values[place] for each in ranks])
+            column = _column(numbers[:, place], parts[:, place], values)
+            if column.first:
+                columns[place] = column
+    differing = {kind: [at for at in columns if kinds[at] == kind] for kind in _KINDS}
+    first: list[int] = next((differing[kind] for kind in ("parameter", "state", "buffer") if differing[kind]), [])
+    states = [at for at, kind in enumerate(kinds) if kind == "state"]
+    return Differences(
+        len(ranks),
+        {kind: tuple(names[at] for at in places) for kind, places in differing.items()},
+        {kind: sum(each == kind for each in kinds) for kind in differing},
+        max((float(columns[at].distances.max()) for at in first), default=0.0),
+        tuple(tuple(ranks[at].rank for at in same) for same in columns[first[0]].first) if first else (),
+        tuple(_values_of(names[at], ranks, at) for at in differing["setting"]),
+        tuple(each.rank for each in ranks if states and (each.parts[states] < 0).all()),
+        _strip(names, kinds, [each.rank for each in ranks], parts, columns) if columns else None,
+    )
 
 
-def _groups(numbers: NDArray[np.int64], parts: NDArray[np.int32]) -> list[list[list[int]]]:
-    """Return for each shard the ranks with equal numbers."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for place, (number, part) in enumerate(zip(numbers.tolist(), parts.tolist(), strict=True)):
-        found.setdefault(part, {}).setdefault(number, []).append(place)
-    return [list(each.values()) for each in found.values()]
+def _aligned(values: ReplicaValues, names: NDArray[np.uint32]) -> ReplicaValues:
+    """Return the numbers in the order of some names, with the shard -1 for a tensor that the rank lacks."""
+    if np.array_equal(values.names, names):
+        return values
+    known = {name: place for place, name in enumerate(values.names.tolist())}
+    places = np.array([known.get(name, -1) for name in names.tolist()], dtype=np.int64)
+    found = ReplicaValues(
+        values.rank,
+        names,
+        np.full(len(names), -1, np.int32),
+        np.zeros(len(names), np.int64),
+        np.zeros((len(names), _VALUES), np.float32),
+    )
+    for own, other in ((found.parts, values.parts), (found.numbers, values.numbers), (found.values, values.values)):
+        own[places >= 0] = other[places[places >= 0]]
+    return found
 
 
-def _distance(values: NDArray[np.float32]) -> float:
-    """Return the largest difference from the first rank relative to the root mean square."""
-    with np.errstate(all="ignore"):
-        wide = values.astype(np.float64)
-        size = np.sqrt(np.nanmean(wide**2))
-        most = np.abs(wide - wide[0]).max()
-    return float(most / size) if size > 0 and np.isfinite(most) else float("inf") if not np.isfinite(most) else 0.0
+def _values_of(name: str, ranks: Sequence[ReplicaValues], place: int) -> str:
+    """Return a setting with its values, such as ``"lr of group 0: 0.1 (rank 0), 0.01 (rank 1)"``."""
+    found: dict[str, list[str]] = {}
+    for each in ranks:
+        if each.parts[place] >= 0:
+            found.setdefault(f"{each.values[place, 0]:.6g}", []).append(str(each.rank))
+    several = [f"{value} (rank{'s' * (len(places) > 1)} {', '.join(places[:8])})" for value, places in found.items()]
+    return f"{name}: {', '.join(several[:4])}"
+
+
+def _column(numbers: NDArray[np.int64], parts: NDArray[np.int32], values: NDArray[np.float32]) -> _Column:
+    """Return the groups of ranks with equal numbers among those with the same shard, and their distances."""
+    column = _Column(np.zeros(len(numbers), np.int64), np.zeros(len(numbers)), ())
+    for part in np.unique(parts[parts >= 0]).tolist():
+        members = np.flatnonzero(parts == part)
+        same: dict[int, list[int]] = {}
+        for place in members.tolist():
+            same.setdefault(int(numbers[place]), []).append(place)
+        if len(same) < 2:
+            continue
+        column = column._replace(first=column.first or tuple(map(tuple, same.values())))
+        largest = max(same.values(), key=len)
+        for number, places in enumerate([largest, *(each for each in same.values() if each is not largest)]):
+            column.groups[places] = number
+        wide = values[members].astype(np.float64)
+        with np.errstate(all="ignore"):
+            size, most = np.sqrt(np.nanmean(wide**2)), np.abs(wide - values[largest[0]]).max(1)
+            far = most / size if size > 0 else np.zeros(len(members))
+        column.distances[members] = np.where(np.isfinite(most), far, np.inf)
+        column.distances[largest] = 0
+    return column
+
+
+def _strip(
+    names: Sequence[str],
+    kinds: Sequence[str],
+    ranks: Sequence[int],
+    parts: NDArray[np.int32],
+    columns: Mapping[int, _Column],
+) -> RankStrip:
+    """Return the strip of as many tensors and ranks as have room; those that differ come first."""
+    equal = _Column(np.zeros(len(ranks), np.int64), np.zeros(len(ranks)), ())
+    tensors = [at for at, kind in enumerate(kinds) if kind != "setting"]
+    differing = [at for at in tensors if at in columns]
+    limit = max(_ENOUGH_COLUMNS, min(_MOST_COLUMNS, len(differing)))
+    shown = [*differing, *(at for at in tensors if at not in columns)][:limit]
+    shown.sort(key=lambda at: (_KINDS.index(kinds[at]), at))
+    others = sum((each.groups > 0).astype(int) for each in columns.values())
+    rows = np.sort(np.argsort(-others, kind="stable")[:_MOST_ROWS])
+    found = [columns.get(at, equal) for at in shown]
+    return RankStrip(
+        tuple(ranks[at] for at in rows),
+        tuple(names[at] for at in shown),
+        tuple(kinds[at] for at in shown),
+        tuple(tuple(parts[rows, at].tolist()) for at in shown),
+        tuple(tuple(each.groups[rows].tolist()) for each in found),
+        tuple(tuple(float(f"{far:.3g}") for far in each.distances[rows]) for each in found),
+        len(tensors),
+    )
 
 
 def finding_of_differences(found: Differences, step: int, equal: int | None) -> Finding:
@@ -247,10 +349,12 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
     if parameters:
         what = f"all {len(parameters)} parameters" if is_all else listed(list(parameters))
     elif states:
-        what = f"the optimizer states {listed(list(states)).replace('more parameters', 'more')}"
+        noun = "state" if len(states) == 1 else "states"
+        what = f"the optimizer {noun} {listed(list(states)).replace('more parameters', 'more')}"
     else:
-        what = f"the buffers {listed(list(buffers)).replace('more parameters', 'more')}"
-    verb = "differs" if len(parameters) == 1 else "differ"
+        noun = "buffer" if len(buffers) == 1 else "buffers"
+        what = f"the {noun} {listed(list(buffers)).replace('more parameters', 'more')}"
+    verb = "differs" if len(parameters or states or buffers) == 1 else "differ"
     verdict = f"{what} {verb} between the {found.ranks} ranks after step {step}"
     verdict += "" if equal is None else f", and all were equal after step {equal}"
     far = (
@@ -263,9 +367,11 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
         who = "each rank has values of its own"
     else:
         who = "equal values have ranks " + " and ranks ".join(", ".join(map(str, each)) for each in groups)
-    more = f"; so do {len(states)} optimizer states" if parameters and states else ""
+        who += ", which have the same shard" if sum(map(len, groups)) < found.ranks else ""
+    count = "one optimizer state" if len(states) == 1 else f"{len(states)} optimizer states"
+    more = f"; so {'does' if len(states) == 1 else 'do'} {count}" if parameters and states else ""
     is_note = not parameters and not states
-    why, following = (WHY_ALL, NEXT_ALL) if is_all and parameters else (WHY_SOME, NEXT_SOME)
+    why, following = _cause(found, is_note=is_note)
     return Finding(
         rule=RANKS_DIFFER,
         severity="note" if is_note else "critical",
@@ -275,15 +381,40 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
         last_step=step,
         records=1,
         verdict=f"{verdict}; {far}; {who}{more}",
-        why=WHY_BUFFERS if is_note else why,
-        next=NEXT_BUFFERS if is_note else following,
+        why=why,
+        next=following,
         usual="equal on all ranks after each step",
         numbers={
             "distance": found.distance,
             **{f"{kind}s": float(len(names)) for kind, names in found.names.items()},
             "ranks": float(found.ranks),
         },
+        strip=None if found.strip is None else replace(found.strip, step=step),
     )
+
+
+def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
+    """Return the usual cause that the measured values allow, and what to try."""
+    if is_note:
+        is_usual = all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.names["buffer"])
+        return (WHY_BUFFERS, NEXT_BUFFERS) if is_usual else (WHY_OWN_BUFFERS, NEXT_OWN_BUFFERS)
+    if found.settings:
+        return (
+            f"The optimizers have other settings: {'; '.join(found.settings[:3])}.",
+            NEXT_SETTINGS,
+        )
+    if found.idle:
+        idle = ", ".join(map(str, found.idle[:8]))
+        return (
+            f"The optimizer has no state on rank{'s' * (len(found.idle) > 1)} {idle}, so it has not stepped there.",
+            "Call optimizer.step() on all ranks.",
+        )
+    gradients = len(found.names["gradient"])
+    if gradients and gradients == found.counts["gradient"] > 1:
+        return WHY_ALL, NEXT_ALL
+    if found.counts["gradient"] and not gradients:
+        return WHY_AFTER, NEXT_AFTER
+    return WHY_SOME, NEXT_SOME
 
 
 def _module_of(name: str, *, is_state: bool) -> str:
@@ -298,7 +429,8 @@ class WatchedRanks:
         replicas: The checksums of this rank.
         submit: A function that begins to send an object to the first rank, and returns the pending merge.
         report: A function that receives the finding, on the first rank.
-        every: The number of steps between two comparisons; None for the steps 1, 10 and 100, and then every 1,000.
+        every: The number of steps between two comparisons; None for the steps 1, 3, 10, 30, 100 and 300, and then every
+            1,000.
     """
 
     def __init__(

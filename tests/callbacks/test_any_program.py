@@ -342,7 +342,7 @@ def test_a_file_may_ask_for_dumps_beside_checkpoints(on: Path, monkeypatch: pyte
         (
             "a.yaml",
             "- {class_path: lightning_recorder.GraphRecorder, init_args: {deep: 2}}",
-            "Option 'deep' is not accepted",
+            "callback 1 is left out: GraphRecorder has no argument deep: did you mean depth?",
             [],
         ),
         (

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -59,9 +60,31 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(folder: Path, data: int = 1, tensor: int = 1) -> None:
+class Replicated(Net):
+    """Shards over two ranks each, of which there are two copies: HSDP.
+
+    Args:
+        fault: Rank 3 changes its shard of a weight after the fourth step.
+    """
+
+    def __init__(self, fault: bool) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def configure_model(self) -> None:
+        if not hasattr(self.up.weight, "placements"):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for each in (self.norm, self.up, self.down, self):
+                fully_shard(each, mesh=mesh)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.fault and self.global_step == 4 and os.environ["LOCAL_RANK"] == "3":
+            self.up.weight._local_tensor.data.mul_(1.01)  # type: ignore[attr-defined]  # a DTensor
+
+
+def fit(folder: Path, data: int = 1, tensor: int = 1, model: LightningModule | None = None, steps: int = STEPS) -> None:
     seed_everything(2, verbose=False)
-    x, y = torch.randn(STEPS * ROWS, 8), torch.randint(0, 4, (STEPS * ROWS,))
+    x, y = torch.randn(steps * ROWS, 8), torch.randint(0, 4, (steps * ROWS,))
     options: dict[str, Any] = {"every_n_train_steps": 1, "outputs": QUIET, "strict": True}
     watch = StepWatch(check_ranks_every_n_steps=1, strict=True)
     strategy: Any = "auto"
@@ -89,7 +112,7 @@ def fit(folder: Path, data: int = 1, tensor: int = 1) -> None:
     place = int(os.environ.get("LOCAL_RANK", "0")) // tensor if data * tensor > 1 else 0
     # Lightning's own sampler would shuffle, and one process would have other batches.
     shares: Any = DistributedSampler(dataset, data, place, shuffle=False)
-    trainer.fit(Net(), DataLoader(dataset, ROWS // data, sampler=shares))
+    trainer.fit(model or Net(), DataLoader(dataset, ROWS // data, sampler=shares))
 
 
 SCRIPT = """
@@ -124,3 +147,26 @@ def test_records_are_those_of_one_process(data: int, tensor: int, tmp_path: Path
             if label == "parameters":
                 assert torch.equal(*(run[label][site].statistic("count") for run in (one, other)))
     assert [each.rule for each in other.findings if each.rule == "ranks-differ"] == []
+
+
+HSDP = """
+import sys
+from pathlib import Path
+from tests.callbacks.test_model_parallel import Replicated, fit
+
+for fault in (False, True):
+    fit(Path(sys.argv[1], str(fault)), 4, model=Replicated(fault), steps=6)
+"""
+
+
+def test_copies_of_shards_are_compared(tmp_path: Path) -> None:
+    """With FSDP2 and a dimension of copies, a changed copy of a shard is named with its ranks; equal ones are not."""
+    (tmp_path / "train.py").write_text(HSDP)
+    codes, log = forks.run(tmp_path / "train.py", tmp_path, folder=tmp_path, ranks=4, timeout_s=240)
+    assert set(codes) == {0}, log[-3000:]
+    healthy, faulty = (open_recording(tmp_path / str(fault)).findings for fault in (False, True))
+    assert [each.rule for each in healthy if each.rule == "ranks-differ"] == []
+    found = next(each for each in faulty if each.rule == "ranks-differ")
+    assert (found.severity, found.module) == ("critical", "up")
+    assert found.verdict.startswith("up.weight differs between the 4 ranks after step 5, and all were equal ")
+    assert "equal values have ranks 1 and ranks 3, which have the same shard" in found.verdict

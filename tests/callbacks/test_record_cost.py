@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_recorder
@@ -27,6 +28,8 @@ ALL_CALLS = 130
 later count no comprehensions."""
 EXAMINING_CALLS = 20
 """The calls with which the findings take a record; the rules run more rarely."""
+MOST_FILES = 22
+"""The files of the package that the writer thread enters for a record, from the states to both files of the run."""
 
 
 @pytest.fixture
@@ -69,3 +72,39 @@ def test_a_record_crosses_each_layer_once(
         assert count["sinks/multi.py"] <= MULTI_CALLS
         assert count.total() <= all_calls
         assert not [file for file in count if file.startswith("callbacks/")]
+
+
+def test_a_record_enters_few_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The writer thread enters a bounded number of files for each record after the first one, with findings on."""
+    batches: list[set[str]] = []
+    write_batch = RecordPipeline._write_batch
+
+    def noting(*args: Any) -> None:
+        entered: set[str] = set()
+
+        def see(frame: FrameType, event: str, argument: object) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and PACKAGE in path.parents:
+                entered.add(path.relative_to(PACKAGE).as_posix())
+
+        sys.setprofile(see)
+        try:
+            write_batch(*args)
+        finally:
+            sys.setprofile(None)
+            batches.append(entered)
+
+    monkeypatch.setattr(RecordPipeline, "_write_batch", noting)
+    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, outputs=Outputs(plots=False))
+
+    class Wait(Callback):
+        """Waits until each record is written, so that no others join it."""
+
+        def on_train_batch_end(self, *args: object) -> None:
+            assert recorder.latest_step is not None
+
+    fit(small(), tmp_path, [recorder, Wait()], loader=digits(4), logger=TensorBoardLogger(tmp_path))
+    assert len(batches) == 4
+    for entered in batches[1:]:
+        assert "records/file.py" in entered
+        assert len(entered) <= MOST_FILES

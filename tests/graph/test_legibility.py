@@ -139,7 +139,6 @@ def sheets_in(picture: Picture, view: Graph, direction: Direction = "TB") -> dic
 # Modules that are side by side, of which the later one begins higher: what the layout cannot keep in order.
 OUT_OF_ORDER = {
     ("CLIP", "TB"): [("visual_projection", "text_model")],
-    ("Mamba", "TB"): [("backbone.layers.0.norm", "backbone.layers.0.mixer")],
 }
 
 

@@ -28,7 +28,7 @@ from lightning_recorder.outputs import (
     SinkFormatter,
     pipeline,
 )
-from lightning_recorder.recordings import writer
+from lightning_recorder.records import file as record_file
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Norms
@@ -406,7 +406,7 @@ def test_dense_records_are_written_together(joined: None, tmp_path: Path, monkey
         written.append(path.name)
         return write(path, data, **options)
 
-    for module in (tensorboard, writer):
+    for module in (tensorboard, record_file):
         monkeypatch.setattr(module, "append", watched)
     made = results(TensorBoardSink(tmp_path / "events"))
     made.consumers = [RecordFile(tmp_path, "activations", group="activations")]

@@ -24,6 +24,7 @@ from lightning_recorder import Outputs, ParameterRecorder, StepWatch
 from lightning_recorder.check import Answer, Result
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
+from lightning_recorder.insight.finding import RankStrip
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
 from tests.benchmarks.page import model, parallel
@@ -872,6 +873,37 @@ def test_a_step_that_was_left_out_is_marked_in_the_charts(page: Page, tmp_path: 
         chart = page.get_by_role("img", name=re.compile(f"^{name} over steps"))
         expect(chart).to_have_attribute("aria-label", re.compile(f"the watch acted at {BAD}$"))
     expect(page.locator(".curves .legend", has_text="the watch acted")).to_have_count(2)
+
+
+def test_ranks_that_differ_have_a_strip(page: Page, tmp_path: Path) -> None:
+    """A finding about ranks has one row per rank, the groups of equal values, and the same in words."""
+    strip = RankStrip(
+        (0, 1, 2),
+        ("head.weight", "head.bias", "head.weight.exp_avg"),
+        ("parameter", "parameter", "state"),
+        ((0, 0, 0),) * 3,
+        ((0, 1, 0), (0, 0, 0), (0, 1, 2)),
+        ((0.0, 0.5, 0.0), (0.0, 0.0, 0.0), (0.0, 2.0, 3.0)),
+        5,
+        10,
+    )
+    finding = Finding("ranks-differ", "critical", "head", "", 10, 10, 1, "they differ", "", "", "", strip=strip)
+    run = written(tmp_path, [[1.0]], ["head"])
+    data = page_data({run.name: run}, known={run.name: Diagnosis([finding])})
+    (tmp_path / "page.html").write_text(page_html(data, "ranks"))
+    opened(page, tmp_path / "page.html")
+    card = page.locator(".findings li.critical figure.ranks")
+    expect(card.locator("text.rank")).to_have_text(["rank 0", "rank 1", "rank 2"])
+    expect(card.locator("text.group")).to_have_text(["A", "B", "A", "A", "B", "C"])
+    expect(card.locator("figcaption")).to_contain_text("After step 10")
+    expect(card.locator("li")).to_have_text(
+        [
+            "head.weight: A = ranks 0, 2; B = rank 1; up to 0.5 × their size apart",
+            "head.weight.exp_avg: A = rank 0; B = rank 1; C = rank 2; up to 3 × their size apart",
+            "1 tensor of the strip equal on all ranks",
+            "2 compared tensors without a column",
+        ]
+    )
 
 
 def test_a_link_says_where_it_works(page: Page, files: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recorder.insight.finding import findings_from_json, findings_to_json
 from lightning_recorder.statistics.fingerprint import exact_checksum
 from lightning_recorder.watch.replicas import (
     Differences,
@@ -54,7 +56,7 @@ def test_one_changed_bit_is_found_and_the_ranks_are_grouped() -> None:
         weight[1, 3] = torch.nextafter(weight[1, 3], torch.tensor(torch.inf))
 
     found = ranks(change, changed=(1, 2))
-    assert found.names == {"parameter": ("2.weight",), "state": (), "buffer": ()}
+    assert {kind: names for kind, names in found.names.items() if names} == {"parameter": ("2.weight",)}
     assert found.groups == ((0,), (1, 2))
     finding = finding_of_differences(found, 10, 1)
     assert (finding.severity, finding.module) == ("critical", "2")
@@ -62,20 +64,62 @@ def test_one_changed_bit_is_found_and_the_ranks_are_grouped() -> None:
         "2.weight differs between the 3 ranks after step 10, and all were equal after step 1; "
     )
     assert finding.verdict.endswith("; equal values have ranks 0 and ranks 1, 2")
-    assert "local to a rank" in finding.why
+    assert "gradients are equal on all ranks" in finding.why
 
 
 def test_all_parameters_mean_that_nothing_is_reduced() -> None:
-    """If all parameters differ, the finding says how far, and that gradients are not averaged."""
+    """If all parameters and gradients differ, the finding says how far, and that gradients are not averaged."""
 
     def change(model: nn.Module, optimizer: object) -> None:
         for each in model.parameters():
             each.mul_(1.5)
+            each.grad.add_(1)  # type: ignore[union-attr]  # after a backward pass
 
     finding = finding_of_differences(ranks(change), 1, None)
     assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; by up to ")
     assert 0.3 < finding.numbers["distance"] < 3
     assert "not averaged" in finding.why
+
+
+def test_a_cause_is_named_only_if_it_was_measured() -> None:
+    """Other learning rates, an optimizer that has not stepped, and equal gradients give three other causes."""
+
+    def rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    def idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
+        optimizer.state.clear()
+
+    def written(model: nn.Module, optimizer: object) -> None:
+        for each in model.parameters():
+            each.mul_(2)
+
+    settings, state, other = (finding_of_differences(ranks(each), 1, None).why for each in (rate, idle, written))
+    assert settings == "The optimizers have other settings: lr of group 0: 0.001 (ranks 0, 2), 0.5 (rank 1)."
+    assert state == "The optimizer has no state on rank 1, so it has not stepped there."
+    assert other.startswith("The latest gradients are equal on all ranks, so something else changes the values")
+
+
+def test_the_strip_has_the_distance_of_each_rank_from_the_largest_group() -> None:
+    """Each tensor has the groups and distances of all ranks, and survives being written and read."""
+    found = finding_of_differences(
+        ranks(lambda model, optimizer: model[2].weight.mul_(3), changed=(0,)),  # type: ignore[index]  # a Sequential
+        7,
+        None,
+    )
+    strip = found.strip
+    assert strip is not None
+    place = strip.names.index("2.weight")
+    assert (strip.ranks, strip.step, strip.groups[place]) == ((0, 1, 2), 7, (1, 0, 0))
+    assert strip.distances[place][0] > 0.5
+    assert strip.distances[place][1:] == (0, 0)
+    others = [each for at, each in enumerate(strip.groups) if at != place]
+    assert len(others) > 20
+    assert set(others) == {(0, 0, 0)}
+    (read,) = findings_from_json(json.loads(json.dumps(findings_to_json([found]))))
+    assert read.strip == strip
 
 
 def test_states_of_the_optimizer_are_compared() -> None:
@@ -86,7 +130,7 @@ def test_states_of_the_optimizer_are_compared() -> None:
 
     finding = finding_of_differences(ranks(change), 1, None)
     assert (finding.severity, finding.module) == ("critical", "0")
-    assert finding.verdict.startswith("the optimizer states 0.weight.exp_avg differ")
+    assert finding.verdict.startswith("the optimizer state 0.weight.exp_avg differs")
 
 
 def test_buffers_alone_are_a_note() -> None:
@@ -110,7 +154,11 @@ def test_only_equal_shards_are_compared() -> None:
 def _with_parts(parts: list[int]) -> Differences:
     values = [
         ReplicaValues(
-            rank, zlib.crc32(b"w"), np.array([part], np.int32), np.array([rank % 2]), np.ones((1, 8), np.float32)
+            rank,
+            np.array([zlib.crc32(b"w")], np.uint32),
+            np.array([part], np.int32),
+            np.array([rank % 2]),
+            np.ones((1, 8), np.float32),
         )
         for rank, part in enumerate(parts)
     ]

@@ -12,6 +12,7 @@ from lightning_recorder.graph.capture.call_arguments import describe_module
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.origins import Call
 from lightning_recorder.graph.capture.parameters import count_below, count_own
+from lightning_recorder.graph.model import RECOMPUTED
 from lightning_recorder.internals.module_tree import is_scripted
 
 __all__ = ["CalledModules"]
@@ -37,6 +38,8 @@ class CalledModules:
         """The id of the module of each call that is described later."""
         self._settings: dict[int, tuple[weakref.ref[nn.Module], tuple[tuple[str, str], ...]]] = {}
         """The settings of each module by its id, since ``extra_repr`` is code of the user, which runs once."""
+        self._recomputed: set[int] = set()
+        """The ids of the modules that a checkpoint called again."""
         self._hidden: dict[int, int] = {}
         """The number of all parameters below the module of each call whose inside is not observed."""
 
@@ -44,6 +47,10 @@ class CalledModules:
         """Remember the module of a call, which is described if it lives until the end of the step."""
         self._nodes[node].type_name = type(module).__name__
         self._modules[node] = id(module)
+
+    def note_recomputed(self, module: nn.Module) -> None:
+        """Remember that a module was called again in a backward pass, by a checkpoint."""
+        self._recomputed.add(id(module))
 
     def note_hidden(self, node: int, parameters: int) -> None:
         """Count all parameters below a module for its call, since no calls of its submodules are observed."""
@@ -79,6 +86,8 @@ class CalledModules:
                 found = known[key] = type(module).__name__, own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
+            if key in self._recomputed:
+                draft.note = f"{draft.note}, {RECOMPUTED}".removeprefix(", ")
             if node in hidden:
                 draft.parameters = hidden[node]
         nodes[0].arguments = ()

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of
 from lightning_recorder.graph.capture.function_calls import PLAIN, tensors_in
@@ -147,6 +146,9 @@ def _tensors(value: Any) -> Any:
 
 def _count(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the number of operations of a call; ``None`` if it cannot run without values."""
+    # Imported here because it imports Triton, which takes a second and 76 MB in every program.
+    from torch.utils.flop_counter import FlopCounterMode
+
     counter = FlopCounterMode(display=False)
     try:
         given = {name: _tensors(each) for name, each in kwargs.items() if name not in ("device", "out")}

@@ -39,6 +39,7 @@ class FastPath:
         self._owners = origins.owners
         self._calls = calls
         self._outermost = outermost
+        self._with_gradients = torch.is_grad_enabled()
 
     def note(
         self,
@@ -101,7 +102,7 @@ class FastPath:
         end = sequence_number()
         if end != start:
             draft.autograd = owners.claim_usual(result, number, start, end)
-        elif True in passing and not torch.is_grad_enabled():
+        elif True in passing and self._with_gradients and not torch.is_grad_enabled():
             draft.note = "no_grad"
         self._known_tensors.bind_plain(result, number, outputs[0])
         return True

@@ -278,6 +278,8 @@ class GraphCapture:
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
         if not self._watching():
+            if self._active and graph_task() != -1:
+                self._recording.note_recomputed(module)
             return
         try:
             if self._is_part(module):

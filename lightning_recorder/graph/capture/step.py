@@ -23,8 +23,8 @@ from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_op
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
-from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import keywords_of, versions_of
+from lightning_recorder.graph.model import VMAPPED, Graph, TensorMeta
+from lightning_recorder.internals.autograd import in_transform, keywords_of, versions_of, vmap_numel
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tensors
@@ -93,6 +93,8 @@ class StepRecording:
         self._unobserved: set[int] = set()
         """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
         self._builder.nodes[0].type_name = type(root).__name__
+        self._with_gradients = torch.is_grad_enabled()
+        """False if there are no gradients from the beginning, so that no function stops one."""
         self.fast_path = FastPath(self._builder, self._origins, self._calls, outermost)
 
     def name_modules(self, registered: Mapping[str, nn.Module]) -> None:
@@ -189,9 +191,15 @@ class StepRecording:
             self._called.note(node, module)
         if keywords := keywords_of(module):
             args = (*args, *keywords.values())
+        if in_transform() and (times := vmap_numel((*tensors_in(args), *parameters_of(module)))) > 1:
+            self._builder.nodes[node].note = f"{VMAPPED} ×{times}"
         is_plain = (not args[1:] and type(args[0]) in _TENSORS) if args else True  # the usual case, without a call
         given = None if is_plain or _TENSORS.issuperset(map(type, args)) else metas_of(tensors_in(args))
         self._calls.append(Call(node, module, self._clock() if self._times else 0.0, given))
+
+    def note_recomputed(self, module: nn.Module) -> None:
+        """Record that a checkpoint calls a module again, in a backward pass."""
+        self._called.note_recomputed(module)
 
     def _clock(self) -> float:
         """Return the time in seconds, without the time that the recording itself has taken if that is known."""
@@ -328,7 +336,7 @@ class StepRecording:
         tensors.claim(changed, node, start)
         if self.costs is not None and inside is None:
             self.costs.note_saved(node, changed)
-        if differentiable and not torch.is_grad_enabled():
+        if differentiable and self._with_gradients and not torch.is_grad_enabled():
             self._builder.nodes[node].note = "no_grad"
         for place, (tensor, meta) in enumerate(zip(outputs, metas, strict=False)):
             tensors.bind(tensor, node, meta=meta, output=0 if inside else place)

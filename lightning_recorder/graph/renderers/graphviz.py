@@ -47,7 +47,7 @@ Direction = Literal["TB", "LR", "BT", "RL"]
 _NOT_IN_FILES = r'[\x00-\x1f<>:"/\\|?*]'
 
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
-_MAIN_WEIGHT = "12"
+_MAIN_WEIGHT, _CROWDED_WEIGHT = "12", "60"
 
 # The colors of edges between sheets, which are dark on white and differ for color-blind readers.
 _LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2", "#0072b2", "#8c564b", "#c0392b", "#556b2f")
@@ -115,6 +115,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
         self._sizes = self._estimated()
+        # Many edges beside the main path, as in a dense block, would bend it.
+        self._weight = _CROWDED_WEIGHT if len(graph.edges) > 2 * len(self._styles) else _MAIN_WEIGHT
         flat = direction in ("LR", "RL")
         drawn = [node.id for node in drawn_nodes(graph)]
         self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
@@ -265,10 +267,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return "#000000" if self.styler.paper else _LINES[(number - 1) % len(_LINES)]
 
     def _place(self, number: int, other: int) -> str:
-        """Return a short name of a node, or of the call around it that does not contain another node."""
+        """Return a short name of a node, or of the largest call around it without another node and on one sheet."""
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
-        node = next(each for each, outer in pairwise(path) if outer.id in around)
+        node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
         return short_name(node, self.graph) or shown_times(node) or node.kind
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
@@ -289,7 +291,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     @override
     def render_edge(self, canvas: Digraph, edge: Edge) -> None:
         ends = edge.source, edge.target
-        further = {"weight": _MAIN_WEIGHT} if ends in self._main else {}
+        further = {"weight": self._weight} if ends in self._main else {}
         start = f"n{edge.source}"
         if (sheet := self._sheet[edge.target]) != self._sheet[edge.source]:
             number = self._numbers[self._origin(edge)]
@@ -303,7 +305,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     def render(self) -> Digraph:
         canvas = super().render()
         for (source, _), number in self._numbers.items():
-            weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main) else "2"
+            weight = self._weight if any(one == source for one, _ in self._main) else "2"
             canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=self._color(number))
         for first, second in self._rows:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")

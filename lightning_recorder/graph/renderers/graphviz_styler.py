@@ -176,7 +176,7 @@ class GraphvizStyler:
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
-        lines = (node.type_name, labels.size(node), labels.tied_to(node))
+        lines = (node.type_name, labels.size(node), labels.repetition(node, graph), labels.tied_to(node))
         return {
             # Short lines, since the layout looks for a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
@@ -235,6 +235,8 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         lines.append(small(about))
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
+    if (again := labels.repetition(node, graph)) and "note" not in details:
+        lines.append(small(again))
     if node.failed:
         lines.append(small("failed here"))
     if tied := labels.tied_to(node):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.model import RECOMPUTED, VMAPPED, Edge, Graph, Node
 
 __all__ = [
     "caption",
     "class_and_size",
     "full_name",
     "own_name",
+    "repetition",
     "short_count",
     "short_name",
     "shown_across",
@@ -101,6 +102,12 @@ def _counts(total: int, used: int | None) -> str:
     # The rounded numbers may be equal.
     few = short_count(used) == short_count(total)
     return f"{known}, {short_count(total - used)} unused" if few else f"{known}, {short_count(used)} used"
+
+
+def repetition(node: Node, graph: Graph) -> str:
+    """Return ``recomputed`` or ``vmapped ×3`` for a call, unless it holds for the whole call around it."""
+    around = "" if node.parent is None else graph[node.parent].note
+    return node.note if node.note.startswith((RECOMPUTED, VMAPPED)) and node.note != around else ""
 
 
 def tied_to(node: Node) -> str:

@@ -19,7 +19,7 @@ def join_constants(graph: Graph) -> Graph:
     """Draw four or more functions that compute one tensor from no other, such as a table of positions, as one node.
 
     Its name has those of the first and the last function, and its note has their number. Functions in different calls
-    stay apart, and so do those that draw random numbers.
+    stay apart, and so do those that draw random numbers. A buffer of one number, such as a stride, is a constant too.
 
     Args:
         graph: A view that is not folded.
@@ -31,16 +31,19 @@ def join_constants(graph: Graph) -> Graph:
         for source in sources:
             users.setdefault(source, set()).add(node.id)
         is_plain = node.kind == "op" and not (node.note or node.failed or node.parameters or _is_random(node))
-        if is_plain and sources <= constant:
+        is_setting = node.kind == "buffer" and not any(meta.shape for meta in node.outputs)
+        if is_setting or (is_plain and sources <= constant):
             constant.add(node.id)
     target = {node.id: node.id for node in graph.nodes}
     names: dict[int, list[str]] = {}
     for last in reversed(graph.nodes):
-        if last.id in constant and target[last.id] == last.id and not users.get(last.id, set()) <= constant:
+        is_free = last.kind == "op" and last.id in constant and target[last.id] == last.id
+        if is_free and not users.get(last.id, set()) <= constant:
             inside = _only_for(last, graph, users, constant)
-            if len(inside) >= _LEAST:
+            functions = [node.name for node in inside if node.kind == "op"]
+            if len(functions) >= _LEAST:
                 target |= dict.fromkeys((node.id for node in inside), last.id)
-                names[last.id] = [node.name for node in inside]
+                names[last.id] = functions
     if not names:
         return graph
     nodes = [

@@ -59,7 +59,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     for node_id in reversed(tree):
         inside = tuple(known[child] for child in parts.children.get(node_id, ()))
         node = parts.nodes[node_id]
-        status = untrained.get(node.name, ()) if node.kind == "module" else node.note if with_training else ""
+        status = untrained.get(node.name, ()) if node.kind == "module" else (), node.note if with_training else ""
         form = (
             _label(node) if with_sizes else _label_without_sizes(node),
             status,

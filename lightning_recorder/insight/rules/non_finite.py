@@ -163,13 +163,18 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     if not wiring.has_graph and bad != usual:  # this record ran in another order than the first one
         return bad[0], []
     recorded = {site.name for site in evidence.activations.places}
-    inside = [name for name in names if name not in wiring.order]
+    outside = {name for name in names if name in wiring.order}
+    last = {name: call for call, name in enumerate(wiring.calls)}
     best: tuple[float, bool, int] | None = None
-    chosen = ""
+    chosen, missed = "", len(outside - last.keys())
     for call, name in enumerate(wiring.calls):
+        # This call explains none of the bad modules before it, nor do later ones. If all are bad, the first is enough.
+        if best is not None and missed > best[0]:
+            break
+        missed += name in outside and last[name] == call
         if name in names:
             expected = {wiring.calls[each] for each in wiring.after(call)} & recorded
-            wrong = len(expected ^ (names - set(inside)))
+            wrong = len(expected ^ outside)
             rank = (wrong, wiring.types.get(name, "") in _PASSIVE, call)
             if best is None or rank < best:
                 best, chosen = rank, name

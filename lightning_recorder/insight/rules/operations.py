@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,12 +126,107 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
         if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
             continue
         source = step.behind(node)
+        dropped = _dropout_before(step, node)
+        if dropped is not None:
+            verdict = f"the dropout in {step.place(dropped)} sets logits of {node.name} to zero"
+            yield replace(found_in(evidence, step.owner(dropped), verdict), why=_WHY_DROPPED, next=_NEXT_DROPPED)
+            return
         is_double = source is not None and node.name != "cross_entropy" and source.name == "sigmoid"
         if source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name) and not is_double:
             owner = step.owner(source)
             verdict = f"{node.name} gets the output of the {source.name} in {step.place(source)} as logits"
             yield found_in(evidence, owner, verdict)
             return
+
+
+_WHY_DROPPED = "A logit of zero is a prediction like any other, so that the loss learns from random numbers."
+_NEXT_DROPPED = "Put the dropout before the last linear layer."
+
+
+def _dropout_before(step: RecordedStep, loss: Node) -> Node | None:
+    """Return the active dropout between the last layer and a loss, through changes of the shape."""
+    node = next(iter(step.sources(loss)), None)
+    while node is not None and keeps_values(node):
+        if "dropout" in node.name and setting(node, "training") != "False" and setting(node, "p") not in ("0", "0.0"):
+            return node
+        node = next(iter(step.sources(node)), None)
+    return None
+
+
+@rule(
+    "cosine-logits",
+    statistic="least loss of cross_entropy for logits between -1 and 1, relative to the loss of a guess",
+    usual="cosines that are divided by a temperature, such as 0.1",
+    why="Cosines reach from -1 to 1, so that no class can get a probability close to 1, however right they are.",
+    next="Divide the cosines by a temperature of 0.05 to 0.2, or multiply them with a learned scale.",
+    false_alarms="Any operation between the product and the loss counts as a scale, and two or three classes are few.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding]:
+    """Yield the losses that get cosines as logits, with the least loss that these can have."""
+    step = step_of(evidence)
+    for node in step.operations:
+        shape, source = shape_of(node), step.behind(node) if node.name == "cross_entropy" else None
+        if source is not None and source.name in ("mul", "div") and setting(source, "other") in ("1", "1.0"):
+            source = step.behind(source)  # a temperature of 1
+        if source is None or source.kind != "op" or not shape or len(shape) < 2:
+            continue
+        factors = [step.made_by(each).name for each in step.sources(source)]
+        is_cosine = source.name in ("matmul", "mm", "linear", "einsum", "__matmul__") and factors == ["normalize"] * 2
+        least, guess = math.log(1 + (shape[1] - 1) * math.exp(-2)), math.log(shape[1])
+        if (is_cosine or source.name == "cosine_similarity") and least > share * guess:
+            verdict = (
+                f"{node.name} in {step.place(node)} gets cosines as logits of {shape[1]} classes: it cannot fall below "
+                f"{least:.3g}, and is {guess:.3g} for a guess"
+            )
+            yield found_in(evidence, step.owner(source), verdict, least=least, guess=guess)
+            return
+
+
+@rule(
+    "overlap-of-logits",
+    statistic="smallest prediction in a quotient of sums, such as a dice loss, whose predictions a layer returns",
+    usual="predictions between 0 and 1, as of a sigmoid or softmax",
+    why="An overlap, 2 Σpt / (Σp + Σt), is defined for probabilities. With negative numbers the sum below may be zero, "
+    "so that the loss has no least value.",
+    next="Apply a sigmoid or softmax to the output of the last layer before the loss.",
+    false_alarms="Predictions that are never negative are left out.",
+    needs=("activations", GRAPH),
+    records=4,
+    explains=dict.fromkeys(
+        ("gradient-spike", "sudden-change", "exploding-gradient", "weight-drift", "learning-rate-too-large"), _ANY
+    ),
+)
+def overlap_of_logits(evidence: Evidence, *, persistence: int = 4, negative: float = 0.1) -> Iterator[Finding]:
+    """Yield the losses by overlap that get negative numbers for probabilities."""
+    step = step_of(evidence)
+    for node in step.operations:
+        if node.name != "div" or len(sources := step.sources(node)) != 2 or node.id < step.last_layer:
+            continue
+        above, below = (_terms(step, each) for each in sources)
+        for prediction, _ in [step.comparisons[each.id] for each in above if each.id in step.comparisons]:
+            layer = step.made_by(prediction)
+            if layer not in below or not re.fullmatch(r"linear|conv(_transpose)?\dd", layer.name):
+                continue
+            low = evidence.output(step.owner(layer)).min
+            if len(low) >= persistence and (low[-persistence:] < -negative).all():
+                verdict = (
+                    f"the quotient in {step.place(node)} gets the output of {step.owner(layer)} as probabilities, and "
+                    f"it is as small as {low[-1]:.3g}"
+                )
+                yield found_in(evidence, step.owner(layer), verdict, least=low[-1])
+                return
+
+
+def _terms(step: RecordedStep, node: Node) -> list[Node]:
+    """Return what the sums of a part of a loss consist of, and the nodes on the way, up to layers and inputs."""
+    found, todo = [], [node]
+    while todo:
+        found.append(todo.pop())
+        if found[-1].name in ("sum", "add", "sub", "mul", "pow", "clamp", *_POWERS) or keeps_values(found[-1]):
+            todo += [each for each in step.sources(found[-1]) if each not in found]
+    return found
 
 
 @rule(
@@ -215,7 +311,8 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 @rule(
     "along-batch",
-    statistic="dimension of softmax, recurrence, mean and position embedding, in steps with one target for each sample",
+    statistic="dimension of softmax, recurrence, mean, normalization and position embedding, in steps with one target "
+    "for each sample",
     usual="a dimension inside of each sample",
     why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
     "the place of the sample in it.",
@@ -229,7 +326,7 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     descriptions = [_of_classes]
     if step.batch:
-        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean]
+        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean, _of_whole]
     found = []
     for node in step.operations:
         verdict = next(filter(None, (describe(step, node) for describe in descriptions)), "")
@@ -307,6 +404,29 @@ def _of_mean(step: RecordedStep, node: Node) -> str:
     return ""
 
 
+def _of_whole(step: RecordedStep, node: Node) -> str:
+    """Describe a normalization by the standard deviation of all values of a batch, between two layers."""
+    sources, shape = step.sources(node), shape_of(node)
+    if node.name not in ("div", "__truediv__", "div_") or len(sources) != 2 or not shape or shape[0] != step.batch:
+        return ""
+    centered, scale = sources
+    # Beside a small number that is added, or a root of a variance.
+    while scale.name in ("add", "sqrt", "clamp") and len(inner := step.sources(scale)) == 1:
+        (scale,) = inner
+    if centered.name not in _DIFFERENCES or scale.name not in ("std", "var") or scale.outputs[0].shape:
+        return ""
+    of_mean, of_scale = step.sources(centered), step.sources(scale)
+    if len(of_mean) != 2 or of_mean[0].id != of_scale[0].id or of_mean[1].name != "mean" or of_mean[1].outputs[0].shape:
+        return ""
+    # A batch that is normalized before the first layer, and returns or scores behind the last one, are left out.
+    if not {"input", "parameter"} <= step.roots[node.id] or node.id > step.last_layer:
+        return ""
+    return (
+        f"the normalization in {step.place(node)} divides {listed(shape)} by the standard deviation of all values of "
+        "the batch"
+    )
+
+
 def _of_position(step: RecordedStep, node: Node) -> str:
     """Describe a tensor of the model that gives each sample of the batch an offset of its own."""
     if node.name not in ("add", "add_", "__add__", "__iadd__") or len(node.inputs) != 2 or not step.batch:
@@ -325,6 +445,58 @@ def _of_position(step: RecordedStep, node: Node) -> str:
                 "for each sample, and the same one for all positions"
             )
     return ""
+
+
+# What a loss of two views consists of. Other functions, such as a product of all pairs or a variance, may push apart.
+_PULLS = re.compile(
+    r"(cosine_similarity|normalize|mse_loss|(smooth_)?l1_loss|huber_loss|mean|sum|(__)?r?(sub|add|mul|(true)?div)(__)?|"
+    r"neg|__neg__|pow|square|abs|norm|vector_norm|getitem|chunk|split|unbind)_?"
+)
+
+
+@rule(
+    "no-stop-gradient",
+    statistic="operations of a loss that compares two outputs of the same layers, and parts of it without a gradient",
+    usual="a detach() of one side, negative pairs or a term for the variance",
+    why="The loss is smallest if all outputs are equal, and the gradient of both sides leads there.",
+    next="Detach the target: z.detach() in a cosine similarity of p and z; or add negative pairs or a variance term.",
+    false_alarms="Losses with a target, another function, or a part without a gradient are left out, and outputs that "
+    "differ between samples as much as in the first record.",
+    needs=("activations", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("collapsed-embedding", "dead-output", "vanishing-gradient", "sudden-change", "barely-moves"), _ANY
+    ),
+)
+def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float = 0.75) -> Iterator[Finding]:
+    """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike."""
+    step = step_of(evidence)
+    losses = [node for node in evidence.graph.nodes if node.kind == "backward"]
+    sides, todo = [], [each for node in losses[:1] for each in step.sources(node)]
+    for node in todo:
+        if node.kind == "op" and (_PULLS.fullmatch(node.name) or keeps_values(node)) and step.sources(node):
+            todo += [each for each in step.sources(node) if each not in todo]
+        else:
+            sides.append(node)
+    owners = dict.fromkeys(step.owner(node) for node in sides)
+    # Each layer is called for both views, and no side is a target or without a gradient.
+    if (
+        len(losses) != 1
+        or len(sides) < 2
+        or len(sides) <= len(owners)
+        or any(node.id not in step.trained for node in sides)
+    ):
+        return
+    for name in owners:
+        spreads = evidence.output(name).batch_spread
+        if len(spreads) >= persistence and (spreads[-persistence:] < share * spreads[0]).all():
+            verdict = (
+                f"the loss pulls the outputs of {name} for two views together, nothing holds them apart, and no side "
+                f"is detached: {spreads[-1]:.2g} of their rms differs between samples, {spreads[0]:.2g} at first"
+            )
+            found = evidence.output(name).found(verdict, "batch_spread", spread=spreads[-1], first=spreads[0])
+            yield replace(found, others=tuple(each for each in owners if each != name))
+            return
 
 
 @rule(
@@ -503,7 +675,7 @@ def unused_codes(
 @rule(
     "exchanged-by-view",
     statistic="shapes of the input and the output of view and reshape",
-    usual="a view splits or joins dimensions",
+    usual="a view splits or joins dimensions, and the samples stay in theirs",
     why="A view keeps the order of the values in memory, so that exchanging two sizes mixes samples, positions and "
     "features.",
     next="Exchange dimensions with transpose or permute.",
@@ -521,7 +693,19 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
             continue
         other = node.outputs[0].shape
         moved = [place for place, sizes in enumerate(zip(shape, other, strict=False)) if len(set(sizes)) > 1]
-        if len(shape) == len(other) and len(moved) == 2 and sorted(shape) == sorted(other) and 1 not in shape:
+        if (
+            step.batch
+            and len(shape) > 2
+            and shape[0] > 1
+            and shape[0] % step.batch
+            and shape[1] == step.batch == other[0]
+        ):
+            verdict = (
+                f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it joins values of "
+                "different samples"
+            )
+            found.append(found_in(evidence, step.owner(node), verdict))
+        elif len(shape) == len(other) and len(moved) == 2 and sorted(shape) == sorted(other) and 1 not in shape:
             verdict = (
                 f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it mixes the "
                 f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"

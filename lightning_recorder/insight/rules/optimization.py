@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,8 @@ from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence, View, spread
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.recorded_step import keeps_values, setting, step_of
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
 
 
@@ -132,6 +134,77 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         verdict = f"{len(names)} of {count} modules with parameters are frozen"
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
         yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
+
+
+@rule(
+    "copy-does-not-follow",
+    statistic="factors of a frozen parameter and of a trained one in the average of both that the step computes",
+    usual="two numbers between 0 and 1 that add up to 1, such as 0.99 and 0.01",
+    why="The momentum of the average is 1, or one sign is wrong, so that the copy stays or moves away.",
+    next="Look at the factors: copy = momentum × copy + (1 - momentum) × weight, with a momentum below 1.",
+    false_alarms="Copies that are meant to stay, as of a reference model, are in no average.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def copy_does_not_follow(evidence: Evidence, *, rounding: float = 1e-6) -> Iterator[Finding]:
+    """Yield a finding if the averages of frozen and trained parameters do not move the frozen ones to the others."""
+    step = step_of(evidence)
+    known: dict[int, dict[int, float]] = {
+        node.id: {node.id: 1.0} for node in evidence.graph.nodes if node.kind in ("parameter", "buffer")
+    }
+    found: dict[str, tuple[Node, float, float]] = {}
+    for node in step.operations:
+        factors = known[node.id] = _factors(node, [known.get(each.id, {}) for each in step.sources(node)])
+        of_copy, of_weight = (
+            [each for each in factors if _is_copy(evidence.graph[each]) is it] for it in (True, False)
+        )
+        if len(of_copy) != 1 or len(of_weight) != 1 or node.id in step.trained:
+            continue
+        copy, own, other = evidence.graph[of_copy[0]], factors[of_copy[0]], factors[of_weight[0]]
+        found.pop(copy.name, None)
+        if abs(own + other - 1) < rounding and own > 1 - rounding:
+            found[copy.name] = node, own, other
+    for name, (node, own, other) in list(found.items())[:1]:
+        sign, what = ("-", "moves away from it") if other < 0 else ("+", "does not follow it")
+        verdict = (
+            f"{step.place(node)} computes {own:.4g} × {name} {sign} {abs(other):.4g} × the trained parameter: the copy "
+            f"{what}"
+        )
+        modules = list(dict.fromkeys(each.rpartition(".")[0] for each in found))
+        view = evidence.view(evidence.parameters, modules[0])
+        yield view.found(verdict, others=tuple(modules[1:]), own=own, other=other, parameters=len(found))
+
+
+def _is_copy(node: Node) -> bool:
+    return node.kind == "buffer" or node.note == "frozen"
+
+
+def _factors(node: Node, given: list[dict[int, float]]) -> dict[int, float]:
+    """Return the factor of each parameter in a result; none if it is no sum of multiples of them."""
+    weight, alpha, operand = (_number(setting(node, name)) for name in ("weight", "alpha", "other"))
+    alpha = 1.0 if alpha is None else alpha
+    one, other = (*given, {}, {})[:2]
+    kind = node.name.strip("_")
+    if not one or len(given) > 2:
+        return {}
+    if len(given) == 2 and other:
+        if kind == "copy":
+            return other
+        scale = {"add": alpha, "sub": -alpha, "lerp": weight}.get(kind)
+        if scale is None:
+            return {}
+        rest = 1.0 - scale if kind == "lerp" else 1.0
+        return {each: rest * one.get(each, 0.0) + scale * other.get(each, 0.0) for each in {**one, **other}}
+    if kind in ("mul", "rmul", "div", "truediv") and operand is not None:
+        scale = operand if "mul" in kind else 1 / operand if operand else np.inf
+        return {each: scale * value for each, value in one.items()}
+    return one if keeps_values(node) or kind in ("detach", "data") else {}
+
+
+def _number(text: str) -> float | None:
+    with suppress(ValueError):
+        return float(text)
+    return None
 
 
 @rule(
@@ -314,7 +387,8 @@ def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
     usual="0.8 to 3.5",
     why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
     next="Look at the weight decay and the learning rate of the group.",
-    false_alarms="Slow shrinking before a normalization, layers that begin near zero, weights below 64 values.",
+    false_alarms="Slow shrinking before a normalization, shrinking of the last layer without weight decay, layers that "
+    "begin near zero, weights below 64 values.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -355,9 +429,11 @@ def weight_drift(
             continue  # a layer that begins at zero has to grow, and the rms of a few values varies
         ratio = values[-1] / values[0]
         grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain
-        if grows or (ratio < shrink and _is_decay(each, alignment, half)):
+        decay = each.weight_decay
+        # Without a decay, the last layer learns to ignore its input where the targets do not depend on it.
+        is_learned = each.is_last and len(decay) > 0 and decay.max() == 0
+        if grows or (ratio < shrink and not is_learned and _is_decay(each, alignment, half)):
             way = "grows" if grows else "shrinks"
-            decay = each.weight_decay
             because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
             span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
             verdict = f"{each.name} {way} {span}{because}"

@@ -11,18 +11,32 @@ from lightning_recorder.insight.rule import rule
 from lightning_recorder.names import RUNNING_STATISTICS
 
 WHY_ALL = (
-    "The gradients of all parameters differ, so they are not averaged: the step calls a module around the one that DDP "
-    "wraps, the backward pass is inside of no_sync, or nothing reduces the gradients."
+    "The gradients of all parameters differ. Either they are not averaged: the step calls a module around the one that "
+    "DDP wraps, the backward pass is inside of no_sync, or nothing reduces the gradients. Or they are changed "
+    "afterwards, such as by clipping on one rank or by noise of another seed."
 )
 NEXT_ALL = "Compute the loss with the modules of the LightningModule itself; look for no_sync and for copies."
 WHY_SOME = (
-    "Something that is local to a rank can do this: clipping, a hook, another initialization, an optimizer step "
-    "on one rank, or parameters that DDP ignores."
+    "Something that is local to a rank can do this: clipping, a hook, another initialization, another learning rate, "
+    "an optimizer step on one rank, or parameters that DDP ignores."
 )
 NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
+WHY_AFTER = (
+    "The latest gradients are equal on all ranks, so something else changes the values: another initialization or "
+    "checkpoint, a step that one rank leaves out, or code that writes to them on one rank or from its own batches."
+)
+NEXT_AFTER = "Look for code that runs on one rank only, and for writes to parameters outside of the optimizer."
+NEXT_SETTINGS = (
+    "Give all ranks the same settings. A scheduler needs a metric that is equal on all of them (sync_dist=True)."
+)
 _WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP does not average over the ranks."
 _NEXT_GRAD = "Use manual_backward, or average the gradients with all_reduce before the optimizer step."
 WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
+WHY_OWN_BUFFERS = (
+    "Each rank updates them from its own batches. DDP copies those of the first rank to all before the next forward "
+    "pass, unless broadcast_buffers=False, so the updates of the others are lost."
+)
+NEXT_OWN_BUFFERS = "Reduce the update over the ranks, if the model uses these values."
 NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."
 
 

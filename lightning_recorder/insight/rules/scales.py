@@ -10,6 +10,7 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
+from lightning_recorder.insight.recorded_step import setting, step_of
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.names import is_batch
 from lightning_recorder.records.table import Floats
@@ -17,6 +18,8 @@ from lightning_recorder.records.table import Floats
 _EVERYTHING_AFTER = ("downstream", "same")
 _WHY_TINY = "The inputs are scaled twice, such as pixels that are divided by 255 again, or are in a large unit."
 _NEXT_TINY = "Normalize the inputs to mean 0 and standard deviation 1, once."
+_WHY_LIMITED = "max_norm scales down each row of the embedding whose norm is larger, at each call."
+_NEXT_LIMITED = "Leave out max_norm, or pass a norm of about the square root of the features."
 _WHY_MADE = "The step makes this input from integers and does not normalize it, such as time steps from 0 to 999."
 _NEXT_MADE = "Divide it by its largest value, or pass its sines and cosines or an embedding of it."
 
@@ -77,7 +80,8 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
     usual="0.2 to 3, as of normalized data",
     why="The inputs are not normalized, for example images from 0 to 255.",
     next="Normalize the inputs to mean 0 and standard deviation 1, and check the scale of each feature.",
-    false_alarms="Embeddings are left out. Inputs that the step makes from integers must be large in the first "
+    false_alarms="Embeddings are left out, but for those that max_norm keeps tiny without a normalization after "
+    "them. Inputs that the step makes from integers must be large in the first "
     "record, too.",
     needs=("activations",),
     records=1,
@@ -108,6 +112,7 @@ def input_scale(
     """Yield inputs of the model that are far from a usual scale."""
     table, wiring = evidence.activations, evidence.wiring
     yield from _tiny_inputs(evidence, least, records, sparse)
+    yield from _tiny_embeddings(evidence, least, records)
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():
         feeds = wiring.inputs.get(site.name)
@@ -175,6 +180,20 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
         tiny = gradient.found(verdict, "rms", input_rms=size)
         found.append(replace(tiny, path="", why=_WHY_TINY, next=_NEXT_TINY))
     yield from found[:1]
+
+
+def _tiny_embeddings(evidence: Evidence, least: float, records: int) -> Iterator[Finding]:
+    """Yield the embeddings that their ``max_norm`` keeps tiny, if no normalization enlarges them."""
+    step = step_of(evidence)
+    for node in step.operations:
+        limit = setting(node, "max_norm") if node.name == "embedding" else ""
+        if limit in ("", "None") or any(each.name.endswith("_norm") for each in step.readers(node)):
+            continue
+        view = evidence.output(step.owner(node))
+        if len(view.rms) >= records and view.rms[-records:].max() < least:
+            verdict = f"the output of {view.module} has rms {view.rms[-1]:.2g}: its max_norm is {limit}"
+            found = view.found(verdict, "rms", rms=view.rms[-1])
+            yield replace(found, path="", why=_WHY_LIMITED, next=_NEXT_LIMITED)
 
 
 def _large_inputs(evidence: Evidence, inputs: list[View], most: float) -> Iterator[Finding]:

@@ -85,8 +85,9 @@ _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 @rule(
     "output-range",
-    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions",
-    usual="the targets are in the range",
+    statistic="smallest and largest target of a loss, against the range of the function that makes the predictions; "
+    "for a softmax the sum of the targets of a sample",
+    usual="the targets are in the range; those of a softmax add up to 1",
     why="The activation after the last layer cannot return these targets, so that the loss stays high whatever is "
     "learned.",
     next="Remove the activation after the last layer, or scale the targets to its range.",
@@ -109,12 +110,22 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
         else:
             continue
         _, target = sides_of(evidence, step, node)
-        (least, most, size), steps = target.columns("min", "max", "rms")
+        (least, most, size, mean), steps = target.columns("min", "max", "rms", "mean")
         if len(steps) < persistence:
             continue
         # Without an upper end, the size of the targets is the scale.
         beyond = np.maximum(low - least, most - high) / np.where(np.isfinite(high), high - low, np.maximum(size, 1e-30))
         if not (beyond[-persistence:] > margin).all():
+            sums = mean[-persistence:] * (shape_of(node, 1) or (1,))[-1]
+            if source is not None and source.name == "softmax" and (sums > 1 + margin).all():
+                verdict = (
+                    f"{node.name} in {step.place(node)} gets targets that add up to {sums[-1]:.3g} in a sample, but "
+                    f"the softmax in {step.place(source)} returns numbers that add up to 1"
+                )
+                found = target.found(verdict, "mean", sum=sums[-1])
+                following = "Replace the softmax by a sigmoid, as several classes of a sample are true."
+                yield replace(found, module=step.owner(source), path="", next=following)
+                return
             continue
         targets = f"targets from {least.min():.3g} to {most.max():.3g}"
         if node.name in _BINARY:
@@ -200,6 +211,67 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
             )
             yield replace(target.found(verdict, "max"), module=step.owner(node), path="")
             return
+
+
+@rule(
+    "discriminator-wins",
+    statistic="probabilities that a discriminator gives to real and generated samples, and gradients of the generator",
+    usual="0.3 to 0.9 for real samples, and gradients of the generator that stay about as large",
+    why="The discriminator learns faster than the generator. Where it is sure, the loss of the generator is flat.",
+    next="Lower the learning rate of the discriminator, or train the generator with the target 1 for its samples.",
+    false_alarms="A discriminator that is sure while the gradients of the generator stay large is left out.",
+    needs=("activations", "parameters", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("barely-moves", "vanishing-gradient", "saturation", "does-not-move", "sudden-change", "target-scale"), _ANY
+    ),
+)
+def discriminator_wins(
+    evidence: Evidence, *, persistence: int = 4, records: int = 8, sure: float = 0.02, shrink: float = 30.0
+) -> Iterator[Finding]:
+    """Yield a finding if a discriminator is sure about all samples, and the generator has lost its gradients."""
+    step = step_of(evidence)
+    learned: dict[str, list[tuple[float, float, set[str]]]] = {}
+    for node in step.operations:
+        source = step.behind(node) if node.name in _BINARY else None
+        prediction, target = sides_of(evidence, step, node)
+        (least, most), _ = target.columns("min", "max")
+        if source is None or len(prediction.mean) < records or least.min() != most.max():
+            continue
+        means = prediction.mean[-persistence:]
+        chances = 1 / (1 + np.exp(-means)) if node.name.endswith("logits") else means
+        layer = (step.behind(source) or source) if source.name == "sigmoid" else source
+        wrong = abs(chances - least[0]).max()
+        learned.setdefault(step.owner(layer), []).append((least[0], wrong, _trained_by(step, source)))
+    for name, losses in learned.items():
+        own = set.intersection(*(modules for _, _, modules in losses))
+        generator = set.union(*(modules for _, _, modules in losses)) - own
+        # The loss of the generator has the target 1 for samples of the generator, where the discriminator is wrong.
+        wrong = [min((off for least, off, _ in losses if least == target), default=1.0) for target in (0, 1)]
+        norms = [each.gradient.rms for each in evidence.weights if each.module in generator]
+        norms = [each for each in norms if len(each) >= records and each[0] > 0]
+        fall = min((each[0] / each[-persistence:].max() for each in norms), default=0.0)
+        if max(wrong) < sure and fall > shrink:
+            verdict = (
+                f"the discriminator that ends with {name} gives real samples {1 - wrong[1]:.4g} and generated ones "
+                f"{wrong[0]:.2g}, and the gradients of the generator have become {fall:.3g} × smaller"
+            )
+            found = evidence.output(name).found(verdict, "rms", real=1 - wrong[1], generated=wrong[0], fall=fall)
+            yield replace(found, others=tuple(sorted(generator)))
+            return
+
+
+def _trained_by(step: RecordedStep, node: Node) -> set[str]:
+    """Return the modules whose parameters a gradient reaches from an operation."""
+    found, seen, todo = set(), {node.id}, [node]
+    while todo:
+        for each in step.sources(todo.pop()):
+            if each.kind == "parameter" and not each.note:
+                found.add(each.name.rpartition(".")[0])
+            elif each.id in step.trained and each.id not in seen:
+                seen.add(each.id)
+                todo.append(each)
+    return found
 
 
 @rule(

@@ -9,6 +9,7 @@ import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
 import { CheckLine, CheckView } from "./check";
 import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { RankStrip } from "./ranks";
 import { RunsView } from "./runs";
 import { AXIS, MOST_LABELED, RELATIVE_ENDS, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
 
@@ -469,6 +470,7 @@ function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; chan
       </button>
       {finding.severity !== "note" && <>
         <p><Measured finding={finding} /> <b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>
+        {finding.strip && <RankStrip strip={finding.strip} id={`ranks-${finding.first_step}`} />}
         <Chain tree={props.tree} module={finding.module} onPick={(layer) => change({ layer })} />
         {finding.others.length > 0 && <p class="others"><b>Also affected</b> {finding.others.slice(0, MOST_OTHERS).map((each) => <button type="button" class="link" onClick={() => change({ layer: each })}>{each || "(model)"}</button>)}{finding.others.length > MOST_OTHERS && `and ${finding.others.length - MOST_OTHERS} more`}</p>}
       </>}

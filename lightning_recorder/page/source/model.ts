@@ -6,6 +6,12 @@ export interface Finding {
   verdict: string; why: string; next: string; usual: string;
   numbers: Record<string, number | string>; others: string[]; consequences: string[];
   trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[]; module?: string } | null;
+  strip: RankStripData | null;
+}
+/** How far each rank is from the others: one column a tensor, one row a rank. */
+export interface RankStripData {
+  ranks: number[]; names: string[]; kinds: ("parameter" | "gradient" | "buffer" | "state")[];
+  parts: number[][]; groups: number[][]; distances: (number | string)[][]; compared: number; step: number;
 }
 export interface SiteData { module: string; path: string; shape: number[]; dtype: string; ofLoss?: boolean }
 export interface HistogramData { first: number; rows: number; least: number; counts: string }

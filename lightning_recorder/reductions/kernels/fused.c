@@ -1,4 +1,5 @@
-/* Statistics of one array in one pass through memory, added to a row of state, and the norm of many arrays.
+/* Statistics of one array in one pass through memory, added to a row of state, the norm of many arrays, and the launch
+ * of the kernels that do the same on a GPU.
  *
  * The layout of the row is defined in row.py. fused.py passes it to the compiler: SLOT_<NAME> is the place of a number,
  * and HISTOGRAM that of the first bin. There are BINS bins, one for each value of the upper bits of a float.
@@ -406,4 +407,34 @@ int64_t compact_states(const double *states, int64_t rows, int64_t width, double
   }
   memmove(counts + found, bins, found * sizeof *bins);
   return counts + found + (found + 3) / 4 - to;
+}
+
+typedef int (*LaunchKernel)(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                            unsigned threads_z, unsigned shared, void *stream, void **arguments, void **extra);
+
+typedef struct {
+  LaunchKernel launch; /* cuLaunchKernel of the driver */
+  void *reduce, *merge; /* the compiled kernels of triton_kernels.py */
+  int64_t reduce_threads, reduce_shared, merge_threads, merge_shared; /* shared memory in bytes */
+  int64_t tile, few_tiles, most_programs; /* as for _shares of fused_cuda.py */
+} Plan;
+
+/* Launch the kernels for the values at `data` on a device, without a sample, and return the status of the driver: 0, or
+   a positive number if nothing was launched, or a negative one if only the first kernel was. All addresses are of the
+   device. Triton appends one or two pointers to memory of its own, which these kernels do not use, to the arguments. */
+int launch_statistics(const Plan *plan, void *stream, int64_t row, int64_t data, int64_t numel, double factor,
+                      int64_t parts, int64_t counts) {
+  int64_t tiles = (numel + plan->tile - 1) / plan->tile;
+  int64_t each = tiles <= plan->few_tiles ? tiles : (tiles + plan->most_programs - 1) / plan->most_programs;
+  int64_t share = each * plan->tile, sampled = -1, none = 0, bits;
+  int32_t programs = (int32_t)((tiles + each - 1) / each), scaled = factor != 1.0;
+  memcpy(&bits, &factor, sizeof bits);
+  if (programs == 1) parts = counts = row;
+  void *reduced[] = {&data, &numel, &share, &bits, &scaled, &row, &sampled, &parts, &counts, &row, &none, &none};
+  int status = plan->launch(plan->reduce, (unsigned)programs, 1, 1, (unsigned)plan->reduce_threads, 1, 1,
+                            (unsigned)plan->reduce_shared, stream, reduced, 0);
+  if (status || programs == 1) return status;
+  void *merged[] = {&parts, &counts, &programs, &numel, &sampled, &row, &none, &none};
+  return -plan->launch(plan->merge, 1, 1, 1, (unsigned)plan->merge_threads, 1, 1, (unsigned)plan->merge_shared, stream,
+                       merged, 0);
 }

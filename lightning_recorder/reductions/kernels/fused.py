@@ -47,6 +47,7 @@ __all__ = [
     "build_for_wheel",
     "compact_states",
     "is_fast",
+    "launch_function",
     "may_become_available",
     "norm_of",
     "prepare",
@@ -79,6 +80,7 @@ _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
 _Norm = Callable[[int, int, int], float]
 _Spread = Callable[[int, int, int, int, int, int, int], None]
+_Launch = Callable[[int, int, int, int, int, float, int, int], int]
 
 
 class _Loaded:
@@ -95,6 +97,7 @@ class _Loaded:
     compactor: _Compactor | None = None
     norm: _Norm | None = None
     spread: _Spread | None = None
+    launch: _Launch | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
 
@@ -144,6 +147,16 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     for part in _Loaded.missing:
         part.add(row, values)
     return True
+
+
+def launch_function() -> _Launch | None:
+    """Return the function that launches the kernels on a GPU, or None if there is no compiled code.
+
+    Its arguments are the addresses of a plan, of which ``fused.c`` has the fields, of a stream and of a state, the
+    address, the number and the factor of the values, and the addresses of the parts and the counts of all programs.
+    """
+    prepare(wait=True)
+    return _Loaded.launch
 
 
 def is_fast(tensor: Tensor) -> bool:
@@ -249,7 +262,8 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
     for each in tensors:
         if type(each) is not Tensor or each.dtype is not torch.float32 or not each.is_cpu:
             return None
-        if each.layout is not torch.strided or not is_dense(each):
+        # A gradient with the channels last is dense, too. This runs for each gradient of each step.
+        if each.layout is not torch.strided or not (each.is_contiguous() or is_dense(each)):
             return None
         pointer, numel = each.data_ptr(), each.numel()
         if not pointer and numel:  # zeros without memory, which autograd creates
@@ -369,14 +383,15 @@ def _use(library: Path) -> str:
     """Use the functions of a library, or return the reason why not."""
     try:
         kernel, compactor, norm = _opened(library), _opened_compactor(library), _opened_norm(library)
-        spread = _opened_spread(library)
+        spread, launch = _opened_spread(library), _opened_launch(library)
     except (OSError, AttributeError) as error:
         return describe_error(error)
     missing = _missing(kernel)
     if missing is None:
         return "its code gives wrong results"
     # Other threads use the functions as soon as there is a kernel.
-    _Loaded.missing, _Loaded.compactor, _Loaded.norm, _Loaded.spread = missing, compactor, norm, spread
+    _Loaded.missing, _Loaded.compactor, _Loaded.norm = missing, compactor, norm
+    _Loaded.spread, _Loaded.launch = spread, launch
     _Loaded.kernel = kernel
     return ""
 
@@ -499,6 +514,14 @@ def _opened_spread(library: Path) -> _Spread:
     number, address = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [address, number, number, number, number, ctypes.c_int, address]
     function.restype = None
+    return function
+
+
+def _opened_launch(library: Path) -> _Launch:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).launch_statistics
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    function.argtypes = [address, address, number, number, number, ctypes.c_double, number, number]
+    function.restype = ctypes.c_int
     return function
 
 

@@ -4,17 +4,20 @@ Separate torch passes need about 45 launches, which take longer than the arithme
 and ROCm includes Triton. If it is missing, or after any failure, torch computes the same statistics.
 
 Each dtype is prepared when its first tensor comes: the kernels are compiled, unless the Triton cache has them, and
-compared with torch on a few numbers. From then on, compiled kernels are launched without the part of Triton that
-chooses one, which takes most of the time of a launch.
+compared with torch on a few numbers. From then on, one call of the code in ``fused.c`` launches them by the driver.
+Without it, they are launched by Triton, but not by the part that chooses a kernel, which takes most of the time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import struct
 import threading
 import time
+from array import array
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, ClassVar
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.errors import describe_error
+from lightning_recorder.reductions.kernels import fused
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
@@ -41,6 +45,12 @@ _FEW_TILES = 8
 # A multiprocessor has registers for a few programs at a time, so all programs finish in a few rounds.
 _PROGRAMS_PER_MULTIPROCESSOR = 12
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
+
+_DRIVER = "libcuda.so.1"
+# The sizes in bytes of the arguments that are no constants, in order, as fused.c passes them.
+_REDUCED = (8, 8, 8, 8, 4, 8, 8, 8, 8, 8)
+_MERGED = (8, 8, 4, 8, 8, 8)
+_MOST_OF_TRITON = 2  # pointers that Triton appends to them: one since Triton 3.3, two since 3.5
 
 _Kind = tuple[int, torch.dtype, bool]
 """The index of a device, a dtype, and True if a sample of the values is counted in the histogram."""
@@ -175,17 +185,18 @@ class _Memory(threading.local):
     """Memory for the results of the programs of a launch, for each stream of each device. Threads share none."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._addresses: dict[tuple[int, int], tuple[int, int]] = {}
 
     def of(self, index: int, stream: int, kernels: ModuleType, most_programs: int) -> tuple[int, int]:
         """Return the addresses of the parts and the counts, which every launch leaves at zero."""
-        tensors = self._tensors.get((index, stream))
-        if tensors is None:
+        addresses = self._addresses.get((index, stream))
+        if addresses is None:
             with torch.inference_mode(False):
-                tensors = _results(kernels, most_programs, torch.device("cuda", index))
-            self._tensors[index, stream] = tensors
-        parts, counts = tensors
-        return parts.data_ptr(), counts.data_ptr()
+                parts, counts = _results(kernels, most_programs, torch.device("cuda", index))
+            self._kept.append((parts, counts))
+            addresses = self._addresses[index, stream] = parts.data_ptr(), counts.data_ptr()
+        return addresses
 
 
 def _results(kernels: ModuleType, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -201,24 +212,43 @@ class _Launcher:
         kernels: The module :mod:`triton_kernels`.
         compiled: The compiled ``reduce_share`` and ``merge_shares``.
         most_programs: The maximum number of shares that the values are divided into.
-        with_constants: True if the constants of a kernel are arguments of a launch, as since Triton 3.3.
+        stream_of: Returns the address of the current stream of a device, given its index.
+        with_constants: True if the constants of a kernel are arguments of a launch by Triton, as since Triton 3.3.
+        direct: Launch the kernels by the driver.
+
+    Raises:
+        RuntimeError: If the kernels cannot be launched by the driver.
     """
 
     def __init__(
-        self, kernels: ModuleType, compiled: tuple[Any, Any], most_programs: int, with_constants: bool
+        self,
+        kernels: ModuleType,
+        compiled: tuple[Any, Any],
+        most_programs: int,
+        stream_of: Callable[[int], int],
+        *,
+        with_constants: bool = False,
+        direct: bool = False,
     ) -> None:
-        from triton.runtime import driver
-
         self._reduce, self._merge = compiled
         self._kernels, self._most_programs = kernels, most_programs
         self._tile = kernels.ROWS * kernels.COLUMNS
-        self._stream_of = driver.active.get_current_stream
+        self._stream_of = stream_of
         self._memory = _Memory()
         self._constants: tuple[Any, ...] = ()
         self._constants_of_merge: tuple[Any, ...] = ()
         if with_constants:
             self._constants = (False, HISTOGRAM, BINS, BIN_SHIFT, kernels.ROWS, kernels.COLUMNS, kernels.COPIES)
             self._constants_of_merge = (HISTOGRAM, BINS, kernels.MOST_PROGRAMS, kernels.COPIES)
+        self._launch = self._launch_by_triton
+        if direct:
+            self._plan = array("q", _plan(compiled, self._tile, most_programs))  # keeps the memory of the plan
+            self._address = self._plan.buffer_info()[0]
+            function = fused.launch_function()
+            if function is None:
+                raise RuntimeError("there is no compiled code")
+            self._function = function
+            self._launch = self._launch_by_driver
 
     def launch(self, index: int, row: int, data: int, numel: int, factor: float) -> None:
         """Add the statistics of values to a state on the current device, whose index is given.
@@ -230,17 +260,67 @@ class _Launcher:
             numel: The number of values, at least one.
             factor: The factor of the values.
         """
-        programs, share = _shares(numel, self._tile, self._most_programs)
         stream = self._stream_of(index)
-        parts = counts = row
-        if programs > 1:
-            parts, counts = self._memory.of(index, stream, self._kernels, self._most_programs)
+        parts, counts = self._memory.of(index, stream, self._kernels, self._most_programs)
+        self._launch(stream, row, data, numel, factor, parts, counts)
+
+    def _launch_by_driver(
+        self, stream: int, row: int, data: int, numel: int, factor: float, parts: int, counts: int
+    ) -> None:
+        status = self._function(self._address, stream, row, data, numel, factor, parts, counts)
+        if status:
+            raise RuntimeError(f"the CUDA driver returned the error {abs(status)}")
+
+    def _launch_by_triton(
+        self, stream: int, row: int, data: int, numel: int, factor: float, parts: int, counts: int
+    ) -> None:
+        programs, share = _shares(numel, self._tile, self._most_programs)
+        if programs == 1:
+            parts = counts = row
         scaled = int(factor != 1.0)
         self._reduce[programs, 1, 1](
             data, numel, share, _bits(factor), scaled, row, -1, parts, counts, row, *self._constants, stream=stream
         )
         if programs > 1:
             self._merge[1, 1, 1](parts, counts, programs, numel, -1, row, *self._constants_of_merge, stream=stream)
+
+
+def _plan(compiled: tuple[Any, Any], tile: int, most_programs: int) -> list[int]:
+    """Return the fields of the plan of ``fused.c``.
+
+    Raises:
+        RuntimeError: If the kernels take other arguments, or must be launched in a way of their own.
+        OSError: If the driver cannot be loaded.
+        AttributeError: If the driver cannot tell the arguments of a kernel, as before CUDA 12.4, or if this release of
+            Triton describes a kernel in another way.
+    """
+    if torch.version.hip:
+        raise RuntimeError("the device has no CUDA driver")
+    driver = ctypes.CDLL(_DRIVER)
+    launch = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
+    kernels, sizes = [], []
+    for kernel, expected in zip(compiled, (_REDUCED, _MERGED), strict=True):
+        about = kernel.metadata
+        special = [about.num_ctas - 1, getattr(about, "launch_cooperative_grid", 0), getattr(about, "launch_pdl", 0)]
+        special += [getattr(about, "global_scratch_size", 0), getattr(about, "profile_scratch_size", 0)]
+        found = _sizes_of_arguments(driver, kernel.function)
+        more = len(found) - len(expected)
+        if any(special) or not 0 <= more <= _MOST_OF_TRITON or found != (*expected, *[8] * more):
+            raise RuntimeError(f"the arguments of {about.name} have the sizes {found}")
+        kernels.append(kernel.function)
+        sizes += [32 * about.num_warps, about.shared]
+    return [launch or 0, *kernels, *sizes, tile, _FEW_TILES, most_programs]
+
+
+def _sizes_of_arguments(driver: Any, function: int) -> tuple[int, ...]:
+    """Return the size in bytes of each argument of a kernel."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[int] = []
+    while len(found) < 64 and not driver.cuFuncGetParamInfo(
+        ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+    ):
+        found.append(size.value)
+    return tuple(found)
 
 
 def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
@@ -362,11 +442,21 @@ def _quick_launcher(
     kernels: ModuleType, compiled: tuple[Any, Any], most_programs: int, device: torch.device, dtype: torch.dtype
 ) -> _Launcher | None:
     """Return a launcher of compiled kernels, or None if this release of Triton launches them in another way."""
-    for with_constants in (True, False):
-        launcher = _Launcher(kernels, compiled, most_programs, with_constants)
+    from triton.runtime import driver
+
+    stream_of = driver.active.get_current_stream
+    for options in _WAYS_TO_LAUNCH:
+        try:
+            launcher = _Launcher(kernels, compiled, most_programs, stream_of, **options)
+        except (RuntimeError, OSError, AttributeError) as error:
+            _log.debug("the driver does not launch the kernels for %s: %s", device, describe_error(error))
+            continue
         if all(_is_right(launcher, _numbers(count, dtype), device) for count in _counts(kernels)):
             return launcher
     return None
+
+
+_WAYS_TO_LAUNCH: Sequence[dict[str, bool]] = ({"direct": True}, {"with_constants": True}, {})
 
 
 def _is_right(launcher: _Launcher, tensor: Tensor, device: torch.device) -> bool:

@@ -54,3 +54,20 @@ def test_a_result_with_two_users_keeps_its_edges() -> None:
     assert sorted(_functions(view)) == ["add", "arange … neg", "cos", "mul"]
     users = sorted(names[edge.target] for edge in view.edges if names[edge.source] == "arange … neg")
     assert users == ["cos", "mul"]
+
+
+def test_a_buffer_of_one_number_is_a_constant() -> None:
+    """Functions of a scalar buffer are one node with it; those of a larger buffer stay apart."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        factor = (net.stride + 1).sqrt().neg().exp()
+        shift = (net.table + 1).sqrt().neg().exp()
+        result: Tensor = net.fc(x) * factor + shift
+        return result
+
+    net = Net(forward, fc=linear())
+    net.register_buffer("stride", torch.ones(()))
+    net.register_buffer("table", torch.ones(4))
+    view = fit_view(capture_graph(net, X))
+    assert _functions(view) == ["add … exp", "add", "sqrt", "neg", "exp", "mul", "add"]
+    assert [node.name for node in view.nodes if node.kind == "buffer"] == ["table"]

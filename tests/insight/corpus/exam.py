@@ -119,6 +119,15 @@ def labels_of_both_signs(is_faulty: bool) -> Task:
     return Task(net, batch, lambda net, batch: F.binary_cross_entropy_with_logits(net(batch[0]), batch[1]))
 
 
+@program("output-range", "softmax for several labels of a sample", _FORUM)
+def softmax_for_several_labels(is_faulty: bool) -> Task:
+    def loss(y: Tensor, classes: Tensor) -> Tensor:
+        labels = torch.stack([classes % 2 == 0, classes > 4, classes % 3 == 0], 1).float()
+        return F.binary_cross_entropy(y, labels)
+
+    return on_digits(loss, stacked(nn.Softmax(1) if is_faulty else nn.Sigmoid(), outputs=3))
+
+
 @program("classes-by-error", "squared error on a softmax for classes", _DEEPFD)
 def squared_error_of_softmax(is_faulty: bool) -> Task:
     if is_faulty:
@@ -163,6 +172,32 @@ def smoothing_of_one(is_faulty: bool) -> Task:
     return on_digits(lambda y, classes: F.cross_entropy(y, classes, label_smoothing=smoothing))
 
 
+@program("cut-off-logits", "dropout behind the last layer", _FORUM)
+def dropout_of_logits(is_faulty: bool) -> Task:
+    return on_digits(F.cross_entropy, stacked(*[nn.Dropout(0.5)] * is_faulty))
+
+
+@program("cosine-logits", "cosines of pairs without a temperature", _FORUM)
+def cosines_as_logits(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        x = batch[0]
+        one, two = (F.normalize(net(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
+        return F.cross_entropy(one @ two.T / (1 if is_faulty else 0.1), torch.arange(len(x)))
+
+    return Task(stack(64, 32, 16), digits, loss)
+
+
+@program("overlap-of-logits", "a dice loss of logits", _FORUM)
+def dice_of_logits(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        y = net(batch[0]) if is_faulty else net(batch[0]).sigmoid()
+        dice: Tensor = (2 * (y * batch[1]).sum() + 1) / (y.sum() + batch[1].sum() + 1)
+        return 1 - dice
+
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+    return Task(net, lambda step: (x := images(step)[0], (x > 0.5).float()), loss)
+
+
 # Dimensions.
 
 
@@ -170,6 +205,12 @@ def smoothing_of_one(is_faulty: bool) -> Task:
 def softmax_over_samples(is_faulty: bool) -> Task:
     dim = 0 if is_faulty else 1
     return on_digits(lambda y, classes: F.nll_loss((y.softmax(dim) + 1e-8).log(), classes))
+
+
+def walks(step: int) -> tuple[Tensor, Tensor]:
+    """Return random walks, ``[32, 12, 3]``, and the side on which they end."""
+    x = torch.randn(32, 12, 3, generator=random(step)).cumsum(1)
+    return x, (x[:, -1, 0] > 0).long()
 
 
 @program("exchanged-by-view", "view instead of transpose before an LSTM", _FORUM)
@@ -184,11 +225,22 @@ def view_for_transpose(is_faulty: bool) -> Task:
             logits: Tensor = self.head(self.rnn(x)[0][-1])
             return logits
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(32, 12, 3, generator=random(step)).cumsum(1)
-        return x, (x[:, -1, 0] > 0).long()
+    return Task(Net(), walks, optimizer=adam(1e-2))
 
-    return Task(Net(), batch, optimizer=adam(1e-2))
+
+@program("exchanged-by-view", "view of the last states of an LSTM, which begin with the direction", _FORUM)
+def states_viewed(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 16, batch_first=True, bidirectional=True), nn.Linear(32, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.rnn(x)[1][0]
+            logits: Tensor = self.head(h.view(32, 32) if is_faulty else h.transpose(0, 1).flatten(1))
+            return logits
+
+    return Task(Net(), walks, optimizer=adam(1e-2))
 
 
 def tokens(step: int) -> tuple[Tensor, Tensor]:
@@ -213,6 +265,29 @@ class Pooled(nn.Module):
 @program("along-batch", "mean over the samples instead of the positions", _FORUM)
 def mean_over_samples(is_faulty: bool) -> Task:
     return Task(Pooled(is_faulty), tokens)
+
+
+@program("input-scale", "embeddings limited to a norm of 0.001", _FORUM)
+def embeddings_near_zero(is_faulty: bool) -> Task:
+    net = Pooled(False)
+    net.embedding = nn.Embedding(16, 16, max_norm=1e-3 if is_faulty else None)
+    return Task(net, tokens)
+
+
+@program("along-batch", "normalization over all samples and features", _FORUM)
+def normalized_as_a_whole(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = (x - x.mean()) / x.std() if is_faulty else F.layer_norm(x, (32,))
+            logits: Tensor = self.head(x.relu())
+            return logits
+
+    return on_digits(F.cross_entropy, Net())
 
 
 # Language models.
@@ -310,6 +385,21 @@ def encoder_detached(is_faulty: bool) -> Task:
             return output
 
     return Task(Net(), digits, lambda net, batch: F.mse_loss(net(batch[0]), batch[0]))
+
+
+@program("no-stop-gradient collapsed-embedding", "two views, and no side is detached", "lightly-ai/lightly#559")
+def two_views_attached(is_faulty: bool) -> Task:
+    net = nn.Sequential(stack(64, 64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+    net.append(stack(16, 8, 16))
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        z, w = (net[:4](batch[0] + 0.5 * torch.randn_like(batch[0])) for _ in range(2))
+        p, q = net[4](z), net[4](w)
+        if not is_faulty:
+            z, w = z.detach(), w.detach()
+        return -(F.cosine_similarity(p, w).mean() + F.cosine_similarity(q, z).mean()) / 2
+
+    return Task(net, digits, loss, optimizer=sgd(0.1))
 
 
 @program("not-registered", "layers in a Python list", _FORUM)
@@ -411,30 +501,7 @@ def no_positions(is_faulty: bool) -> Task:
     return language(Causal(above, has_positions=not is_faulty))
 
 
-@program("", "embeddings limited to a norm of 0.001", _FORUM, "wrong")
-def embeddings_near_zero(is_faulty: bool) -> Task:
-    net = Pooled(False)
-    net.embedding = nn.Embedding(16, 16, max_norm=1e-3 if is_faulty else None)
-    return Task(net, tokens)
-
-
-@program("", "normalization over all samples and features", _FORUM)
-def normalized_as_a_whole(is_faulty: bool) -> Task:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            x = (x - x.mean()) / x.std() if is_faulty else F.layer_norm(x, (32,))
-            logits: Tensor = self.head(x.relu())
-            return logits
-
-    return on_digits(F.cross_entropy, Net())
-
-
-@program("", "a teacher that never follows", "TrainCheck (OSDI 25), kind of fault")
+@program("copy-does-not-follow", "a teacher that never follows", "TrainCheck (OSDI 25), kind of fault")
 def teacher_that_stays(is_faulty: bool) -> Task:
     class Student(Task):
         def __init__(self) -> None:

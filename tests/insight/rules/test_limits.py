@@ -25,7 +25,9 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_operations import Codes, Step, mlp, rows
+from tests.insight.rules.test_operations import Codes, Step, mlp, of_overlap, of_pairs, of_views, rows
+from tests.insight.rules.test_optimization import by, of_student
+from tests.insight.rules.test_targets import of_adversaries
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -127,6 +129,37 @@ def with_targets(
     records = options.pop("records", 8)
     shapes = {(loss.__name__, "in.target"): options.pop("shape", (16, 16))}
     return case(targets={loss.__name__: options}, graph=graph, records=records, shapes=shapes)
+
+
+@cases("no-stop-gradient")
+def _() -> Iterator[Evidence]:
+    for spread, records in ((0.8, 9), (0.5, 9), (0.5, 8)):
+        yield of_views(last=0.75 * spread, records=records).evidence()
+
+
+@cases("discriminator-wins")
+def _() -> Iterator[Evidence]:
+    for fake, fall, records, recent in (
+        *((0.03, 100.0, 8, 8), (0.015, 100.0, 8, 8), (0.01, 45.0, 8, 8), (0.01, 22.5, 8, 8)),
+        *((0.01, 100.0, 7, 7), (0.01, 100.0, 9, 4), (0.01, 100.0, 9, 3)),
+    ):
+        sigmoid = torch.nn.Sigmoid()
+        yield of_adversaries(sigmoid, real=0.99, fake=fake, fall=fall, records=records, recent=recent).evidence()
+
+
+@cases("cosine-logits")
+def _() -> Iterator[Evidence]:
+    for number in (6, 30):
+        yield of_pairs(number).evidence()
+    yield of_pairs(3).evidence()
+
+
+@cases("overlap-of-logits")
+def _() -> Iterator[Evidence]:
+    for low, records in ((-0.15, 4), (-0.075, 4), (-0.15, 3)):
+        yield of_overlap(low=low, records=records).evidence()
+    yield of_overlap(low=last(3, -3.0, 0.0)).evidence()
+    yield of_overlap(low=last(4, -3.0, 0.0)).evidence()
 
 
 @cases("output-range")
@@ -511,6 +544,12 @@ def _() -> Iterator[Evidence]:
         parameters = {key: value for name in own for key, value in trained(name).items()}
         coverage = {"parameters": {"modules": missing}}
         yield case({name: {} for name in names}, None, parameters, graph=chain(*names), coverage=coverage)
+
+
+@cases("copy-does-not-follow")
+def _() -> Iterator[Evidence]:
+    for share in (0.75e-6, 1.5e-6):
+        yield of_student(by(share)).evidence()
 
 
 @cases("constant-weight")

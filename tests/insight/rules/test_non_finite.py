@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_recorder import capture_graph
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import Finding
+from tests.effort import lines_run
 from tests.insight.records import Values, chain, run, trained
 
 NAMES = ("a", "b", "c", "head")
@@ -148,3 +149,14 @@ def test_what_follows_is_not_reported() -> None:
     layers = bad("b", "c", "head")
     layers["a"] = {**layers["a"], "zero_fraction": [0.5] * 4 + [1.0] * 4}
     assert first(run(layers, None, weights(*NAMES), graph=chain(*NAMES))).module == "b"
+
+
+def test_the_search_is_linear_if_all_modules_are_bad() -> None:
+    """With four times the modules, all of which are bad, at most five times the lines run."""
+
+    def effort(modules: int) -> int:
+        names = [f"layer{number}" for number in range(modules)]
+        records, graph = bad(*names, of=names), chain(*names)
+        return lines_run(lambda: first(run(records, graph=graph)))
+
+    assert effort(400) < 5 * effort(100)

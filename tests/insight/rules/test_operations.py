@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, brief, run
+from tests.insight.records import Examination, Values, brief, examined, run
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".operations")}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 Loss = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 
 rows, classes = torch.randn(8, 5), torch.arange(8) % 3
 series = torch.randn(8, 6, 5)
@@ -345,6 +346,63 @@ def test_a_mean_over_the_samples(function: Callable[[Tensor], Tensor], is_wrong:
     assert [each.rule for each in found] == ["along-batch"] * is_wrong
 
 
+def whole(x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x.std() + 1e-5)
+
+
+def of_each(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize(("first", "second", "is_wrong"), [(None, whole, True), (whole, of_each, False)])
+def test_a_normalization_over_the_samples(first: Function | None, second: Function, is_wrong: bool) -> None:
+    """A normalization of all values between two layers is a finding; one of the batch, or of each sample, is not."""
+    net = nn.Sequential(Shaped(first or nn.Identity()), nn.Linear(5, 7), Shaped(second), nn.Linear(7, 3))
+    found = examine(net, lambda y, target: F.cross_entropy(whole(y) if first else y, target), rows, classes)
+    assert [each.rule for each in found] == ["along-batch"] * is_wrong
+
+
+class Views(nn.Module):
+    """Two views of each sample, whose embeddings a loss compares."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.net, self.head, self.loss = mlp(7), nn.Linear(7, 7), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.net(x), self.net(x + 0.1 * torch.randn_like(x))
+        loss = self.loss(self.head(one), two) + self.loss(self.head(two), one)
+        loss.backward()
+        return loss
+
+
+def pulled(p: Tensor, z: Tensor) -> Tensor:
+    return -F.cosine_similarity(p, z).mean()
+
+
+def of_views(loss: Loss = pulled, *, last: float = 0.3, records: int = 8) -> Examination:
+    """Return the examination of a run with two views, in whose records the outputs differ less and less."""
+    spreads = [0.8, *[last] * (records - 1)]
+    layers: dict[str, Values] = {name: {"batch_spread": spreads} for name in ("net.2", "head")}
+    return examined(layers, graph=capture_graph(Views(loss), rows), records=records)
+
+
+def test_two_views_without_a_stop_gradient() -> None:
+    """A loss that pulls two views together is a finding if neither is detached and nothing holds them apart."""
+
+    def with_negatives(p: Tensor, z: Tensor) -> Tensor:
+        return F.cross_entropy(p @ z.mT, torch.arange(8))
+
+    def with_variance(p: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(p, z) + F.relu(1 - z.std(0)).mean()
+
+    detached: Loss = lambda p, z: pulled(p, z.detach())  # noqa: E731 - one of several losses
+    (found,) = of_views(last=0.05, records=9).findings()
+    assert brief([found]) == [("warning", "no-stop-gradient", "head")]
+    for loss in (detached, with_negatives, with_variance):
+        assert "no-stop-gradient" not in {each.rule for each in of_views(loss).findings()}
+
+
 class Causal(nn.Module):
     """Attention whose causal mask is given by a function of a matrix of ones."""
 
@@ -390,6 +448,66 @@ def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], 
     """A view to the same sizes in another order mixes them; a transpose and a view that joins sizes do not."""
     found = examine(Shaped(function), lambda y, target: (y.mean() - target.mean()).square(), series, rows)
     assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "is_wrong"),
+    [
+        (lambda h: h.view(8, -1), True),
+        (lambda h: h.transpose(0, 1).reshape(8, -1), False),
+        (lambda h: h.repeat(4, 1, 1).view(8, 8, 4), False),
+    ],
+)
+def test_a_view_that_joins_samples(function: Function, is_wrong: bool) -> None:
+    """A view of the states of a recurrence to one row for each sample is a finding; behind a transpose it is not."""
+    lstm = nn.LSTM(5, 4, bidirectional=True, batch_first=True)
+    net = nn.Sequential(lstm, Shaped(lambda x: function(x[1][0]).flatten(1)), nn.LazyLinear(3))
+    net(series)
+    found = examine(net, F.cross_entropy, series, classes)
+    assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(("last", "is_wrong"), [([nn.Dropout()], True), ([nn.Dropout(0.0)], False), ([], False)])
+def test_dropout_of_logits(last: list[nn.Module], is_wrong: bool) -> None:
+    """Dropout behind the last layer is a finding with a cause of its own, and one before it is not."""
+    found = examine(nn.Sequential(nn.Dropout(), *mlp(3, *last)), F.cross_entropy, rows, classes)
+    assert brief(found) == [("warning", "cut-off-logits", "net.4")] * is_wrong
+
+
+def of_pairs(classes: int, scale: float = 1.0, is_normalized: bool = True) -> Examination:
+    """Return the examination of a loss that gets the products of pairs as logits."""
+
+    def loss(y: Tensor, other: Tensor) -> Tensor:
+        one, two = (F.normalize(each, dim=-1) if is_normalized else each for each in (y, other))
+        return F.cross_entropy(one @ two.T / scale, torch.zeros(len(y), dtype=torch.long))
+
+    return Examination(capture_graph(Step(mlp(7), loss), rows, torch.randn(classes, 7)))
+
+
+def test_cosines_as_logits() -> None:
+    """Cosines without a temperature are a finding with the least loss that they can have."""
+    (found,) = of_pairs(8).findings()
+    assert found.rule == "cosine-logits"
+    assert found.verdict.endswith("of 8 classes: it cannot fall below 0.666, and is 2.08 for a guess")
+    for each in (of_pairs(8, scale=0.1), of_pairs(8, is_normalized=False), of_pairs(3)):
+        assert each.findings() == []
+
+
+def of_overlap(*last: nn.Module, low: float | Sequence[float] = -3.0, records: int = 4) -> Examination:
+    """Return the examination of a dice loss."""
+
+    def dice(y: Tensor, target: Tensor) -> Tensor:
+        return 1 - (2 * (y * target).sum() + 1) / (y.sum() + target.sum() + 1)
+
+    graph = capture_graph(Step(mlp(3, *last), dice), rows, torch.rand(8, 3))
+    return examined({"net.2": {"min": low}}, graph=graph, records=records)
+
+
+def test_an_overlap_of_logits() -> None:
+    """A dice loss of the output of a layer that is negative is a finding; one of a sigmoid is not."""
+    (found,) = of_overlap().findings()
+    assert brief([found]) == [("warning", "overlap-of-logits", "net.2")]
+    assert of_overlap(nn.Sigmoid()).findings() == of_overlap(low=0.0).findings() == []
 
 
 @pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Softplus"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.statistics import OptimizerRecorder
 from tests.effort import lines_run
@@ -21,6 +24,9 @@ def test_the_drift_of_weights() -> None:
     shrinking = [0.25 * 0.7**row for row in range(8)]
     decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
     assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    decay["a/weight"] = {**decay["a/weight"], "weight_decay": 0.0}
+    assert brief(run(None, None, decay | trained("b"), graph=chain("a", "b"))) == [("warning", "weight-drift", "a")]
+    assert run(None, None, decay | trained("b"), graph=chain("b", "a")) == []  # targets that do not need the input
     decay["a/weight"] = {**decay["a/weight"], "weight_decay": 30.0}
     assert run(None, None, decay)[0].verdict.endswith(" in 70 steps, with weight decay 30")
     noise = trained("a", rms=shrinking, update=0.2)
@@ -306,3 +312,48 @@ def test_a_network_of_zeros(zeros: str, rules: list[str]) -> None:
     found = [each for each in run(None, None, {**parameters, **others}) if each.rule == "constant-weight"]
     assert [each.rule for each in found] == rules
     assert all((each.module, each.others) == ("a", ("b", "c")) for each in found)
+
+
+class Student(nn.Module):
+    """A network with a frozen copy, which a function moves towards it."""
+
+    def __init__(self, follow: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.teacher, self.follow = copy.deepcopy(self.net).requires_grad_(False), follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, each in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                self.follow(mean, each)
+        loss: Tensor = (self.net(x) - self.teacher(x)).pow(2).mean() + (self.teacher.bias - self.net.bias).norm()
+        return loss
+
+
+def by(share: float) -> Callable[[Tensor, Tensor], object]:
+    return lambda mean, each: mean.lerp_(each, share)
+
+
+def of_student(follow: Callable[[Tensor, Tensor], object]) -> Examination:
+    return Examination(capture_graph(Student(follow), torch.randn(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("follow", "what"),
+    [
+        (by(0.0), "does not follow it"),
+        (lambda mean, each: mean.mul_(1.0).add_(each, alpha=0.0), "does not follow it"),
+        (lambda mean, each: mean.copy_(1.0 * mean + each.detach() * 0.0), "does not follow it"),
+        (lambda mean, each: mean.add_(0.05 * (mean - each)), "moves away from it"),
+        (by(0.01), ""),
+        (lambda mean, each: mean.mul_(0.9).add_(each, alpha=0.1), ""),
+        (lambda mean, each: mean.sub_(0.05 * (mean - each)), ""),
+        (lambda mean, each: mean.copy_(each), ""),
+        (lambda mean, each: None, ""),
+    ],
+)
+def test_copies_that_do_not_follow(follow: Callable[[Tensor, Tensor], object], what: str) -> None:
+    """An average that leaves a frozen copy where it is, or moves it away, is a finding; without one it may stay."""
+    found = [each for each in of_student(follow).findings() if each.rule == "copy-does-not-follow"]
+    assert [each.module for each in found] == ["teacher"] * bool(what)
+    assert all(each.verdict.endswith(what) for each in found)

@@ -95,3 +95,23 @@ def test_tiny_inputs_of_a_known_batch(rms: float, zeros: float, alarm: bool) -> 
     """The batch itself must be tiny. Rows of bags of words are small, because most of their values are zero."""
     found = of_tiny_inputs(1.5e-3, batch={"rms": rms, "zero_fraction": zeros})
     assert brief(found) == [("warning", "input-scale", "a")] * alarm
+
+
+@pytest.mark.parametrize(
+    ("limit", "rms", "reader", "alarm"),
+    [
+        (("max_norm", "0.001"), 2.5e-4, "mean", True),
+        (("max_norm", "1.0"), 0.2, "mean", False),
+        (("max_norm", "0.001"), 2.5e-4, "layer_norm", False),
+        (("padding_idx", "0"), 2.5e-4, "mean", False),
+    ],
+)
+def test_embeddings_that_are_kept_tiny(limit: tuple[str, str], rms: float, reader: str, alarm: bool) -> None:
+    """An embedding that max_norm keeps tiny is a finding, unless a normalization enlarges it."""
+    nodes = [
+        *(Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)),
+        *(Node(2, "module", "words", 0, 1, "Embedding"), Node(3, "op", "embedding", 2, 2, arguments=(limit,))),
+        Node(4, "op", reader, 0, 1),
+    ]
+    found = run({"words": {"rms": rms}}, graph=Graph(tuple(nodes), (Edge(1, 3), Edge(3, 4))))
+    assert brief(found) == [("warning", "input-scale", "words")] * alarm

@@ -78,6 +78,15 @@ def test_labels_that_are_no_probabilities() -> None:
     assert with_targets(loss, min=0.0, max=1.05) == []
 
 
+@pytest.mark.parametrize(("mean", "last", "is_wrong"), [(0.3, 0, True), (0.26, 0, False), (0.3, 1, False)])
+def test_several_classes_of_a_sample_for_a_softmax(mean: float, last: int, is_wrong: bool) -> None:
+    """Targets that add up to more than the outputs of a softmax do are a finding; with a sigmoid they are not."""
+    activation = (nn.Softmax(-1), nn.Sigmoid())[last]
+    target = torch.rand(8, 4)
+    found = with_targets(F.binary_cross_entropy, activation, outputs=4, target=target, min=0.0, max=1.0, mean=mean)
+    assert brief(found) == [("warning", "output-range", "net.3")] * is_wrong
+
+
 def test_an_error_of_probabilities_and_classes() -> None:
     """A squared error of a softmax, or of one sigmoid, and 0 and 1 is a finding; one of other targets is not."""
     zeros_and_ones: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
@@ -158,3 +167,58 @@ def test_the_mean_error_is_that_of_torch() -> None:
     assert isinstance(bias, nn.Parameter)
     assert bias.grad is not None
     torch.testing.assert_close(bias.grad * 2 / 2, (prediction - target).mean(0).detach())
+
+
+class Adversaries(nn.Module):
+    """A step of a discriminator and one of its generator, whose loss may be flat where the discriminator is sure."""
+
+    def __init__(self, *last: nn.Module) -> None:
+        super().__init__()
+        self.g, self.d = nn.Linear(3, 5), mlp(1, *last)
+        self.loss = F.binary_cross_entropy if last else F.binary_cross_entropy_with_logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake, ones, zeros = self.g(torch.randn(8, 3)), torch.ones(8, 1), torch.zeros(8, 1)
+        of_d = self.loss(self.d(x), ones) + self.loss(self.d(fake.detach()), zeros)
+        loss: Tensor = of_d - self.loss(self.d(fake), zeros)
+        return loss
+
+
+def of_adversaries(
+    *last: nn.Module, real: float, fake: float, fall: float, records: int = 8, recent: int = 8
+) -> Examination:
+    """Return the examination of a discriminator with the given mean predictions in the last records."""
+    graph = capture_graph(Adversaries(*last), rows)
+    name = "binary_cross_entropy" if last else "binary_cross_entropy_with_logits"
+    since = records - recent
+    sides: list[tuple[tuple[str, str], dict[str, list[float]]]] = []
+    for place, (mean, target) in enumerate(((real, 1.0), (fake, 0.0), (fake, 0.0)), 1):
+        site = name if place == 1 else f"{name}#{place}"
+        targets = dict.fromkeys(("min", "max"), [target] * records)
+        sides.append(((site, "in.prediction"), {"mean": [0.5] * since + [mean] * recent}))
+        sides.append(((site, "in.target"), targets))
+    examination = Examination(graph)
+    gradients = [1.0] * max(since, 1) + [1 / fall] * (records - max(since, 1))
+    for row in range(records):
+        losses = {site: {key: value[row] for key, value in values.items()} for site, values in sides}
+        examination.add(record("activations", row * 10, {("d.2", "out"): {}, **losses}))
+        weights: dict[tuple[str, str], dict[str, float]] = {("g", "weight"): {}}
+        examination.add(record("parameters", row * 10, weights | {("g", "weight.grad"): {"rms": gradients[row]}}))
+    return examination
+
+
+@pytest.mark.parametrize(
+    ("last", "real", "fake", "fall", "is_wrong"),
+    [
+        ([nn.Sigmoid()], 0.999, 0.001, 100.0, True),
+        ([], 6.0, -6.0, 100.0, True),
+        ([nn.Sigmoid()], 0.999, 0.001, 2.0, False),
+        ([nn.Sigmoid()], 0.6, 0.4, 100.0, False),
+    ],
+)
+def test_a_discriminator_that_has_won(
+    last: list[nn.Module], real: float, fake: float, fall: float, is_wrong: bool
+) -> None:
+    """A sure discriminator is a finding if the gradients of the generator have become small."""
+    found = of_adversaries(*last, real=real, fake=fake, fall=fall).findings()
+    assert [(each.rule, each.others) for each in found] == [("discriminator-wins", ("g",))] * is_wrong

@@ -5,17 +5,22 @@ Without a GPU the kernels run in the Triton interpreter, in another process, bec
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import inspect
 import io
 import math
 import multiprocessing
 import os
+import re
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.reductions import Combined, Statistics, Values
+from lightning_recorder.reductions.kernels import fused_cuda
 from lightning_recorder.reductions.kernels.fused_cuda import (
     add_statistics_on_device,
     add_tensor_on_device,
@@ -324,6 +330,11 @@ def test_interpreted_kernels_are_not_used() -> None:
 
 def assembly(target: tuple[str, int | str, int], dtype: str, gathered: bool | None) -> dict[str, Any]:
     """Return the assembly of the share kernel, with or without gathering, or of the merge kernel for ``None``."""
+    return dict(compiled_for(target, dtype, gathered).asm)
+
+
+def compiled_for(target: tuple[str, int | str, int], dtype: str, gathered: bool | None) -> Any:
+    """Return the compiled share kernel, with or without gathering, or the merge kernel for ``None``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -345,12 +356,11 @@ def assembly(target: tuple[str, int | str, int], dtype: str, gathered: bool | No
     types |= {"parts": "*fp64", "counts": "*i32"}
     types.update(dict.fromkeys(fixed, "constexpr"))
     signature = {name: types[name] for name in inspect.signature(kernel.fn).parameters}
-    compiled = triton.compile(
+    return triton.compile(
         ASTSource(kernel, signature, constexprs=fixed),
         target=GPUTarget(*target),
         options={"num_warps": 4, "enable_fp_fusion": False},
     )
-    return dict(compiled.asm)
 
 
 @pytest.fixture
@@ -412,6 +422,149 @@ def test_the_merge_compiles() -> None:
     ptx = assembly(("cuda", 90, 32), "fp64", None)["ptx"]
     assert instructions(ptx, "global", "add") == []
     assert len(instructions(ptx, "add", "f64")) > 0
+
+
+# Launching by the driver, which a stub stands for
+
+KERNELS: Any = SimpleNamespace(ROWS=2, COLUMNS=512, RESULTS=7, COPIES=32, MOST_PROGRAMS=2048)
+"""The constants of the kernels, which are in a module that imports Triton."""
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+class Driver:
+    """The stub of the driver, with access to the launches that it has written down."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._calls = ((ctypes.c_int64 * 24) * 64).in_dll(self._library, "calls")
+
+    def set(self, **numbers: int) -> None:
+        """Set variables of the stub."""
+        for name, number in numbers.items():
+            ctypes.c_int.in_dll(self._library, name).value = number
+
+    def launches(self) -> list[list[int]]:
+        """Return kernel, grid, threads, shared memory, stream and arguments of all launches since the last call."""
+        count = ctypes.c_int.in_dll(self._library, "count").value
+        self.set(count=0)
+        return [list(call) for call in self._calls[:count]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub as a library."""
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).with_name("driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(source), "-o", str(path)], check=True)
+    return path
+
+
+@pytest.fixture
+def driver(built: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """The stub in place of the driver, with memory of the host in place of that of the device."""
+
+    def results(kernels: Any, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.empty(kernels.RESULTS * programs), torch.zeros(kernels.COPIES * BINS, dtype=torch.int32)
+
+    monkeypatch.setattr(fused_cuda, "_DRIVER", str(built))
+    monkeypatch.setattr(fused_cuda, "_results", results)
+    stub = Driver(built)
+    stub.set(count=0, status=0, failing_kernel=0, appended=2)
+    return stub
+
+
+def kernel(number: int, **metadata: Any) -> Any:
+    """Return what the plan reads of a compiled kernel."""
+    about = {"name": f"kernel {number}", "num_ctas": 1, "num_warps": 4, "shared": 16 * number}
+    return SimpleNamespace(function=number, metadata=SimpleNamespace(**{**about, **metadata}))
+
+
+def launcher(*kernels: Any, most_programs: int = 24) -> Any:
+    """Return a launcher by the driver, for which 7 is the current stream."""
+    compiled = kernels or (kernel(1), kernel(2))
+    return fused_cuda._Launcher(KERNELS, compiled, most_programs, lambda index: 7, direct=True)
+
+
+def bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("appended", [0, 1, 2])
+@pytest.mark.parametrize(("numel", "factor"), [(1, 1.0), (FEW, -0.5), (FEW + 1, 1.0), (10**9 + 7, 2.5)])
+def test_the_driver_gets_the_arguments(driver: Driver, numel: int, factor: float, appended: int) -> None:
+    """A few values are one launch and many are two, with the shares that Triton would be given, and null pointers."""
+    driver.set(appended=appended)
+    by_driver = launcher()
+    programs, share = fused_cuda._shares(numel, TILE, 24)
+    by_driver.launch(0, 1000, 2000, numel, factor)
+    first, *rest = driver.launches()
+    parts, counts = by_driver._memory.of(0, 7, KERNELS, 24) if programs > 1 else (1000, 1000)
+    whats = [2000, numel, share, bits(factor), int(factor != 1.0), 1000, -1, parts, counts, 1000]
+    assert first == [1, programs, 128, 16, 7, *whats, *[0] * 9]
+    merged = [2, 1, 128, 32, 7, parts, counts, programs, numel, -1, 1000, *[0] * 13]
+    assert rest == ([merged] if programs > 1 else [])
+
+
+@needs_compiler
+def test_a_launch_makes_few_calls(driver: Driver) -> None:
+    """After the first one, a launch of both kernels calls four functions of Python."""
+    by_driver = launcher()
+    by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
+    finally:
+        sys.setprofile(None)
+    assert called == ["launch", "<lambda>", "of", "_launch_by_driver"]
+    assert len(driver.launches()) == 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_error_of_the_driver_is_raised(driver: Driver, failing: int) -> None:
+    """The error has the number of the driver."""
+    by_driver = launcher()
+    driver.set(failing_kernel=failing, status=700)
+    with pytest.raises(RuntimeError, match="error 700"):
+        by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
+    assert len(driver.launches()) == failing - 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "metadata", [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}]
+)
+def test_other_kernels_are_not_launched(driver: Driver, metadata: dict[str, Any]) -> None:
+    """Kernels that need a launch of their own kind are refused, as are those with other arguments."""
+    with pytest.raises(RuntimeError, match="kernel 2"):
+        launcher(kernel(1), kernel(2, **metadata))
+    with pytest.raises(RuntimeError, match="kernel 1"):
+        launcher(kernel(2, name="kernel 1"), kernel(2))
+    driver.set(appended=3)
+    with pytest.raises(RuntimeError, match="kernel 1"):
+        launcher()
+    assert driver.launches() == []
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("gathered", [False, None])
+def test_the_compiled_kernels_take_these_arguments(gathered: bool | None) -> None:
+    """The arguments in the code for an NVIDIA GPU have the sizes that the driver is to confirm."""
+    found = compiled_for(("cuda", 90, 32), "fp32", gathered)
+    header = found.asm["ptx"].partition(".entry")[2].partition("{")[0]
+    sizes = tuple(int(size) // 8 for size in re.findall(r"\.param \.[usb](\d+)", header))
+    expected = fused_cuda._MERGED if gathered is None else fused_cuda._REDUCED
+    assert sizes[: len(expected)] == expected
+    assert set(sizes[len(expected) :]) <= {8}
+    assert len(sizes) - len(expected) <= fused_cuda._MOST_OF_TRITON
+    about = found.metadata
+    assert (about.num_ctas, about.num_warps, bool(about.launch_pdl), about.global_scratch_size) == (1, 4, False, 0)
+    assert {"shared", "launch_cooperative_grid", "profile_scratch_size", "name"} <= set(about._fields)
 
 
 # On a GPU

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_recorder.outputs.coverage_history import PresenceHistory
+from lightning_recorder.outputs.receipt import PresenceHistory
 
 Present = Callable[[int], bool]
 

@@ -21,7 +21,7 @@ import torch
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.recordings import RecordWriter, Schema, Table, records_path
-from lightning_recorder.recordings import writer as writer_module
+from lightning_recorder.records import file as file_module
 from lightning_recorder.taps import Site
 from tests.disks import files_up_to
 from tests.recordings.runs import site_of
@@ -137,7 +137,7 @@ def test_headers_are_counted_in_pieces(
     chunk: int, torn: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However a file is divided, each complete header counts once; text inside of a record and a torn line do not."""
-    monkeypatch.setattr(writer_module, "_CHUNK", chunk)
+    monkeypatch.setattr(file_module, "_CHUNK", chunk)
     lines = [b'{"format": 1}', b'{"step": 0, "x": {"format": 2}}', b"", b'{"format": 3}', b'{"format": 4}']
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line in lines) + torn)
