@@ -1,6 +1,7 @@
-"""The functions that Lightning and torch call in every program of the environment, and that see other trainers.
+"""The functions that see the trainers of a program that does not mention this package.
 
-Unless the variable ``LIGHTNING_RECORDER`` asks for recorders, it imports nothing but the standard library.
+Lightning calls the first one in every program of the environment. Unless the variable ``LIGHTNING_RECORDER`` asks for
+recorders, only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def callbacks_from_environment() -> list[Any]:
 def see_other_trainers() -> None:
     """Add a callback to each Trainer of transformers, and at the end of a plain loop say how it is recorded.
 
-    torch calls this function at the end of its import. It never raises, since that would end the import.
+    transformers has no entry point for callbacks, so ``lightning-recorder run`` calls this function when the program
+    starts. It never raises.
     """
     if not setting() or is_switched_off() or setting().lower() in (CHECK, CHECK_ONLY):
         return

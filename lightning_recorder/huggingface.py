@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise RecorderError("lightning_recorder.huggingface needs transformers: pip install transformers") from error
 
-__all__ = ["CallbackFromEnvironment", "RecorderCallback"]
+__all__ = ["RecorderCallback"]
 
 STATE_FILE = "recorder.pt"
 """The file in the folder of a checkpoint from which a run is resumed."""

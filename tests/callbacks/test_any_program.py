@@ -508,11 +508,13 @@ optimizer.step()
 
 
 def program(code: str, folder: Path, *arguments: str, value: str = "on") -> subprocess.CompletedProcess[str]:
-    """Run a program with a value of the variable, where the package is installed."""
+    """Run a program as ``lightning-recorder run`` does, with a value of the variable."""
     (folder / "train.py").write_text(code)
     site = folder / "site" if (folder / "site").is_dir() else write_entry_points(folder / "site")
     environment = {**os.environ, "LIGHTNING_RECORDER": value, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    command = [sys.executable, "train.py", *arguments]
+    command = [sys.executable, "-m", "lightning_recorder", "run", "train.py", *arguments]
+    if value == "off":
+        command = [sys.executable, "train.py", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
 
 
