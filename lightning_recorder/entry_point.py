@@ -1,17 +1,37 @@
-"""The callback factory that Lightning calls for every Trainer of every program in the environment.
+"""The functions that see the trainers of a program that does not mention this package.
 
-Unless the variable ``LIGHTNING_RECORDER`` asks for recorders, it imports nothing but the standard library.
+Lightning calls the first one in every program of the environment. Unless the variable ``LIGHTNING_RECORDER`` asks for
+recorders, only the standard library is imported.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import os
+import sys
 import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from lightning_recorder.switch import VARIABLE, is_switched_off, setting
+from lightning_recorder.switch import CHECK, CHECK_ONLY, VARIABLE, is_switched_off, setting
 
-__all__ = ["callbacks_from_environment"]
+__all__ = ["callbacks_from_environment", "see_other_trainers"]
+
+_HANDLER = "transformers.trainer_callback"
+"""The module with the list of callbacks of a Trainer of transformers, which has no entry points."""
+
+_FIVE_LINES = """\
+nothing is recorded, since no Trainer of Lightning or transformers was made. Five lines record a loop:
+  from lightning_recorder import Monitor
+  with Monitor(model, optimizer, log_dir="runs/1") as monitor:  # around the loop
+      with monitor.step(batch):  # around the code of a step
+          monitor.log(loss=loss)  # in the step
+  lightning-recorder doctor runs/1  # in a terminal"""
+
+_seen: set[str] = set()  # the kinds of trainers that were made
 
 
 def callbacks_from_environment() -> list[Any]:
@@ -19,6 +39,7 @@ def callbacks_from_environment() -> list[Any]:
 
     Never raises: an error gives one warning, and the program continues without recorders.
     """
+    _seen.add("lightning")
     if not setting() or is_switched_off():
         return []
     try:
@@ -26,6 +47,82 @@ def callbacks_from_environment() -> list[Any]:
 
         return [AttachRecorders()]
     except Exception as error:  # noqa: BLE001 - the program must not end because of a recorder
-        with contextlib.suppress(Exception):  # python -W error turns the warning into an exception
-            warnings.warn(f"{VARIABLE}={setting()}: nothing is recorded, {error!r}", stacklevel=2)
+        _warn(error)
         return []
+
+
+def see_other_trainers() -> None:
+    """Add a callback to each Trainer of transformers, and at the end of a plain loop say how it is recorded.
+
+    transformers has no entry point for callbacks, so ``lightning-recorder run`` calls this function when the program
+    starts. It never raises.
+    """
+    if not setting() or is_switched_off() or setting().lower() in (CHECK, CHECK_ONLY):
+        return
+    with contextlib.suppress(Exception):
+        if _HANDLER in sys.modules:
+            _extend(sys.modules[_HANDLER])
+        else:
+            sys.meta_path.insert(0, _Finder())
+        atexit.register(_explain)
+
+
+class _Finder:
+    """Finds one module as Python does, and changes it after its import."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of the module of callbacks, and ``None`` for all others."""
+        if name != _HANDLER:
+            return None
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run: Any = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                with contextlib.suppress(Exception):
+                    _extend(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        return spec
+
+
+def _extend(module: Any) -> None:
+    """Let each new list of callbacks end with one that records."""
+    handler = module.CallbackHandler
+    make = handler.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _seen.add("transformers")
+        try:
+            from lightning_recorder.huggingface import CallbackFromEnvironment
+
+            self.callbacks.append(CallbackFromEnvironment())
+        except Exception as error:  # noqa: BLE001 - the program must not end because of a recorder
+            _warn(error)
+
+    handler.__init__ = init
+
+
+def _explain() -> None:
+    """Say how a plain loop is recorded, if the program has made an optimizer and nothing has seen its training."""
+    is_first = os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0"
+    if _seen or not is_first or "lightning_recorder.loops.monitor" in sys.modules:
+        return
+    with contextlib.suppress(Exception):
+        if any(getattr(each.step, "hooked", False) for each in _subclasses(sys.modules["torch"].optim.Optimizer)):
+            sys.stderr.write(f"{VARIABLE}={setting()}: {_FIVE_LINES}\n")
+
+
+def _subclasses(base: Any) -> Iterator[Any]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _warn(error: Exception) -> None:
+    with contextlib.suppress(Exception):  # python -W error turns the warning into an exception
+        warnings.warn(f"{VARIABLE}={setting()}: nothing is recorded, {error!r}", stacklevel=3)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_recorder.callbacks.attach import is_set_everywhere, new_recorders, say
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import ArgumentError, RecorderError, describe_error, warn
@@ -218,6 +219,32 @@ class RecorderCallback(TrainerCallback):
             path, size = folder / STATE_FILE, sum(each.nbytes for each in _tensors(saved))
             attempt(path, size, lambda: write_whole(path, lambda file: torch.save(saved, file)))
             monitor.saved(folder)
+
+
+class CallbackFromEnvironment(RecorderCallback):
+    """Records what ``LIGHTNING_RECORDER`` asks for, unless the program has a callback of its own.
+
+    Nothing is written beside the checkpoints, and an error gives one warning.
+    """
+
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        try:
+            trainer = next((each["self"] for each in _frames() if hasattr(each.get("self"), "accelerator")), None)
+            has_own = any(each is not self and isinstance(each, RecorderCallback) for each in _callbacks(trainer))
+            if has_own or is_switched_off() or not is_set_everywhere(args.world_size):
+                return
+            recorders = new_recorders([])
+            if recorders:
+                self._options = {"recorders": recorders}
+                super().on_train_begin(args, state, control, model, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the program must not end because of a recorder
+            self.monitor = None
+            say(warn, f"nothing is recorded, {describe_error(error)}")
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write nothing."""
 
 
 def _tensors(state: object) -> Iterator[Tensor]:

@@ -25,7 +25,7 @@ from lightning_recorder.internals.rendezvous import missing_ranks
 from lightning_recorder.statistics import Exchange
 from lightning_recorder.switch import CHECK, CHECK_ONLY, VARIABLE, is_default_set, is_switched_off, setting
 
-__all__ = ["AttachRecorders"]
+__all__ = ["AttachRecorders", "is_set_everywhere", "new_recorders", "say"]
 
 _SUFFIXES = (".yaml", ".yml")
 _TIMEOUT_S = 30.0  # Lightning has just synchronized the processes
@@ -62,7 +62,7 @@ class AttachRecorders(Callback):
                 given[:] = [each for each in given if each is not self]
             _attach(trainer, self)
         except Exception as error:  # noqa: BLE001 - the program must not end because of a recorder
-            _say(warn, f"nothing is recorded, {describe_error(error)}")
+            say(warn, f"nothing is recorded, {describe_error(error)}")
 
 
 def _list_to_extend() -> list[Any] | None:
@@ -90,11 +90,11 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
     is_check = setting().lower() in (CHECK, CHECK_ONLY)
     for flag in ("fast_dev_run", "barebones"):
         if getattr(trainer, flag) and not is_check:
-            _say(rank_zero_info, f"Trainer({flag}=True) is not recorded")
+            say(rank_zero_info, f"Trainer({flag}=True) is not recorded")
             return
-    if not _is_set_everywhere(trainer):
+    if not is_set_everywhere(trainer.world_size):
         return
-    made = _new_checks(callbacks) if is_check else _new_recorders(present)
+    made = _new_checks(callbacks) if is_check else new_recorders(present)
     place = next(index for index, each in enumerate(callbacks) if each is after) + 1
     callbacks[place:place] = list(made)
 
@@ -110,12 +110,12 @@ class _Agreements:
 _agreements = _Agreements()
 
 
-def _is_set_everywhere(trainer: Trainer) -> bool:
+def is_set_everywhere(world_size: int) -> bool:
     """Return True if all processes have the variable with the same value and the same configuration file.
 
     The recorders use collectives. If only some processes had recorders, these would wait for the others forever.
     """
-    if trainer.world_size == 1 or not Exchange.is_needed():
+    if world_size == 1 or not Exchange.is_needed():
         return True
     if _agreements.has_failed:  # the environment of the other processes does not change
         return False
@@ -127,7 +127,7 @@ def _is_set_everywhere(trainer: Trainer) -> bool:
     _agreements.has_failed = missing != []
     if missing:
         ranks = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        _say(warn, f"nothing is recorded, since rank {ranks} lacks this variable or has another value of it")
+        say(warn, f"nothing is recorded, since rank {ranks} lacks this variable or has another value of it")
     return not _agreements.has_failed
 
 
@@ -143,7 +143,7 @@ def _new_checks(callbacks: list[Any]) -> list[Callback]:
     return list(made)
 
 
-def _new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
+def new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
     """Return new recorders, except those that would repeat or clash with one that the program has."""
     is_default = is_default_set(setting())
     found: list[RecorderCallback] = []
@@ -157,7 +157,7 @@ def _new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:
                 check_names(each, [*present, *found, each])
                 found.append(each)
         except Exception as error:  # noqa: BLE001 - a class of the user may raise anything
-            _say(warn, f"a recorder is left out: {describe_error(error)}")
+            say(warn, f"a recorder is left out: {describe_error(error)}")
     return found
 
 
@@ -166,15 +166,15 @@ def _configured(value: str) -> list[Callable[[], RecorderCallback]]:
     path = Path(value).expanduser()
     if path.suffix.lower() not in _SUFFIXES and not path.is_file():
         hint = did_you_mean(value, ("on", "off", "check"))
-        _say(warn, f"nothing is recorded, the value must be on, off, check or the path of a YAML file{hint}")
+        say(warn, f"nothing is recorded, the value must be on, off, check or the path of a YAML file{hint}")
         return []
     try:
         makers, left_out = _read(path, path.stat().st_mtime_ns if path.is_file() else 0, Path.cwd())
     except ArgumentError as error:
-        _say(warn, f"nothing is recorded, {error}")
+        say(warn, f"nothing is recorded, {error}")
         return []
     for message in left_out:
-        _say(warn, message)
+        say(warn, message)
     return makers
 
 
@@ -184,7 +184,7 @@ def _read(path: Path, mtime_ns: int, folder: Path) -> tuple[list[Callable[[], Re
     return read_recorders(path)
 
 
-def _say(show: Callable[[str], object], message: str) -> None:
+def say(show: Callable[[str], object], message: str) -> None:
     """Show a message with the variable and its value, once per process."""
     message = f"{VARIABLE}={setting()}: {message}"
     if message not in _said:

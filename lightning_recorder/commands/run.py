@@ -17,6 +17,9 @@ from lightning_recorder.switch import FACTORY_GROUPS, VARIABLE
 
 __all__ = ["run", "start"]
 
+_SITE = Path(__file__).parent / "site"
+"""The folder with the module that Python imports at the start of a program."""
+
 
 def run(arguments: Namespace, out: TextIO) -> int:
     """Replace this process by ``python PROGRAM ARGS`` with the environment variable that turns recording on.
@@ -42,6 +45,8 @@ def start(arguments: Namespace, value: str, out: TextIO) -> int:
         raise ArgumentError(f"give a program: {name} train.py, or {name} -m package.train")
     os.environ[VARIABLE] = value
     _check_installed()
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [before])])
     command = [sys.executable, *_interpreter_options(), *(["-m"] if arguments.module else []), *program]
     out.flush()
     if os.name != "nt":  # where exec returns to the shell before the program ends

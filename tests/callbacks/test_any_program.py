@@ -483,3 +483,65 @@ def test_default_recorders_record(tmp_path: Path) -> None:
     run = open_recording(tmp_path / "lightning_logs")["version_0"]
     assert list(run) == ["activations", "gradients", "parameters", "watch"]
     assert {tag.partition("/")[0] for tag in sink.scalars} >= {"activations", "gradients", "parameters"}
+
+
+TRANSFORMERS = """
+import sys
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+import torch
+set_seed(1)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=16))
+rows = torch.randint(0, 40, (8, 8))
+about = {"per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 2, "report_to": [], "use_cpu": True}
+arguments = TrainingArguments(output_dir=sys.argv[1], **about)
+Trainer(model, arguments, train_dataset=[{"input_ids": each, "labels": each} for each in rows]).train()
+torch.save(model.state_dict(), sys.argv[1] + "/model.pt")
+"""
+
+LOOP = """
+import torch
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+def program(code: str, folder: Path, *arguments: str, value: str = "on") -> subprocess.CompletedProcess[str]:
+    """Run a program as ``lightning-recorder run`` does, with a value of the variable."""
+    (folder / "train.py").write_text(code)
+    site = folder / "site" if (folder / "site").is_dir() else write_entry_points(folder / "site")
+    environment = {**os.environ, "LIGHTNING_RECORDER": value, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+    command = [sys.executable, "-m", "lightning_recorder", "run", "train.py", *arguments]
+    if value == "off":
+        command = [sys.executable, "train.py", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
+    """A program that does not mention this package has records, a graph and the same model to the bit."""
+    for value in ("off", "on"):
+        program(TRANSFORMERS, tmp_path, value, value=value)
+    assert folders(tmp_path) == ["on/recordings/version_0"]
+    run = open_recording(tmp_path / "on/recordings/version_0").run
+    assert run.graph is not None
+    assert run["activations"].steps
+    plain, recorded = (torch.load(tmp_path / each / "model.pt", weights_only=True) for each in ("off", "on"))
+    assert all(torch.equal(value, recorded[name]) for name, value in plain.items())
+    assert not list(tmp_path.glob("on/checkpoint-*/recorder*"))
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_told_the_five_lines(tmp_path: Path) -> None:
+    """At the end of a loop that nothing records, standard error has the lines that record it."""
+    done = program(LOOP, tmp_path)
+    assert "with monitor.step(batch):" in done.stderr
+    assert program(LOOP, tmp_path, value="off").stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [LOOP.partition("optimizer")[0], "import lightning_recorder.loops.monitor\n" + LOOP])
+def test_other_programs_are_told_nothing(code: str, tmp_path: Path) -> None:
+    """A program without an optimizer, or with a monitor, has no message."""
+    assert program(code, tmp_path).stderr == ""

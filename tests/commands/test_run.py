@@ -110,3 +110,14 @@ def test_a_copy_that_is_not_installed_is_an_error(folder: Path) -> None:
     done = python(folder, "-c", code)
     assert done.returncode == 2
     assert "has no entry points here" in done.stderr
+
+
+def test_a_sitecustomize_of_the_environment_is_run(tmp_path: Path) -> None:
+    """The module that Python would import at its start is imported, too, and the folder of ours is on no path."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('own')")
+    (tmp_path / "train.py").write_text("import sys; print([each for each in sys.path if each.endswith('site')])")
+    site = write_entry_points(tmp_path / "entry")
+    path = os.pathsep.join(map(str, [tmp_path / "own", site, ROOT]))
+    done = python(tmp_path, "-m", "lightning_recorder", "run", "train.py", PYTHONPATH=path)
+    assert (done.stdout.splitlines()[-2:], done.stderr) == (["own", "[]"], "")
