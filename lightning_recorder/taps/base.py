@@ -16,7 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
-from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed, without_class
+from lightning_recorder.internals.autograd import (
+    in_backward,
+    in_transform,
+    is_tracing,
+    is_transformed,
+    without_class,
+    without_functions,
+)
 from lightning_recorder.internals.compiled import (
     EagerStance,
     compiled_owner,
@@ -254,8 +261,11 @@ class Tap(ABC):
         watch = self.stopwatch
         if site is not None and self.fast_path is not None and watch is None and self._condition is None:
             try:
-                if type(args[-1]) is Tensor and self.fast_path(site, args[-1]):
-                    return
+                if type(args[-1]) is Tensor:
+                    # The mode that observes functions would be called for each property of the tensor that is read.
+                    with without_functions():
+                        if self.fast_path(site, args[-1]):
+                            return
             except Exception:  # noqa: BLE001 - the function raises the same error again, and it is reported then
                 pass
         started = None if watch is None else watch.start()
