@@ -394,10 +394,8 @@ class RecordPipeline:
         if diverged and not self._has_warned_of_divergence:
             self._has_warned_of_divergence = True
             name = ".".join(filter(None, diverged[0]))
-            warn(
-                f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
-                f"between ranks at step {found.step}"
-            )
+            others = f" and {len(diverged) - 1} more differ" if len(diverged) > 1 else " differs"
+            warn(f"the ranks have diverged: {name!r}{others} between ranks at step {found.step}")
 
     def _contained(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
         """Run a job of a consumer, and remove the consumer if the job fails."""

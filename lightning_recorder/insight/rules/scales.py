@@ -156,7 +156,8 @@ def _tiny_inputs(evidence: Evidence, least: float, records: int, sparse: float) 
     The gradient of a weight is a sum of gradients times inputs, that of the bias the sum of the same gradients.
     """
     batch = [View(evidence, evidence.losses, site) for site in evidence.losses.places if is_batch(*site)]
-    given = [each for each in batch if "float" in each.dtype]
+    # A run whose first step is not finite has no row that counts.
+    given = [each for each in batch if "float" in each.dtype and len(each.rms)]
     # Rows of bags of words are small because most of their values are zero.
     if any(each.rms.max(initial=0) >= least or np.median(each.zero_fraction) > sparse for each in given):
         return

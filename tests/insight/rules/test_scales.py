@@ -82,6 +82,13 @@ def of_tiny_inputs(ratio: float, zeros: float = 0.0, batch: Mapping[str, float] 
     return examination.findings()
 
 
+def test_a_first_step_that_is_not_finite_gives_no_warning_of_numpy() -> None:
+    """The batch has no row that counts if the only record has a NaN, and the NaN is the finding."""
+    examination = examined({"a": {"nan_count": 8.0}}, graph=chain("a"), records=1)
+    examination.add(record("activations", 0, {("", "batch[0]"): {"rms": 1.0}}, recorder="batch"))
+    assert [each.rule for each in examination.findings()] == ["non-finite"]
+
+
 @pytest.mark.parametrize(("ratio", "zeros", "alarm"), [(1.5e-3, 0.0, True), (0.2, 0.0, False), (1.5e-3, 0.95, False)])
 def test_tiny_inputs(ratio: float, zeros: float, alarm: bool) -> None:
     """The gradients of the first weight and its bias show tiny inputs; rows of a few ones are no finding."""
