@@ -37,7 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("check",),
     ("callbacks", "commands", "testing"),
     ("loops",),
-    ("__main__", "entry_point", "huggingface", "tensorboard_tab"),
+    ("huggingface", "tensorboard_tab"),
+    ("__main__", "entry_point"),
+    ("site.sitecustomize",),  # what a program of ``lightning-recorder run`` imports first
 )
 
 # A recording shows itself in a notebook, and the page that it shows reads recordings.

@@ -17,7 +17,7 @@ from lightning_recorder.switch import FACTORY_GROUPS, VARIABLE
 
 __all__ = ["run", "start"]
 
-_SITE = Path(__file__).parent / "site"
+_SITE = Path(__file__).parents[1] / "site"
 """The folder with the module that Python imports at the start of a program."""
 
 

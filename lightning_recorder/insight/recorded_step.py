@@ -128,6 +128,11 @@ class RecordedStep:
         return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
 
     @cached_property
+    def function_names(self) -> dict[int, str]:
+        """The names of the sites of the functions that can be recorded, by the id of the operation."""
+        return function_sites(self.graph)
+
+    @cached_property
     def last_layer(self) -> int:
         """The id of the last node with a parameter; -1 without any."""
         return max((node.id for node in self.graph.nodes if node.kind == "parameter" or node.parameters), default=-1)
@@ -237,7 +242,7 @@ def is_masked(step: RecordedStep, softmax: Node) -> bool:
 
 def sides_of(evidence: Evidence, step: RecordedStep, loss: Node) -> tuple[View, View]:
     """Return the recorded prediction and target of a loss; views of nothing if they were not recorded."""
-    names = [function_sites(step.graph).get(loss.id, ""), step.owner(loss)]
+    names = [step.function_names.get(loss.id, ""), step.owner(loss)]
     found = [[evidence.view(evidence.losses, name, path) for path in ("in.prediction", "in.target")] for name in names]
     prediction, target = next((each for each in found if each[1]), found[0])
     return prediction, target

@@ -142,7 +142,7 @@ class Replicas:
             where = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             for place, group in enumerate(optimizer.param_groups):
                 for key in sorted(key for key, value in group.items() if isinstance(value, float)):
-                    value = torch.tensor(group[key], dtype=torch.float64)
+                    value = torch.tensor(group[key], dtype=torch.float64, device="cpu")
                     yield _Tensor(f"{key} of group {place}{where}", "setting", value, 0)
                 for parameter in group["params"]:
                     state: Mapping[str, Any] = optimizer.state.get(parameter, {})

@@ -127,15 +127,18 @@ def test_a_computation_that_is_not_observed() -> None:
 
 
 def test_own_tensors_of_a_vision_transformer() -> None:
-    """The class token and the position embedding of a ViT are drawn with edges to their users."""
+    """The class token and the position embedding of a ViT are drawn with edges to their users.
+
+    The ``expand`` of the token changes its shape alone, and is left out.
+    """
     view = fit_view(captured(ARCHITECTURES["ViT"]()))
     users = {
         view[edge.source].name.rpartition(".")[2]: view[edge.target].name
         for edge in view.edges
         if view[edge.source].kind == "parameter"
     }
-    assert users == {"cls_token": "expand", "position_embeddings": "add"}
-    assert [view[edge.source].kind for edge in view.into(only(view, "expand"))] == ["parameter"]
+    assert users == {"cls_token": "cat", "position_embeddings": "add"}
+    assert "parameter" in [view[edge.source].kind for edge in view.into(only(view, "cat"))]
 
 
 @pytest.mark.parametrize(
