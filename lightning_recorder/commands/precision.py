@@ -132,9 +132,19 @@ def _of_safetensors(path: Path) -> Iterator[_Source]:
     try:
         with safe_open(str(path), framework="pt") as file:
             for name in list(file.keys()):
-                yield _Source(name, True, functools.partial(file.get_tensor, name))
+                yield _Source(name, True, functools.partial(_tensor, path, file, name))
     except (SafetensorError, OSError) as error:
         raise DumpError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _tensor(path: Path, file: Any, name: str) -> Tensor:
+    from safetensors import SafetensorError
+
+    try:
+        found: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:  # such as a dtype that this version of torch lacks
+        raise DumpError(f"{path} has a tensor {name!r} that cannot be read: {error}") from error
+    return found
 
 
 def _state(path: Path) -> dict[str, Tensor]:
