@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_graph(commands)
     _add_diff(commands)
     _add_scale(commands)
+    _add_precision(commands)
     _add_submit(commands)
     return parser
 
@@ -340,6 +341,38 @@ def _add_scale(commands: Any) -> None:
     scale.add_argument("--tolerance", type=float, default=0.15, help="the largest exponent that counts as 0; 0.15")
     scale.add_argument("--all", action="store_true", help="print all sites")
     scale.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_precision(commands: Any) -> None:
+    precision = _add(
+        commands,
+        "precision",
+        "Rank weights, activations and gradients by the error that a narrow number format would make.",
+        "precision checkpoints/last.ckpt --format nvfp4",
+        "Each tensor gets its signal-to-noise ratio in dB in each format, and the shares of its values that are\n"
+        "clipped and that become zero. 20 dB is an error of 10 % of the rms, and 14 dB of 20 %. The order\n"
+        "is that of the ratio of the tensor or of the median of its channels, whichever is lower. Channels and tokens\n"
+        "far above the rest are listed. Tensors of a run are those of its latest dump of TensorDumper.",
+    )
+    precision.add_argument(
+        "path",
+        metavar="PATH",
+        help="a checkpoint (.ckpt, .pt, .safetensors), a dump of tensors, or the log_dir of a run",
+    )
+    precision.add_argument(
+        "--format",
+        choices=("int8", "int8-channel", "int4-32", "int4-128", "e4m3", "e5m2", "mxfp8", "nvfp4"),
+        default="e4m3",
+        help="the format that decides the order; by default e4m3, which is float8 with one scale per tensor",
+    )
+    precision.add_argument(
+        "--below",
+        metavar="DB",
+        type=float,
+        help="the ratio below which a tensor should stay in bfloat16; by default 20, and 14 for four bits",
+    )
+    precision.add_argument("--all", action="store_true", help="print all tensors")
+    precision.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_submit(commands: Any) -> None:

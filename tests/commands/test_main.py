@@ -13,7 +13,23 @@ from lightning_recorder.commands.main import _parser
 from tests.commands.console import run
 from tests.recordings.runs import write_simple
 
-COMMANDS = (*("run", "check", "ls", "show", "doctor", "view", "report", "export", "graph", "diff", "scale", "submit"),)
+COMMANDS = (
+    *(
+        "run",
+        "check",
+        "ls",
+        "show",
+        "doctor",
+        "view",
+        "report",
+        "export",
+        "graph",
+        "diff",
+        "scale",
+        "precision",
+        "submit",
+    ),
+)
 
 
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

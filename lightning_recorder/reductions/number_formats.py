@@ -1,0 +1,266 @@
+"""Error of a tensor in narrow number formats with scales, and its channels and tokens far above the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_recorder.reductions.precision import FORMATS
+
+__all__ = ["NUMBER_FORMATS", "FormatError", "MeasuredTensor", "Outlier", "measure_formats", "why_not_measured"]
+
+_CHUNK = 2**21  # values that are converted at a time, in float64
+_FAR_ABOVE = 20.0
+_ROUNDING = 1 + 1e-6  # a largest value divided by its own scale may exceed the limit by rounding
+
+
+class FormatError(NamedTuple):
+    """The error of a tensor in one format."""
+
+    snr: float
+    """The signal-to-noise ratio in dB, ``10 log10(sum x^2 / sum error^2)``; infinity without an error."""
+    channel_snr: float
+    """The median of the ratios of the channels in dB. In ``snr``, one large value can hide the error of all others."""
+    clipped: float
+    """The share of values beyond the largest number of the format, of the values other than zero."""
+    flushed: float
+    """The share of values that become zero, of the values other than zero."""
+
+    @property
+    def lower(self) -> float:
+        """The lower one of both ratios."""
+        return min(self.snr, self.channel_snr)
+
+
+class Outlier(NamedTuple):
+    """A channel or token far above the rest."""
+
+    place: tuple[int, ...]
+    """The index of the channel, or that of the token in the dimensions before the last one."""
+    times: float
+    """Its largest magnitude, divided by the median of the largest magnitudes of the others."""
+
+
+@dataclass(frozen=True)
+class MeasuredTensor:
+    """The errors of a tensor by format, and its outliers, the largest first."""
+
+    errors: dict[str, FormatError]
+    channels: list[Outlier]
+    tokens: list[Outlier]
+
+
+class _Peaks(NamedTuple):
+    """Largest magnitudes."""
+
+    tensor: Tensor
+    """0-d."""
+    channels: Tensor
+    """``[rows of the chunk, 1]`` for a weight, ``[1, columns]`` for an activation."""
+
+
+def why_not_measured(tensor: Tensor) -> str:
+    """Return the reason why a tensor cannot be measured, from its dtype and shape, or an empty text."""
+    if tensor.is_quantized or tensor.layout != torch.strided:
+        return "quantized" if tensor.is_quantized else "sparse"
+    if tensor.is_complex():
+        return "complex"
+    if not tensor.is_floating_point():
+        return "not floating-point"
+    if str(tensor.dtype).removeprefix("torch.") not in ("float32", "float64", *FORMATS):
+        return "quantized"  # packed in bytes, or scales of blocks
+    if tensor.dim() < 2:
+        return "fewer than two dimensions"
+    if tensor.is_meta:
+        return "without values"
+    return "" if tensor.numel() else "empty"
+
+
+def measure_formats(tensor: Tensor, *, is_weight: bool) -> MeasuredTensor | str:
+    """Measure the error of a tensor in each of :data:`NUMBER_FORMATS`.
+
+    A weight is ``[output channels, …]``. Other tensors are ``[…, tokens, channels]`` with two or three dimensions and
+    ``[batch, channels, …]`` with more. Blocks and groups lie along the inputs of a weight, and along the channels of
+    other tensors. The last block of a row may be shorter.
+
+    The formats are those of torchao: integers are symmetric, with the scale ``max / 127.5`` or ``max / 7.5``; float8
+    has the scale ``max / largest number``; the scale of MXFP8 is ``2 ** (floor(log2(max)) - 8)``, as in the OCP
+    Microscaling Formats specification 1.0; a block of NVFP4 has the scale ``max / 6`` in e4m3, relative to the scale
+    ``max / 6 / 448`` of the tensor, and at least the smallest normal number of e4m3.
+
+    A channel or token is an outlier if its largest magnitude is more than 20 times the median of those of the others.
+    Tokens are those of tensors with two or three dimensions that are no weights.
+
+    Returns:
+        The errors and outliers, or the reason why there are none, such as ``"NaN or infinity"``.
+    """
+    if reason := why_not_measured(tensor):
+        return reason
+    has_tokens = not is_weight and tensor.dim() <= 3
+    ordered = tensor.detach() if is_weight or has_tokens else tensor.detach().movedim(1, -1)
+    matrix = ordered.flatten(1) if is_weight else ordered.flatten(0, -2)
+    row_peaks, column_peaks = _peaks(matrix)
+    peak = column_peaks.max()
+    if reason := _why_out_of_range(float(peak)):
+        return reason
+    within = 1 if is_weight else 0  # the dimension of the matrix in which the values of a channel lie
+    signal: list[Tensor] = []  # of each chunk: the energy of each channel
+    noise: dict[str, list[Tensor]] = {name: [] for name in NUMBER_FORMATS}
+    counts = {name: torch.zeros(3, dtype=torch.int64, device=matrix.device) for name in NUMBER_FORMATS}
+    for start, chunk in _chunks(matrix):
+        signal.append(chunk.square().sum(within))
+        rows = row_peaks[start : start + len(chunk), None]
+        peaks = _Peaks(peak, rows if is_weight else column_peaks[None])
+        known = chunk != 0
+        for name, convert in NUMBER_FORMATS.items():
+            converted, clipped = convert(chunk, peaks)
+            noise[name].append((chunk - converted).square().sum(within))
+            counts[name] += torch.stack([clipped.sum(), (known & (converted == 0)).sum(), known.sum()])
+    join = torch.cat if is_weight else _total
+    energy = join(signal)
+    return MeasuredTensor(
+        {name: _error(energy, join(noise[name]), *counts[name].tolist()) for name in NUMBER_FORMATS},
+        _outliers(row_peaks if is_weight else column_peaks, ()),
+        _outliers(row_peaks, tuple(tensor.shape[:-1])) if has_tokens else [],
+    )
+
+
+def _chunks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield some rows at a time in float64, with the number of the first."""
+    step = max(1, _CHUNK // matrix.shape[1])
+    for start in range(0, len(matrix), step):
+        yield start, matrix[start : start + step].double()
+
+
+def _peaks(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of each row and each column; NaN if there is one."""
+    sizes = [(chunk.abs().amax(1), chunk.abs().amax(0)) for _, chunk in _chunks(matrix)]
+    return torch.cat([rows for rows, _ in sizes]), torch.stack([columns for _, columns in sizes]).amax(0)
+
+
+def _why_out_of_range(peak: float) -> str:
+    if not math.isfinite(peak):
+        return "NaN or infinity"
+    if not peak:
+        return "all values zero"
+    limits = torch.finfo(torch.float32)
+    return "" if limits.tiny * limits.eps <= peak <= limits.max else "beyond the range of float32"
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def _error(signal: Tensor, noise: Tensor, clipped: int, flushed: int, known: int) -> FormatError:
+    """Return the error from the energy of each channel."""
+    is_used = signal > 0
+    typical = _median((noise[is_used] / signal[is_used]).sort().values)
+    return FormatError(
+        _decibels(float(noise.sum() / signal.sum())), _decibels(typical), clipped / known, flushed / known
+    )
+
+
+def _decibels(noise: float) -> float:
+    return 10 * math.log10(1 / noise) if noise else math.inf
+
+
+def _median(ordered: Tensor) -> float:
+    return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
+
+
+def _outliers(peaks: Tensor, shape: tuple[int, ...]) -> list[Outlier]:
+    """Return the entries that are far above the median of the others, which is the same for all of the upper half.
+
+    If the median is zero, there is no scale to compare with, and no outlier.
+    """
+    if len(peaks) < 2:
+        return []
+    median = _median(peaks.sort().values[:-1])
+    if not median:
+        return []
+    places = (peaks > _FAR_ABOVE * median).nonzero().flatten().tolist()
+    found = [Outlier(_unraveled(place, shape), float(peaks[place]) / median) for place in places]
+    return sorted(found, key=lambda each: -each.times)
+
+
+def _unraveled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape[1:]):
+        place, within = divmod(place, size)
+        index.insert(0, within)
+    return (place, *index)
+
+
+_Converted = tuple[Tensor, Tensor]
+"""The values after the conversion and back, and which of them were clipped."""
+
+
+def _on_grid(values: Tensor, scale: Tensor, to_grid: Callable[[Tensor], Tensor], low: float, high: float) -> _Converted:
+    scaled = values / torch.where(scale > 0, scale, torch.ones_like(scale))
+    clipped = (scaled > high * _ROUNDING) | (scaled < low * _ROUNDING)
+    return to_grid(scaled.clamp(low, high)) * scale, clipped
+
+
+def _in_blocks(values: Tensor, size: int, convert: Callable[[Tensor, Tensor], _Converted]) -> _Converted:
+    """Convert blocks of each row; ``convert`` gets ``[rows, blocks, size]`` and the largest magnitude of each block."""
+    columns = values.shape[1]
+    blocks = functional.pad(values, (0, -columns % size)).unflatten(1, (-1, size))
+    converted, clipped = convert(blocks, blocks.abs().amax(-1, keepdim=True))
+    return converted.flatten(1)[:, :columns], clipped.flatten(1)[:, :columns]
+
+
+def _integers(values: Tensor, peak: Tensor, bits: int) -> _Converted:
+    half = 2.0 ** (bits - 1)
+    return _on_grid(values, peak / (half - 0.5), torch.round, -half, half - 1)
+
+
+def _to_float8(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).double()
+
+
+def _float8(values: Tensor, peaks: _Peaks, dtype: torch.dtype) -> _Converted:
+    high = torch.finfo(dtype).max
+    return _on_grid(values, peaks.tensor / high, lambda scaled: _to_float8(scaled, dtype), -high, high)
+
+
+def _mxfp8(blocks: Tensor, peak: Tensor) -> _Converted:
+    exponent = (torch.frexp(peak).exponent - 1 - 8).clamp(-127, 127)  # 8 is the exponent of 448
+    scale = torch.ldexp(torch.ones_like(peak), exponent)
+    return _on_grid(blocks, scale, lambda scaled: _to_float8(scaled, torch.float8_e4m3fn), -448.0, 448.0)
+
+
+def _to_e2m1(values: Tensor) -> Tensor:
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with ties to even; the step doubles at 2 and at 4."""
+    sizes = values.abs()
+    step = 0.5 + 0.5 * (sizes >= 2) + 1.0 * (sizes >= 4)
+    return torch.round(values / step) * step
+
+
+def _nvfp4(values: Tensor, peaks: _Peaks) -> _Converted:
+    of_tensor = peaks.tensor / (6 * 448)
+    limits = torch.finfo(torch.float8_e4m3fn)
+
+    def convert(blocks: Tensor, peak: Tensor) -> _Converted:
+        scale = (peak / 6 / of_tensor).clamp(limits.tiny, limits.max)
+        return _on_grid(blocks, _to_float8(scale, torch.float8_e4m3fn) * of_tensor, _to_e2m1, -6.0, 6.0)
+
+    return _in_blocks(values, 16, convert)
+
+
+NUMBER_FORMATS: dict[str, Callable[[Tensor, _Peaks], _Converted]] = {
+    "int8": lambda values, peaks: _integers(values, peaks.tensor, 8),
+    "int8-channel": lambda values, peaks: _integers(values, peaks.channels, 8),
+    "int4-32": lambda values, _: _in_blocks(values, 32, lambda blocks, peak: _integers(blocks, peak, 4)),
+    "int4-128": lambda values, _: _in_blocks(values, 128, lambda blocks, peak: _integers(blocks, peak, 4)),
+    "e4m3": lambda values, peaks: _float8(values, peaks, torch.float8_e4m3fn),
+    "e5m2": lambda values, peaks: _float8(values, peaks, torch.float8_e5m2),
+    "mxfp8": lambda values, _: _in_blocks(values, 32, _mxfp8),
+    "nvfp4": _nvfp4,
+}
+"""The conversion of each format: integers and float8 per tensor, per channel or in groups, MXFP8 and NVFP4."""
