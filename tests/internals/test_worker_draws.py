@@ -17,8 +17,8 @@ from lightning_recorder.internals.worker_draws import WatchedCollate, draws_of
 class Hostile(dict[Any, Any]):
     """A container that raises in the worker processes."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # asked for by isinstance
+    @property  # type: ignore[misc]  # isinstance asks for it
+    def __class__(self) -> Any:
         if torch.utils.data.get_worker_info() is not None:
             raise RuntimeError("not here")
         return dict
