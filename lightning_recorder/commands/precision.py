@@ -251,5 +251,5 @@ def _reasons(left_out: Mapping[str, str]) -> str:
     for reason, count in Counter(left_out.values()).most_common():
         names = [printable(name) for name, why in left_out.items() if why == reason][:_MOST_NAMES]
         is_common = reason in ("fewer than two dimensions", "not floating-point")
-        parts.append(f"{count} {reason}" + ("" if is_common else f" ({', '.join(names)})"))
+        parts.append(f"{reason}: {count}" + ("" if is_common else f" ({', '.join(names)})"))
     return "; ".join(parts)

@@ -35,7 +35,7 @@ def test_the_worst_tensor_is_named(tmp_path: Path) -> None:
     first = "1 of 2 tensors lose more than 10 % of their size (below 20 dB in e4m3): keep these in bfloat16: 1.weight\n"
     assert said.out.startswith(first)
     assert "  1.weight: 1 channel: 3 (" in said.out
-    unmeasured = "not measured: 2 fewer than two dimensions; 1 not floating-point; 1 NaN or infinity (broken)\n"
+    unmeasured = "not measured: fewer than two dimensions: 2; not floating-point: 1; NaN or infinity: 1 (broken)\n"
     assert said.out.endswith(unmeasured)
     healthy = run("precision", tmp_path / "last.ckpt", "--format", "int8-channel").out
     assert healthy.startswith("0 of 2 tensors fall below 20 dB in int8-channel; the worst, ")
