@@ -26,7 +26,7 @@ _REMEMBERED = 8  # records that are compared with the latest one
 
 # By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
 # own metrics are lost in it, so that only a selection is shown: the heat maps and the record files have the rest.
-_WHOLE = 200
+_WHOLE = 400
 _SELECTION = 75
 
 
@@ -40,7 +40,7 @@ class TagBudget:
     that record on. A module that is shown stays shown.
 
     Args:
-        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 200 tags. Otherwise
+        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. Otherwise
             the budget :attr:`is_brief`: at most 75 tags of the main statistics are shown, and parameters are chosen
             one by one instead of with their modules.
         name: The name of the recorder in messages.

@@ -117,10 +117,10 @@ def shown_by_default(found: Mapping[Site, SiteStatistics]) -> tuple[MemorySink, 
 
 
 def test_a_small_model_is_shown_in_full_by_default() -> None:
-    """Up to 200 tags, all statistics of all sites are shown, and there is no message."""
-    found = quick(3)
+    """Up to 400 tags, all statistics of all sites are shown, and there is no message."""
+    found = quick(6)
     sink, messages = shown_by_default(found)
-    assert len(sink.scalars) + len(sink.histograms) == 3 * (8 * 7 + 2)
+    assert len(sink.scalars) + len(sink.histograms) == 6 * (8 * 7 + 2)
     assert messages == []
 
 
