@@ -27,6 +27,7 @@ __all__ = [
     "setting",
     "shape_of",
     "sides_of",
+    "softmax_dimension",
     "step_of",
 ]
 
@@ -179,6 +180,16 @@ class RecordedStep:
     def owner(self, node: Node) -> str:
         """Return the name of the module that calls an operation."""
         return "" if node.parent is None else self.graph[node.parent].name
+
+
+def softmax_dimension(node: Node) -> int | None:
+    """Return the dimension of a softmax, not negative; None if it is not known."""
+    shape, text = shape_of(node), setting(node, "dim")
+    if not shape:
+        return None
+    if text in ("", "None"):  # torch's choice for a softmax without a dimension
+        return 0 if len(shape) in (1, 3) else 1
+    return int(text) % len(shape) if re.fullmatch(r"-?\d+", text) else None
 
 
 def keeps_values(node: Node) -> bool:

@@ -231,6 +231,8 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
         ranks: The checksums of each rank.
     """
     about, columns = _checksums(names), dict[int, _Column]()
+    # A rank with states of its own has stepped: an optimizer may keep each state on one rank only.
+    without_own = {each.rank for each in ranks if np.isin(each.names, about).all()}
     ranks = [_aligned(each, about) for each in ranks]
     parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
@@ -251,7 +253,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
         max((float(columns[at].distances.max()) for at in first), default=0.0),
         tuple(tuple(ranks[at].rank for at in same) for same in columns[first[0]].first) if first else (),
         tuple(_values_of(names[at], ranks, at) for at in differing["setting"]),
-        tuple(each.rank for each in ranks if states and (each.parts[states] < 0).all()),
+        tuple(each.rank for each in ranks if states and each.rank in without_own and (each.parts[states] < 0).all()),
         _strip(names, kinds, [each.rank for each in ranks], parts, columns) if columns else None,
     )
 
@@ -399,10 +401,7 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
         is_usual = all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.names["buffer"])
         return (WHY_BUFFERS, NEXT_BUFFERS) if is_usual else (WHY_OWN_BUFFERS, NEXT_OWN_BUFFERS)
     if found.settings:
-        return (
-            f"The optimizers have other settings: {'; '.join(found.settings[:3])}.",
-            NEXT_SETTINGS,
-        )
+        return f"The optimizers have other settings: {'; '.join(found.settings[:3])}.", NEXT_SETTINGS
     if found.idle:
         idle = ", ".join(map(str, found.idle[:8]))
         return (

@@ -36,7 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, MemorySink, Outputs, StepWatch
 from lightning_recorder.reductions.kernels import fused, fused_cuda
-from lightning_recorder.reductions.kernels.check import empty_row
+from lightning_recorder.reductions.kernels.self_test import empty_row
 from lightning_recorder.reductions.values import Values
 from tests.watch.nets import BATCHES, NETS, Planted, batches, calls, plant
 

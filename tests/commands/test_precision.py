@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_recorder.callbacks import TensorDumper
 from lightning_recorder.dumps import write_dump, write_tensors
+from lightning_recorder.reductions.number_formats import NUMBER_FORMATS
 from tests.callbacks.models import Classifier, fit
 from tests.commands.console import run
 
@@ -99,3 +101,10 @@ def test_parameters_one_level_down(key: str, tmp_path: Path) -> None:
     torch.save({key: {"layer.weight": torch.ones(2, 2)}, "step": torch.ones(3, 3)}, tmp_path / "saved.pt")
     found = json.loads(run("precision", tmp_path / "saved.pt", "--json").out)
     assert [each["name"] for each in found["tensors"]] == ["layer.weight"]
+
+
+def test_each_format_can_be_chosen() -> None:
+    """The command line, which does not import torch, lists the formats that are measured."""
+    said = run("precision", "last.ckpt", "--format", "fp3")
+    assert said.status == 2
+    assert re.findall(r"[\w-]+", said.err.partition("choose from")[2].partition(")")[0]) == list(NUMBER_FORMATS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder import StatisticsRecorder
@@ -233,3 +235,28 @@ def test_calls_that_are_kept_apart_have_numbered_paths(kind: type[Tap]) -> None:
         found = seen.asked if is_taken and kind is not InputGradientTap else seen.received
         order = expected if kind in (InputTap, OutputTap) else expected[::-1]
         assert found == order * 2
+
+
+class Counted(TorchFunctionMode):
+    """Counts the functions that it sees."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_fast_path_reads_without_function_modes() -> None:
+    """A mode around the model, such as ours for functions, sees none of the properties that the statistics read."""
+    module, x = nn.Identity(), torch.ones(4, 2)
+    recorder = StatisticsRecorder({"m": module})
+    counts = []
+    for enabled in (True, False):
+        with recorder if enabled else nullcontext():
+            module(x)  # makes the state
+            with Counted() as mode:
+                module(x)
+        counts.append(mode.calls)
+    assert recorder.collect()[SITE].count == 16
+    assert counts[0] <= counts[1] + 2  # the type of the tensor is looked at before

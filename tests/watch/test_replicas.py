@@ -96,10 +96,17 @@ def test_a_cause_is_named_only_if_it_was_measured() -> None:
         for each in model.parameters():
             each.mul_(2)
 
-    settings, state, other = (finding_of_differences(ranks(each), 1, None).why for each in (rate, idle, written))
+    def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
+        optimizer.state.clear()
+        optimizer.state[model[0].weight] = {"own": torch.ones(3)}  # type: ignore[index]  # a Sequential
+
+    changes = (rate, idle, written, sharded)
+    settings, state, other, last = (finding_of_differences(ranks(each), 1, None).why for each in changes)
     assert settings == "The optimizers have other settings: lr of group 0: 0.001 (ranks 0, 2), 0.5 (rank 1)."
     assert state == "The optimizer has no state on rank 1, so it has not stepped there."
     assert other.startswith("The latest gradients are equal on all ranks, so something else changes the values")
+    assert last == other  # its states are those of another shard
 
 
 def test_the_strip_has_the_distance_of_each_rank_from_the_largest_group() -> None:

@@ -86,7 +86,7 @@ class CalledModules:
                 found = known[key] = type(module).__name__, own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
-            if key in self._recomputed:
+            if key in self._recomputed and RECOMPUTED not in draft.note:  # a graph may be asked for again
                 draft.note = f"{draft.note}, {RECOMPUTED}".removeprefix(", ")
             if node in hidden:
                 draft.parameters = hidden[node]

@@ -123,7 +123,9 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
                     f"the softmax in {step.place(source)} returns numbers that add up to 1"
                 )
                 found = target.found(verdict, "mean", sum=sums[-1])
-                following = "Replace the softmax by a sigmoid, as several classes of a sample are true."
+                following = (
+                    "Use a sigmoid if several classes of a sample may be true, or scale the targets to a sum of 1."
+                )
                 yield replace(found, module=step.owner(source), path="", next=following)
                 return
             continue

@@ -35,7 +35,7 @@ from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.disk import fits
 from lightning_recorder.errors import describe_error
 from lightning_recorder.internals.threads import compute_alone
-from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
+from lightning_recorder.reductions.kernels.self_test import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 from lightning_recorder.temporary import TemporaryFolder

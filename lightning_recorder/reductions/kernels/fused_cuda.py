@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.errors import describe_error
 from lightning_recorder.reductions.kernels import fused
-from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
+from lightning_recorder.reductions.kernels.self_test import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, Part
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 

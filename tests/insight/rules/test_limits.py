@@ -25,7 +25,8 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_operations import Codes, Step, mlp, of_overlap, of_pairs, of_views, rows
+from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
+from tests.insight.rules.test_operations import Codes, Step, mlp, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_targets import of_adversaries
 from tests.insight.test_odd_blocks import Stage

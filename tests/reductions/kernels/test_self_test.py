@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_recorder.reductions import Combined, Values
 from lightning_recorder.reductions.kernels import fused
-from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.kernels.host import _Head
+from lightning_recorder.reductions.kernels.self_test import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, LAYOUT, SAMPLED_NUMEL, SLOTS, row_reductions
 from tests.reductions.kernels.test_fused import needs_compiler
 

@@ -1,0 +1,189 @@
+"""Tests of the rules about losses: each fault, its repaired twin, and healthy designs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from tests.insight.records import Examination, Values, brief, examined
+from tests.insight.rules.test_operations import Loss, Step, classes, examine, mlp, rows
+
+TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+
+
+@TORCH_WARNS
+def test_a_loss_of_unequal_shapes() -> None:
+    """A column that is compared with a vector is a finding with both shapes, the result and the line."""
+    (found,) = examine(mlp(1), F.mse_loss, rows, torch.randn(8))
+    assert brief([found]) == [("warning", "loss-shapes", "")]
+    assert found.verdict.endswith("compares a prediction [8, 1] with a target [8]: torch expands both to [8, 8]")
+    assert "test_operations.py:" in found.verdict
+
+
+def test_a_loss_of_unequal_shapes_by_hand() -> None:
+    """The difference of a column and a vector is found in a loss that is written by hand, with the prediction first."""
+    losses: list[Loss] = [lambda y, target: (y - target).pow(2).mean(), lambda y, target: (target - y).abs().sum()]
+    for loss in losses:
+        (found,) = examine(mlp(1), loss, rows, torch.randn(8))
+        assert found.rule == "loss-shapes"
+        assert found.verdict.endswith("compares a prediction [8, 1] with a target [8]: torch expands both to [8, 8]")
+
+
+def test_differences_that_are_meant() -> None:
+    """Pairs of predictions, and a target of another size than the batch, are fine."""
+    pairs = examine(mlp(1), lambda y, target: (y - y.squeeze(-1)).pow(2).mean() + 0 * target.sum(), rows, rows)
+    assert pairs == []
+    assert examine(mlp(3), lambda y, target: (y - target).pow(2).mean(), rows, torch.randn(3)) == []
+
+
+@TORCH_WARNS
+@pytest.mark.parametrize("target", [torch.randn(8, 1), torch.randn(1, 1), torch.tensor(0.5)])
+def test_shapes_that_are_meant(target: Tensor) -> None:
+    """Equal shapes, an explicit dimension of size 1 and a target without dimensions are fine."""
+    assert examine(mlp(1), F.mse_loss, rows, target) == []
+
+
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, lambda x, y: F.binary_cross_entropy_with_logits(x, F.one_hot(y) + 0.0)]
+)
+def test_logits_that_are_cut_off(loss: Loss) -> None:
+    """A ReLU before a loss that expects logits is a finding, a linear layer is not."""
+    (found,) = examine(mlp(3, nn.ReLU()), loss, rows, classes)
+    assert brief([found]) == [("warning", "cut-off-logits", "net.3")]
+    assert examine(mlp(3), loss, rows, classes) == []
+
+
+def test_a_loss_that_expects_logarithms() -> None:
+    """A linear layer before nll_loss is a finding, log_softmax is not."""
+    (found,) = examine(mlp(3), F.nll_loss, rows, classes)
+    assert brief([found]) == [("warning", "no-log-softmax", "net.2")]
+    assert examine(mlp(3, nn.LogSoftmax(-1)), F.nll_loss, rows, classes) == []
+
+
+def test_a_softmax_over_one_entry() -> None:
+    """A softmax over a single output is a finding, also without a dimension, and a sigmoid is not."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(y.squeeze(-1), (target > 0).float())
+
+    (found,) = examine(mlp(1, nn.Softmax(-1)), loss, rows, classes)
+    assert brief([found]) == [("warning", "one-class", "net.3")]
+    assert "dimension 1 of [8, 1], which has one entry: its output is always 1" in found.verdict
+    assert examine(mlp(1, nn.Sigmoid()), loss, rows, classes) == []
+
+
+class Views(nn.Module):
+    """Two views of each sample, whose embeddings a loss compares."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.net, self.head, self.loss = mlp(7), nn.Linear(7, 7), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.net(x), self.net(x + 0.1 * torch.randn_like(x))
+        loss = self.loss(self.head(one), two) + self.loss(self.head(two), one)
+        loss.backward()
+        return loss
+
+
+def pulled(p: Tensor, z: Tensor) -> Tensor:
+    return -F.cosine_similarity(p, z).mean()
+
+
+def of_views(loss: Loss = pulled, *, last: float = 0.3, records: int = 8) -> Examination:
+    """Return the examination of a run with two views, in whose records the outputs differ less and less."""
+    spreads = [0.8, *[last] * (records - 1)]
+    layers: dict[str, Values] = {name: {"batch_spread": spreads} for name in ("net.2", "head")}
+    return examined(layers, graph=capture_graph(Views(loss), rows), records=records)
+
+
+def test_two_views_without_a_stop_gradient() -> None:
+    """A loss that pulls two views together is a finding if neither is detached and nothing holds them apart."""
+
+    def with_negatives(p: Tensor, z: Tensor) -> Tensor:
+        return F.cross_entropy(p @ z.mT, torch.arange(8))
+
+    def with_variance(p: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(p, z) + F.relu(1 - z.std(0)).mean()
+
+    def with_classes(p: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(p, z) + F.cross_entropy(p, classes)
+
+    def with_both_variances(p: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(p, z) - p.std(0).mean() - z.std(0).mean()
+
+    detached: Loss = lambda p, z: pulled(p, z.detach())  # noqa: E731 - one of several losses
+    (found,) = of_views(last=0.05, records=9).findings()
+    assert brief([found]) == [("warning", "no-stop-gradient", "head")]
+    for loss in (detached, with_negatives, with_variance, with_classes, with_both_variances):
+        assert "no-stop-gradient" not in {each.rule for each in of_views(loss).findings()}
+
+
+@pytest.mark.parametrize(("last", "is_wrong"), [([nn.Dropout()], True), ([nn.Dropout(0.0)], False), ([], False)])
+def test_dropout_of_logits(last: list[nn.Module], is_wrong: bool) -> None:
+    """Dropout behind the last layer is a finding with a cause of its own, and one before it is not."""
+    found = examine(nn.Sequential(nn.Dropout(), *mlp(3, *last)), F.cross_entropy, rows, classes)
+    assert brief(found) == [("warning", "cut-off-logits", "net.4")] * is_wrong
+
+
+def of_pairs(classes: int, scale: float = 1.0, is_normalized: bool = True) -> Examination:
+    """Return the examination of a loss that gets the products of pairs as logits."""
+
+    def loss(y: Tensor, other: Tensor) -> Tensor:
+        one, two = (F.normalize(each, dim=-1) if is_normalized else each for each in (y, other))
+        return F.cross_entropy(one @ two.T / scale, torch.zeros(len(y), dtype=torch.long))
+
+    return Examination(capture_graph(Step(mlp(7), loss), rows, torch.randn(classes, 7)))
+
+
+def test_cosines_as_logits() -> None:
+    """Cosines without a temperature are a finding with the least loss that they can have."""
+    (found,) = of_pairs(8).findings()
+    assert found.rule == "cosine-logits"
+    assert found.verdict.endswith("of 8 classes: it cannot fall below 0.666, and is 2.08 for a guess")
+    for each in (of_pairs(8, scale=0.1), of_pairs(8, is_normalized=False), of_pairs(3)):
+        assert each.findings() == []
+
+
+def of_overlap(*last: nn.Module, low: float | Sequence[float] = -3.0, records: int = 4) -> Examination:
+    """Return the examination of a dice loss."""
+
+    def dice(y: Tensor, target: Tensor) -> Tensor:
+        return 1 - (2 * (y * target).sum() + 1) / (y.sum() + target.sum() + 1)
+
+    graph = capture_graph(Step(mlp(3, *last), dice), rows, torch.rand(8, 3))
+    return examined({"net.2": {"min": low}}, graph=graph, records=records)
+
+
+def test_an_overlap_of_logits() -> None:
+    """A dice loss of the output of a layer that is negative is a finding; one of a sigmoid is not."""
+    (found,) = of_overlap().findings()
+    assert brief([found]) == [("warning", "overlap-of-logits", "net.2")]
+    assert of_overlap(nn.Sigmoid()).findings() == of_overlap(low=0.0).findings() == []
+
+
+@pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Softplus"])
+def test_logits_with_a_range(kind: str) -> None:
+    """An activation with a range before cross_entropy is a finding."""
+    (found,) = examine(mlp(3, getattr(nn, kind)()), F.cross_entropy, rows, classes)
+    assert brief([found]) == [("warning", "cut-off-logits", "net.3")]
+
+
+def own_square(x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean squared error without a function of torch."""
+    return ((x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [own_square, lambda x, y: (y - x).abs().mean()])
+def test_a_loss_of_the_step_itself_of_unequal_shapes(loss: Loss) -> None:
+    """The difference of a column and a vector is a finding; equal shapes and an offset for all samples are none."""
+    (found,) = examine(mlp(1), loss, rows, torch.randn(8))
+    assert brief([found]) == [("warning", "loss-shapes", "")]
+    assert "the difference in training_step" in found.verdict
+    for net, target in ((mlp(1), torch.randn(8, 1)), (mlp(3), torch.randn(3)), (mlp(1), torch.tensor(0.5))):
+        assert examine(net, loss, rows, target) == []
