@@ -26,6 +26,7 @@ from lightning_recorder.insight.rules.ranks import (
     WHY_AFTER,
     WHY_ALL,
     WHY_BUFFERS,
+    WHY_GRADIENTS,
     WHY_OWN_BUFFERS,
     WHY_SOME,
     listed,
@@ -360,15 +361,15 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
     verdict = f"{what} {verb} between the {found.ranks} ranks after step {step}"
     verdict += "" if equal is None else f", and all were equal after step {equal}"
     far = (
-        f"by up to {found.distance:.2g} × their size in the compared values"
+        f"the largest of the compared differences is {found.distance:.2g} × the rms of the values"
         if found.distance
         else (f"not in the {_VALUES} compared values of each")
     )
     groups = found.groups
     if len(groups) == found.ranks:
-        who = "each rank has values of its own"
+        who = "; each rank has values of its own" if found.ranks > 2 else ""
     else:
-        who = "equal values have ranks " + " and ranks ".join(", ".join(map(str, each)) for each in groups)
+        who = "; equal values have ranks " + " and ranks ".join(", ".join(map(str, each)) for each in groups)
         who += ", which have the same shard" if sum(map(len, groups)) < found.ranks else ""
     count = "one optimizer state" if len(states) == 1 else f"{len(states)} optimizer states"
     more = f"; so {'does' if len(states) == 1 else 'do'} {count}" if parameters and states else ""
@@ -382,13 +383,13 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
         first_step=step,
         last_step=step,
         records=1,
-        verdict=f"{verdict}; {far}; {who}{more}",
+        verdict=f"{verdict}; {far}{who}{more}",
         why=why,
         next=following,
         usual="equal on all ranks after each step",
         numbers={
             "distance": found.distance,
-            **{f"{kind}s": float(len(names)) for kind, names in found.names.items()},
+            **{f"{kind}s": float(len(names)) for kind, names in found.names.items() if names},
             "ranks": float(found.ranks),
         },
         strip=None if found.strip is None else replace(found.strip, step=step),
@@ -413,6 +414,9 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
         return WHY_ALL, NEXT_ALL
     if found.counts["gradient"] and not gradients:
         return WHY_AFTER, NEXT_AFTER
+    changed = {f"{name}.grad" for name in found.names["parameter"]}
+    if changed and changed <= {*found.names["gradient"]} and found.counts["setting"]:
+        return WHY_GRADIENTS, NEXT_SOME
     return WHY_SOME, NEXT_SOME
 
 

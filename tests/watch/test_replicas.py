@@ -76,7 +76,7 @@ def test_all_parameters_mean_that_nothing_is_reduced() -> None:
             each.grad.add_(1)  # type: ignore[union-attr]  # after a backward pass
 
     finding = finding_of_differences(ranks(change), 1, None)
-    assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; by up to ")
+    assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; the largest of the ")
     assert 0.3 < finding.numbers["distance"] < 3
     assert "not averaged" in finding.why
 
@@ -101,12 +101,17 @@ def test_a_cause_is_named_only_if_it_was_measured() -> None:
         optimizer.state.clear()
         optimizer.state[model[0].weight] = {"own": torch.ones(3)}  # type: ignore[index]  # a Sequential
 
-    changes = (rate, idle, written, sharded)
-    settings, state, other, last = (finding_of_differences(ranks(each), 1, None).why for each in changes)
+    def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
+        model[0].weight.grad.mul_(0.5)  # type: ignore[index, union-attr]  # a Sequential after a backward pass
+
+    changes = (rate, idle, written, sharded, clipped)
+    settings, state, other, last, local = (finding_of_differences(ranks(each), 1, None).why for each in changes)
     assert settings == "The optimizers have other settings: lr of group 0: 0.001 (ranks 0, 2), 0.5 (rank 1)."
     assert state == "The optimizer has no state on rank 1, so it has not stepped there."
     assert other.startswith("The latest gradients are equal on all ranks, so something else changes the values")
     assert last == other  # its states are those of another shard
+    assert local.startswith("Their latest gradients differ, too, and the settings of the optimizers are equal.")
 
 
 def test_the_strip_has_the_distance_of_each_rank_from_the_largest_group() -> None:

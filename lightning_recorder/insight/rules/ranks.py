@@ -20,6 +20,10 @@ WHY_SOME = (
     "Something that is local to a rank can do this: clipping, a hook, another initialization, another learning rate, "
     "an optimizer step on one rank, or parameters that DDP ignores."
 )
+WHY_GRADIENTS = (
+    "Their latest gradients differ, too, and the settings of the optimizers are equal. Something that is local to a "
+    "rank changes these gradients: clipping, a hook, noise of another seed, or parameters that DDP ignores."
+)
 NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
 WHY_AFTER = (
     "The latest gradients are equal on all ranks, so something else changes the values: another initialization or "
@@ -82,7 +86,8 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
         verdict += f", and the gradients of {len(unreduced)} from step {min(unreduced)} on"
     earlier = [each for each in table.steps if each < begun]
     verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
-    found = first.found(verdict, since=begun, parameters=len(differing), unreduced=len(unreduced))
+    counts = {"unreduced": len(unreduced)} if unreduced else {}
+    found = first.found(verdict, since=begun, parameters=len(differing), **counts)
     others = tuple(dict.fromkeys(each.module for each in differing if each.module != first.module))
     why, following = ("", "") if is_all and unreduced else (WHY_SOME, NEXT_SOME)
     passes = {node.name for node in evidence.graph.nodes if node.kind == "backward"}
