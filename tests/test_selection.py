@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lightning_recorder.errors import ArgumentError, SelectionError
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.selection import SelectedModules, Selection
+from tests.effort import profiled
 
 
 def grow(*names: str) -> nn.Module:
@@ -823,11 +823,7 @@ def test_the_work_grows_with_the_number_of_modules() -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    sys.setprofile(count)
-    try:
-        resolved = selection.resolve(net)
-    finally:
-        sys.setprofile(None)
+    resolved = profiled(lambda: selection.resolve(net), count)
     assert len(resolved) == 49 * 99
     assert calls < 200 * len(names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from lightning_recorder import ActivationRecorder, Outputs
 from lightning_recorder.outputs import RecordPipeline
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
+from tests.effort import profiled
 
 PACKAGE = Path(lightning_recorder.__file__).parent
 NAMES = ["encoder.1", "encoder.2", "head"]
@@ -47,12 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
             if event == "call" and PACKAGE in path.parents and frame.f_code.co_name != "_varint":
                 found[path.relative_to(PACKAGE).as_posix()] += 1
 
-        sys.setprofile(see)
-        try:
-            write(*args)
-        finally:
-            sys.setprofile(None)
-            counts.append(found)
+        profiled(lambda: write(*args), see)
+        counts.append(found)
 
     monkeypatch.setattr(RecordPipeline, "_write", counting)
     return counts
@@ -87,12 +83,8 @@ def test_a_record_enters_few_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             if event == "call" and PACKAGE in path.parents:
                 entered.add(path.relative_to(PACKAGE).as_posix())
 
-        sys.setprofile(see)
-        try:
-            write_batch(*args)
-        finally:
-            sys.setprofile(None)
-            batches.append(entered)
+        profiled(lambda: write_batch(*args), see)
+        batches.append(entered)
 
     monkeypatch.setattr(RecordPipeline, "_write_batch", noting)
     recorder = ActivationRecorder(NAMES, every_n_train_steps=1, outputs=Outputs(plots=False))

@@ -40,6 +40,7 @@ from lightning_recorder.reductions.kernels.fused_cuda import (
     prepare_device,
 )
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL
+from tests.effort import profiled
 from tests.pairs import pairwise
 from tests.reductions.kernels.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 from tests.reductions.reference import assert_statistics
@@ -513,11 +514,10 @@ def test_a_launch_makes_few_calls(driver: Driver) -> None:
     by_driver = launcher()
     by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
     called: list[str] = []
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
-    finally:
-        sys.setprofile(None)
+    profiled(
+        lambda: by_driver.launch(0, 1000, 2000, FEW + 1, 1.0),
+        lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None,
+    )
     assert called == ["launch", "<lambda>", "of", "_launch_by_driver"]
     assert len(driver.launches()) == 4
 
