@@ -16,8 +16,8 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 # All sessions use the same torch, so that timings are comparable and a new release cannot break CI.
 TORCH = "torch==2.13.0"
 # Processes with one thread each. The third one uses the two cores of CI while another one waits, for example for a
-# browser. The tests of a file run in the same process, because they share runs.
-PARALLEL = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+# browser. The tests of a file run in the same process, because they share runs: tests/conftest.py.
+PARALLEL = ("-n", "3")
 
 # For each machine of which a wheel has compiled code, the compilers to look for.
 COMPILERS = {

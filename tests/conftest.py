@@ -6,13 +6,15 @@ from collections.abc import Generator, Hashable, Sequence
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Every run has the same examples: a failure is of the change at hand. `--hypothesis-profile=search` draws others.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
 
-# The files that take longest run first, so that no process is left with one of them at the end.
+# The files that take longest run first, and so are spread over the processes.
 _LONGEST = (
     "callbacks/test_distributed.py",
     "callbacks/test_noninterference.py",
@@ -48,9 +50,29 @@ def _new_disks() -> None:
     begin_run()
 
 
+class _FixedFiles(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives each process the same files in every run: the first to the first process, the second to the second.
+
+    By default, a process that is free takes the next file, so that what was imported before a test depends on timing.
+    """
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self._places: dict[str, int] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        place = self._places.setdefault(nodeid.partition("::")[0], len(self._places))
+        return str(place % self.numnodes)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # before xdist's own, if it is used
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _FixedFiles(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first. Without `--no-loadscope-reorder`, xdist puts those with the most tests first."""
+    """Put the longest files first."""
     _mark_slow_cases(items)
     places = {name: place for place, name in enumerate(_LONGEST)}
 
