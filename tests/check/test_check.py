@@ -242,6 +242,19 @@ def test_batch_norm_is_named_as_the_cause_in_training(tmp_path: Path) -> None:
     assert found.text == "samples mix in training only, in BatchNorm2d, as intended"
 
 
+def test_statistics_that_have_seen_no_batch_may_hide_the_input(tmp_path: Path) -> None:
+    """A prediction that depends on the batch in training mode alone is unusual; one that never does is wrong."""
+    layers = [module for _ in range(4) for module in (nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))]
+    for layer in layers[::2]:
+        nn.init.normal_(layer.weight, std=1e-3)
+    last = nn.Linear(8, 4)
+    found = answers(mlp(net=nn.Sequential(*layers, last)), tmp_path, "input-is-used")["input-is-used"]
+    assert found.verdict == "look"
+    assert found.text.endswith("whatever the batch contains; in training mode it depends on the batch")
+    ignoring = Function(lambda self, x: self.last(x * 0), last=last)
+    assert answers(mlp(net=ignoring), tmp_path, "input-is-used")["input-is-used"].verdict == "wrong"
+
+
 def test_the_text_has_the_answers_and_the_reasons() -> None:
     """The text of a result has a line per answer, and one line for all questions without an answer for one reason."""
     result = Result(

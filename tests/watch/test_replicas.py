@@ -103,7 +103,7 @@ def test_a_cause_is_named_only_if_it_was_measured() -> None:
 
     def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
-        model[0].weight.grad.mul_(0.5)  # type: ignore[index, union-attr]  # a Sequential after a backward pass
+        model[0].weight.grad.mul_(0.5)  # type: ignore[index]  # a Sequential
 
     changes = (rate, idle, written, sharded, clipped)
     settings, state, other, last, local = (finding_of_differences(ranks(each), 1, None).why for each in changes)

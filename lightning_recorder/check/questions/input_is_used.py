@@ -36,8 +36,10 @@ def answer(bench: Bench) -> Answer:
         raise NoAnswerError("the prediction is not finite")
     line = found.base.losses[0].line if found.base.losses else ""
     if not found.inputs:
-        text = "the prediction is the same whatever the batch contains: the model does not use its input"
-        return Answer("wrong", text, line=line)
+        same = "the prediction is the same whatever the batch contains"
+        if _matters_in_training(bench, found):
+            return Answer("look", f"in evaluation mode, {same}; in training mode it depends on the batch", line=line)
+        return Answer("wrong", f"{same}: the model does not use its input", line=line)
     unused = _unused_features(bench, found) + _unused_positions(bench, found)
     if unused:
         return Answer("look", "no influence on the prediction: " + "; ".join(unused), line=line)
@@ -46,6 +48,16 @@ def answer(bench: Bench) -> Answer:
     if ignored:
         return Answer("look", f"no influence on prediction or loss: {', '.join(ignored)}", line=line)
     return Answer("ok", f"the prediction depends on {names}", line=line)
+
+
+def _matters_in_training(bench: Bench, found: Influences) -> bool:
+    """Return True if the prediction depends on the batch in training mode.
+
+    In evaluation mode, a normalization with statistics that have seen no batch can leave less than rounding of it.
+    """
+    before = bench.observe(found.batch, training=True)
+    after = bench.observe(changed(found.batch, lambda _, each: each.roll(1, 0) if each.dim() else each), training=True)
+    return is_changed(before.predictions, after.predictions)
 
 
 def _unused_features(bench: Bench, found: Influences) -> list[str]:

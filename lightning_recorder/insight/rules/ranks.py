@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import RANKS_DIFFER, Finding
@@ -86,7 +87,7 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
         verdict += f", and the gradients of {len(unreduced)} from step {min(unreduced)} on"
     earlier = [each for each in table.steps if each < begun]
     verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
-    counts = {"unreduced": len(unreduced)} if unreduced else {}
+    counts: dict[str, Any] = {"unreduced": len(unreduced)} if unreduced else {}
     found = first.found(verdict, since=begun, parameters=len(differing), **counts)
     others = tuple(dict.fromkeys(each.module for each in differing if each.module != first.module))
     why, following = ("", "") if is_all and unreduced else (WHY_SOME, NEXT_SOME)
