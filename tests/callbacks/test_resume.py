@@ -281,7 +281,7 @@ def test_a_state_of_other_settings_is_one_warning(
     assert len(warned) == 1
     assert warned[0].startswith("ActivationRecorder starts without saved statistics: ")
     expected = [5, 7] if after.get("reduce") else [4, 5, 6, 7]
-    assert list(sink.scalars["activations/head/mean"]) == expected
+    assert list(sink.scalars["activations/head/rms"]) == expected
     assert len(model.losses) == BATCHES
 
 
@@ -340,7 +340,7 @@ def test_a_spoilt_state_is_one_warning(how: str, in_a_window: Path, tmp_path: Pa
     assert "starts without" in warned[0]
     assert len(model.losses) == BATCHES
     assert hooks_left(model) == []
-    assert list(sink.scalars["activations/head/mean"]) == [5, 7]
+    assert list(sink.scalars["activations/head/rms"]) == [5, 7]
 
 
 def test_the_state_dict_of_the_model_is_its_own(tmp_path: Path) -> None:
