@@ -30,7 +30,7 @@ from tests.callbacks.models import LEAVES, Classifier, fit, hooks_left
 from tests.callbacks.test_noninterference import assert_same
 
 BACKENDS = ["eager", "aot_eager"]
-QUIET = Outputs(plots=False)  # pictures take most of the time of a short fit
+QUIET = Outputs(curves="all", plots=False)  # pictures take most of the time of a short fit
 ENCODER = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2"]
 
 

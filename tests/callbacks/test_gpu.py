@@ -73,7 +73,13 @@ def fit(model: LightningModule, folder: Path, callbacks: list[Any], **options: A
 
 def recorders(sink: MemorySink, **options: Any) -> list[Any]:
     """Return recorders of activations, gradients and parameters on every step."""
-    options = {"every_n_train_steps": 1, "sinks": [sink], "strict": True, "outputs": Outputs(plots=False), **options}
+    options = {
+        "every_n_train_steps": 1,
+        "sinks": [sink],
+        "strict": True,
+        "outputs": Outputs(curves="all", plots=False),
+        **options,
+    }
     return [kind(**options) for kind in KINDS]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -17,8 +18,11 @@ from lightning_recorder.outputs import SinkFormatter, TagBudget
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Norms
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
+from lightning_recorder.sinks import TensorBoardSink
+from lightning_recorder.sinks.tensorboard import PREFIX
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.taps import Site
+from tests.sinks.events import read_events
 
 
 def record(*values: float, **about: Any) -> Record:
@@ -285,6 +289,24 @@ def test_a_module_that_is_named_at_the_end_has_a_curve(depth: int) -> None:
     formatter.finish(sink)
     assert len(set(sink.scalars) - before) == (1 if depth > 4 else 0)
     assert sink.scalars[f"activations/m{place}/mean"] == {7: place}
+
+
+def test_the_event_file_of_a_long_run_is_small(tmp_path: Path) -> None:
+    """3,000 records of seven layers take at most 3 MB by default, and each has its curves."""
+    modules: dict[str, nn.Module] = {str(place): nn.Identity() for place in range(7)}
+    with StatisticsRecorder(modules) as recorder:
+        for module in modules.values():
+            module(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+    table = Record(0, 1, recorder.snapshot()).table()
+    formatter = SinkFormatter("activations", DEFAULT_STATISTICS, budget=TagBudget(None))
+    with TensorBoardSink(tmp_path, prefix=PREFIX) as sink, sink.joined():
+        for step in range(3000):
+            formatter.write(sink, table.having(about={**table.about, "step": step}))
+    read = read_events(tmp_path)
+    assert read.Tags()["scalars"] == [f"z_recorder/activations/{name}/rms" for name in modules]
+    assert [event.step for event in read.Scalars("z_recorder/activations/6/rms")] == list(range(3000))
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size < 3e6
 
 
 def test_a_long_run_has_fewer_histograms() -> None:
