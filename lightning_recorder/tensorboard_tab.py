@@ -22,14 +22,36 @@ _NAME = "lightning_recorder"
 _RECORDER = "recorder"
 _DEEPEST = 8  # folder levels that are searched, as by open_recording
 _PAUSE_S = 15.0  # between two searches for a first recording
+# The address of TensorBoard has the place on the page, so that it can be copied, and TensorBoard keeps what begins with
+# "p.". The page changes its own address without an event, which is why it is compared.
 _SCRIPT = """\
+const START = "#lightning_recorder", PLACE = "p.lightning_recorder.place";
+const asked = () => parent.location.hash.startsWith(START)
+  ? new URLSearchParams(parent.location.hash.slice(1)).get(PLACE) ?? "" : "";
 export async function render() {
   document.body.style.margin = "0";
-  const frame = document.createElement("iframe");
-  frame.src = "./page";
+  const said = document.createElement("p"), frame = document.createElement("iframe");
+  said.textContent = "Loading the recording \u2026";
+  said.setAttribute("role", "status");
+  said.style = "margin:0;padding:1em;font:14px sans-serif;position:absolute";
+  frame.src = "./page" + (asked() && "#" + asked());
   frame.title = "Recorder";
-  frame.style = "border:0;width:100vw;height:100vh;display:block";
-  document.body.append(frame);
+  frame.style = "border:0;width:100vw;height:100vh;display:block;visibility:hidden";
+  document.body.append(said, frame);
+  await new Promise((resolve) => frame.addEventListener("load", resolve, { once: true }));
+  said.remove();
+  frame.style.visibility = "visible";
+  const page = frame.contentWindow;
+  let shown = asked();
+  parent.addEventListener("hashchange", () => {
+    if (asked() && asked() !== shown) page.location.hash = shown = asked();
+  });
+  setInterval(() => {
+    const place = page.location.hash.slice(1);
+    if (!place || place === shown || !parent.location.hash.startsWith(START)) return;
+    shown = place;
+    parent.history.replaceState(parent.history.state, "", `${START}&${PLACE}=${encodeURIComponent(place)}`);
+  }, 300);
 }
 """
 

@@ -98,7 +98,7 @@ class TensorDumper(RecorderCallback):
         **dict.fromkeys(
             ("max_overhead", "stages", "histograms", "records", "plots", "findings", "ignored_rules", "report"), ""
         ),
-        **dict.fromkeys(("plot_every_n_records", "max_images", "max_tags", "numbered_tags"), ""),
+        **dict.fromkeys(("plot_every_n_records", "max_images", "curves", "max_tags", "numbered_tags"), ""),
         "dumps": "at=…",
     }
 

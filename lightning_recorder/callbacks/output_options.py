@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_recorder.callbacks.arguments import checked_histograms
 from lightning_recorder.callbacks.lightning import Trainer
-from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
+from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, imported
 from lightning_recorder.insight import Finding, check_rules
 from lightning_recorder.outputs import (
     DrawingTime,
@@ -37,8 +37,8 @@ class Outputs:
     A :class:`~lightning_recorder.TensorDumper` uses only ``dump_when``, ``upload`` and the limits in bytes.
 
     Args:
-        histograms: True writes histograms of all values to the loggers: those of the first 64 records, and then fewer
-            and fewer, 32 each time the number of records doubles. The record files have all of them. A number n counts
+        histograms: True writes histograms of all values to the loggers: those of the first 32 records, and then fewer
+            and fewer, 16 each time the number of records doubles. The record files have all of them. A number n counts
             a fixed sample of at most n values of each tensor, one from each of n equal parts; it is faster but
             approximate. False writes none.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
@@ -49,6 +49,11 @@ class Outputs:
         plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.
         max_images: The maximum number of plots that show a single module over time, and of pictures of statistics of
             more than one number.
+        curves: ``"main"`` shows one curve for each module in the loggers: the ``rms`` of its output or of the gradient
+            of its output, or the ``update_ratio`` of its largest parameter. The counts of NaN and infinities are shown
+            from the first record on that has any. ``"all"`` shows each of the default statistics of each tensor.
+            Statistics that are given to the recorder, and those of ``extra``, are shown in any case. Histograms, heat
+            maps and record files have everything with both.
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
             those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
             shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
@@ -90,6 +95,7 @@ class Outputs:
     plots: bool = True
     plot_every_n_records: int | None = None
     max_images: int = 4
+    curves: Literal["main", "all"] = "main"
     max_tags: int | None = None
     numbered_tags: bool = False
     dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
@@ -108,6 +114,8 @@ class Outputs:
         if self.report is not None:
             check_bool("report", self.report)
         checked_histograms(self.histograms)
+        if self.curves not in ("main", "all"):
+            raise ArgumentError(f"curves must be 'main' or 'all', got {self.curves!r}")
         for limit, least in (("max_images", 0), ("max_upload_bytes", 0), ("max_bytes", 1)):
             check_integer(limit, getattr(self, limit), least)
         for limit, least in (("plot_every_n_records", 1), ("max_tags", 1), ("max_total_bytes", 0)):

@@ -128,7 +128,12 @@ class StatisticsCallback(ResumingCallback):
         by_path = self.group == "parameters"
         budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), log=rank_zero_info)
         formatter = SinkFormatter(
-            tags, self.statistics, histograms=self.histograms, budget=budget, numbered=self.outputs.numbered_tags
+            tags,
+            self.statistics,
+            curves=self.outputs.curves,
+            histograms=self.histograms,
+            budget=budget,
+            numbered=self.outputs.numbered_tags,
         )
         return {
             **super()._idle(),

@@ -26,7 +26,7 @@ from lightning_recorder.version import __version__
 __all__ = ["run"]
 
 _HIDDEN = "(left out)"
-_PACKED = ("values", "bins", "vectors", "sites")  # numbers of a record
+_PACKED = ("values", "packed", "bins", "vectors", "sites")  # numbers of a record
 _NEXT = {rule.name: rule.next for rule in RULES}
 _FILES = ("graph.json", "receipt.json", "findings.json", "data.json", "incidents/*/finding.json")
 # The folder of a file with a suffix, and an absolute path. A module, such as blocks.0/linear, is none.

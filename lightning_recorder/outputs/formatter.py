@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import recorded
+from lightning_recorder.names import split_call
 from lightning_recorder.outputs.tag_budget import COMPARED, TagBudget
-from lightning_recorder.records.table import Schema, SiteStatistics, Table
+from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.records.tags import make_tag, numbered
 from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
@@ -24,6 +26,7 @@ __all__ = ["SinkFormatter"]
 _ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all others are those of extra reductions
 
 _BAD = ("nan_count", "inf_count")
+_RATIO = "update_ratio"
 
 
 class _Plan(NamedTuple):
@@ -36,7 +39,7 @@ class _Plan(NamedTuple):
     scalar_places: tuple[NDArray[np.int64], NDArray[np.int64]]
     """The rows and the columns of their values."""
     tags: Mapping[Site, str]
-    """A tag of each site with scalars."""
+    """A tag of each site that is shown: its own or, if it has none, that of the site with the curve of its module."""
     histogram_tags: Sequence[str]
     candidates: tuple[Site, ...]
     """The sites among which the budget chooses."""
@@ -60,7 +63,7 @@ def _is_main(site: Site, sites: Collection[Site]) -> bool:
     return last == "grad" or Site(site.name, of) not in sites
 
 
-_DENSE = 32  # records; twice as many are written without a gap
+_DENSE = 16  # records; twice as many are written without a gap
 
 
 class SinkFormatter:
@@ -68,13 +71,18 @@ class SinkFormatter:
 
     The tags are ``<group>/<module>/<statistic>``. The group of an evaluation ends with its stage, as in
     ``activations_validate``. With several data loaders, the tag ends with ``/dataloader_idx_<n>``, as in ``self.log``.
-    The counts of NaN and infinities are written from the first record on in which a site has any.
+
+    By default, each module has one curve: the ``rms`` of its first output, or the ``update_ratio`` of its largest
+    parameter. The counts of NaN and infinities of any site are written from the first record on in which it has any.
 
     Args:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         statistics: The scalars to show. Scalars of extra reductions are always shown.
-        histograms: True to write histograms: those of the first 64 records of each stage, and then of fewer and fewer,
-            32 each time the number of records doubles. TensorBoard shows no more, and histograms are most of its file.
+        curves: ``"main"`` shows one curve for each module instead of the default statistics of all sites; other
+            statistics were chosen by the user and are shown nevertheless. ``"all"`` shows all.
+        histograms: True to write histograms: those of the first 32 records of each stage, and then of fewer and fewer,
+            16 each time the number of records doubles. TensorBoard shows at most 51 of them, and histograms are most of
+            its file.
         budget: A limit on the number of tags, which chooses the sites to write.
         numbered: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
@@ -85,6 +93,7 @@ class SinkFormatter:
         group: str,
         statistics: Sequence[str],
         *,
+        curves: Literal["main", "all"] = "main",
         histograms: bool = True,
         budget: TagBudget | None = None,
         numbered: bool = False,
@@ -94,6 +103,7 @@ class SinkFormatter:
         self._budget = budget
         self._numbers: dict[str, str] | None = {} if numbered else None
         self.statistics = tuple(statistics)
+        self._has_main_curves = curves == "main" and self.statistics == DEFAULT_STATISTICS
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
@@ -175,11 +185,14 @@ class SinkFormatter:
         plan = self._plan(found)
         pairs = zip(plan.scalar_tags, found.numbers[plan.scalar_places].tolist(), strict=True)
         names = set(recorded(names, (site.name for site in plan.tags)).values()) if names else names
-        named = [tag for site, tag in plan.tags.items() if site.name in names] if names else []
+        named = list(dict.fromkeys(tag for site, tag in plan.tags.items() if site.name in names)) if names else []
         if self._budget is not None and not self._budget.is_complete:
             # The sites that are shown are too few to compare them with each other alone.
             degrees = self._budget.degrees
-            known = {tag: degrees[site] for site, tag in plan.tags.items() if site in degrees}
+            known: dict[str, float] = {}
+            for site, tag in plan.tags.items():
+                if site in degrees:
+                    known[tag] = max(degrees[site], known.get(tag, 0.0))
             return RankedScalars(pairs, known, named), plan
         return (RankedScalars(pairs, None, named) if named else dict(pairs)), plan
 
@@ -209,21 +222,24 @@ class SinkFormatter:
     def _new_plan(self, found: Table, shown: NDArray[np.int64]) -> _Plan:
         self._number(found.schema)
         tags: dict[str, tuple[int, int]] = {}
+        leading = self._leading(found, shown.tolist())
         for row in shown.tolist():
             site = found.sites[row]
-            names = found.names_of(row)
-            further = [name for name in names if name not in _ON_REQUEST]
-            wanted = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
-            for name in dict.fromkeys(wanted):
-                if name in names:  # the statistics across ranks need several ranks
-                    tags[self._tag(found, self.group, site, name)] = row, found.columns.index(name)
+            bad = [name for name in _BAD if name in found.columns] if site in self.nonfinite else ()
+            for name in dict.fromkeys((*self._curves(found, row, leading), *bad)):
+                tags[self._tag(found, self.group, site, name)] = row, found.columns.index(name)
         # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
         histograms = [self._tag(found, self.group, found.sites[row], "histogram") for row in shown]
         rows = np.array(self._candidates(found), dtype=np.int64)
         size = 0 if self._budget is None else self._budget.size
         sites = tuple(found.sites[row] for row in rows)
         places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
-        by_site = {found.sites[row]: tag for tag, (row, _) in tags.items()}
+        by_row = {row: tag for tag, (row, _) in tags.items()}
+        by_site = {}
+        for row in shown.tolist():
+            first = row if row in by_row else leading.get(self._whole_of(found.sites[row]))
+            if first is not None:
+                by_site[found.sites[row]] = by_row[first]
         scalars = tuple(tags), (places[:, 0], places[:, 1]), by_site
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
@@ -247,10 +263,10 @@ class SinkFormatter:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return found.schema.losses[0]
-        sites = found.without_bins()
-        self._budget.shorten(sites, self._count_tags)
-        candidates = {found.sites[row]: sites[found.sites[row]] for row in self._candidates(found)}
-        chosen = self._budget.select(candidates, self._count_tags, unusual)
+        sites, tags = found.without_bins(), self._count_tags(found)
+        self._budget.shorten({site: sites[site] for site in tags}, tags.__getitem__)
+        tags = self._count_tags(found)  # there may be fewer candidates now
+        chosen = self._budget.select({site: sites[site] for site in tags}, tags.__getitem__, unusual)
         return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
 
     @property
@@ -262,12 +278,55 @@ class SinkFormatter:
         """The statistics to show: those that the user asked for, or the main ones in a brief selection."""
         if not self._is_brief or self.statistics != DEFAULT_STATISTICS:
             return self.statistics
-        return ("rms",) if self.group.startswith("parameters") else ("rms", "zero_fraction")
+        return ("rms",) if self._is_of_parameters else ("rms", "zero_fraction")
 
-    def _count_tags(self, seen: SiteStatistics) -> int:
-        """Return the number of tags of a site whose values are finite."""
-        further = [name for name in seen.scalars if name not in _ON_REQUEST]
-        return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
+    def _count_tags(self, found: Table) -> dict[Site, int]:
+        """Return the number of tags of each site that may be shown, if its values are finite."""
+        rows = self._candidates(found)
+        leading = self._leading(found, rows)
+        return {found.sites[row]: len(self._curves(found, row, leading)) + self.histograms for row in rows}
+
+    def _curves(self, found: Table, row: int, leading: Mapping[str, int]) -> list[str]:
+        """Return the statistics to show of the site in a row whose values are finite."""
+        names, main = found.names_of(row), self._main_statistics
+        further = [name for name in names if name not in _ON_REQUEST]
+        if self._has_main_curves:
+            is_leading = leading[self._whole_of(found.sites[row])] == row
+            main = (_RATIO if _RATIO in names else "rms",) if is_leading else ()
+            further = [name for name in further if name != _RATIO]
+        # The statistics across ranks need several ranks.
+        return list(dict.fromkeys([*(name for name in main if name in names), *further]))
+
+    def _leading(self, found: Table, rows: Iterable[int]) -> dict[str, int]:
+        """Return the row, among some, with the curve of each module."""
+        if not self._has_main_curves:
+            return {}
+        best: dict[str, int] = {}
+        ranks = {row: self._rank(found, row) for row in rows}
+        for row, rank in ranks.items():
+            first = best.setdefault(self._whole_of(found.sites[row]), row)
+            if rank > ranks[first]:
+                best[self._whole_of(found.sites[row])] = row
+        return best
+
+    def _rank(self, found: Table, row: int) -> tuple[int, ...]:
+        """Return the rank of a site among those of its module: the whole output, or the largest parameter, leads."""
+        path, shape = found.sites[row].path, found.schema.shapes[row]
+        if not self._is_of_parameters:
+            inner, _ = split_call(path)
+            return inner == "out", inner.startswith("out")
+        _, dot, part = path.rpartition(".")
+        return _RATIO in found.names_of(row), not dot, part == "grad", 0 if shape is None else math.prod(shape)
+
+    def _whole_of(self, site: Site) -> str:
+        """Return what has one curve: a call of a module or, if parameters are chosen one by one, a parameter."""
+        if self._budget is not None and self._budget.is_brief and self._is_of_parameters:
+            return self._budget.key(site)
+        return site.name + split_call(site.path)[1]
+
+    @property
+    def _is_of_parameters(self) -> bool:
+        return self.group.startswith("parameters")
 
     def _write_overflow(self, sink: Sink, found: Table) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""

@@ -87,19 +87,19 @@ class TagBudget:
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
 
-    def shorten(self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
+    def shorten(self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[Site], int]) -> None:
         """Become brief if no limit was given and the sites of a record have too many tags."""
         if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last in nearly all records
             return
-        if self._stages * sum(map(tags_of, found.values())) > _WHOLE:
+        if self._stages * sum(map(tags_of, found)) > _WHOLE:
             self.is_brief, self.max_tags = True, _SELECTION
             shown = [*self._sites]
             self._sites.clear()
             self._shown.clear()
-            self._left_out |= {self._key(site) for site in shown}
+            self._left_out |= {self.key(site) for site in shown}
 
-    def _key(self, site: Site) -> str:
-        """Return the name of the module or, in a brief selection, that of the parameter, as ``fc weight``."""
+    def key(self, site: Site) -> str:
+        """Return what is shown as a whole: a module or, in a brief selection, a parameter, as ``fc weight``."""
         path = site.path.removesuffix(".grad")
         return f"{site.name} {path}" if self.is_brief and not path.startswith("out") else site.name
 
@@ -114,27 +114,27 @@ class TagBudget:
         self._sites.update((Site(name, path), tags) for name, path, tags in state.get("shown", ()))
         if not self._is_given and state.get("left_out"):
             self.is_brief, self.max_tags = True, _SELECTION
-        self._shown.update(self._key(site) for site in self._sites)
+        self._shown.update(self.key(site) for site in self._sites)
         self._left_out.update(state.get("left_out", ()))
         self._has_warned = bool(self._left_out)
 
     def select(
         self,
         found: Mapping[Site, SiteStatistics],
-        tags_of: Callable[[SiteStatistics], int],
+        tags_of: Callable[[Site], int],
         unusual: Mapping[str, float] | None = None,
     ) -> Mapping[Site, SiteStatistics]:
         """Return the sites of the chosen modules.
 
         Args:
             found: All sites of a record.
-            tags_of: A function that returns the number of tags for the statistics of a site.
+            tags_of: A function that returns the number of tags of a site.
             unusual: The result of :meth:`unusual` for the record, if it is known.
         """
         modules: dict[str, list[Site]] = {}
         for site in found:
-            modules.setdefault(self._key(site) if self.is_brief else site.name, []).append(site)
-        tags = {site: self._stages * tags_of(seen) for site, seen in found.items()}
+            modules.setdefault(self.key(site) if self.is_brief else site.name, []).append(site)
+        tags = {site: self._stages * tags_of(site) for site in found}
         for name, sites in modules.items():
             if name in self._shown:  # it may have new sites
                 self._add(sites, tags)
@@ -173,7 +173,7 @@ class TagBudget:
         self.degrees = {sites[place]: float(degrees[place]) for place in standing_out(degrees)}
         most: dict[str, float] = {}
         for site, degree in self.degrees.items():
-            most.setdefault(self._key(site), degree)
+            most.setdefault(self.key(site), degree)
         return most
 
     def may_show(self, unusual: Mapping[str, float]) -> bool:
@@ -227,8 +227,8 @@ class TagBudget:
     def _show(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         for site in sites:
             self._sites[site] = tags[site]
-            self._shown.add(self._key(site))
-            self._left_out.discard(self._key(site))
+            self._shown.add(self.key(site))
+            self._left_out.discard(self.key(site))
 
     def _add(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         """Show new sites of modules that are already shown, as far as the limit allows."""

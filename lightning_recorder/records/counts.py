@@ -28,6 +28,7 @@ __all__ = [
     "TaggedHistograms",
     "counts_of",
     "from_base64",
+    "inflated",
     "pack_counts",
     "pairs_of",
     "sums_of",
@@ -463,7 +464,7 @@ def pairs_of(text: object) -> bytes:
         ValueError: If this is not an encoded histogram.
     """
     if isinstance(text, str) and len(text) <= _LONGEST:
-        text = _inflated(from_base64(text), _MOST_BYTES)
+        text = inflated(from_base64(text), _MOST_BYTES)
     if not isinstance(text, bytes):
         raise ValueError("its length is wrong")
     return text
@@ -483,7 +484,7 @@ def counts_of(found: Mapping[str, Any]) -> list[object]:
     total = sum(filter(None, sizes))
     if total > _MOST_BYTES * len(sizes):
         raise ValueError("the sizes are larger than any histograms")
-    packed = _inflated(from_base64(found["bins"]), total)
+    packed = inflated(from_base64(found["bins"]), total)
     if len(packed) != total:
         raise ValueError("the histograms have another size")
     counts: list[object] = []
@@ -494,13 +495,17 @@ def counts_of(found: Mapping[str, Any]) -> list[object]:
     return counts
 
 
-def _inflated(data: bytes, most: int) -> bytes:
-    """Decompress data to at most this many bytes."""
+def inflated(data: bytes, most: int) -> bytes:
+    """Decompress data to at most this many bytes.
+
+    Raises:
+        ValueError: If it is damaged or larger.
+    """
     inflater = zlib.decompressobj()
     try:
         packed = inflater.decompress(data, most + 1)
     except zlib.error as error:
-        raise ValueError(f"the histograms cannot be decompressed: {error}") from error
+        raise ValueError(f"the data cannot be decompressed: {error}") from error
     if len(packed) > most or not inflater.eof or inflater.unused_data:
         raise ValueError("it has surplus data")
     return packed

@@ -5,12 +5,14 @@ The line of a record is an object with the fields of the record, such as ``step`
 - ``columns``: the names of the statistics;
 - ``layout``: the name, path, dtype and shape of each site, in the order of execution;
 - ``values``: base64 of ``[sites, columns]`` float64, little-endian; NaN where a site lacks a statistic;
+- ``packed``, instead of ``values`` where that is shorter: base64 of zlib of the same bytes;
 - ``sizes``: the number of bytes of the histogram of each site, or null;
 - ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``counts.py``;
 - ``vectors``: the statistics that are vectors, if there are any; see :func:`pack_vectors`;
 - ``further``, in some files of older versions: the statistics that are not columns, by the index of the site.
 
-Lines of the first version have ``sites`` instead, a list of ``[name, path, dtype, shape, values, histogram]``.
+Lines of the second version have ``values`` in any case. Those of the first version have ``sites`` instead, a list of
+``[name, path, dtype, shape, values, histogram]``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch import Tensor
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.names import Site
-from lightning_recorder.records.counts import from_base64, to_base64
+from lightning_recorder.records.counts import from_base64, inflated, to_base64
 from lightning_recorder.records.table import Schema, SiteStatistics, Table
 from lightning_recorder.untrusted import is_finite, is_whole
 from lightning_recorder.version import __version__
@@ -124,11 +126,11 @@ def is_inside(path: Path, folder: Path) -> bool:
         return False
 
 
-FORMAT = "lightning_recorder.records/2"
+FORMAT = "lightning_recorder.records/3"
 """The format of the lines that are written."""
 
-FORMATS = ("lightning_recorder.records/1", FORMAT)
-"""The formats that can be read. A file of the first one may continue in the second one."""
+FORMATS = ("lightning_recorder.records/1", "lightning_recorder.records/2", FORMAT)
+"""The formats that can be read. A file of an older one may continue in a newer one."""
 
 Floats = NDArray[np.float64]
 
@@ -149,11 +151,18 @@ def record_line(about: Mapping[str, Any], table: Table) -> bytes:
         about["vectors"] = vectors
     fields: dict[str, Any] = {
         "columns": table.columns,
-        "values": to_base64(np.ascontiguousarray(table.numbers, dtype="<f8").tobytes()),
+        **_numbers_field(np.ascontiguousarray(table.numbers, dtype="<f8").tobytes()),
         "sizes": [None if each is None else len(each) for each in packed],
         "bins": to_base64(_compressed(counts)) if counts else _NO_BINS,
     }
     return b"".join((_line({**about, **fields})[:-2], b',"layout":', _layout(table.schema), b"}\n"))
+
+
+def _numbers_field(values: bytes) -> dict[str, str]:
+    """Return the field with the values of a line. Counts, settings and NaN repeat, which takes half of the bytes."""
+    if len(values) >= _FEWEST_BYTES and len(packed := zlib.compress(values, 1)) < len(values):
+        return {"packed": to_base64(packed)}
+    return {"values": to_base64(values)}
 
 
 @lru_cache(maxsize=64)
@@ -188,6 +197,7 @@ def _compressed(counts: bytes) -> bytes:
 
 
 _NO_BINS = to_base64(_compressed(b""))
+_FEWEST_BYTES = 256  # of values; fewer are not worth the time
 
 
 # ASCII escapes preserve lone surrogates in names, too.
@@ -280,7 +290,8 @@ def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
 
 def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:
     """Remove the values from a line, and return them. The histograms are removed as well."""
-    data = from_base64(found.pop("values"))
+    packed = found.pop("packed", None)
+    data = from_base64(found.pop("values")) if packed is None else inflated(from_base64(packed), 8 * sites * columns)
     if len(data) != 8 * sites * columns or len(found.pop("sizes")) != sites:
         raise ValueError("a site has not one value for each column")
     # Without a view of the array, which takes more memory than the values of a few sites.

@@ -58,7 +58,8 @@ SCALAR_STATISTICS = tuple(name for part in PARTS for name in part.statistics if 
 """The names of the scalar statistics that recorders write by default."""
 
 DEFAULT_STATISTICS = tuple(name for name in SCALAR_STATISTICS if name not in _COUNTS)
-"""The statistics that callbacks show by default. They show counts of NaN and infinities once they are not zero."""
+"""The statistics that callbacks show by default, all or the main one of each module. They show counts of NaN and
+infinities once they are not zero."""
 
 SLOTS = tuple(itertools.chain.from_iterable(PARTS.values()))
 """The names of the slots before the histogram, in order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -127,7 +126,8 @@ class Dashboard:
 
         Args:
             scalars: The scalars that were written, by tag. Without a ranking, the sites are compared with each other.
-            write: A callback that writes a layout, group to title to tag patterns, and returns False if it failed.
+            write: A callback that writes a layout, group to title to tags without the index of a data loader, and
+                returns False if it failed.
         """
         with self._lock:
             if not self._seen.issuperset(scalars):  # False in nearly every call
@@ -193,7 +193,7 @@ class Dashboard:
         return is_new
 
     def _layout(self) -> dict[str, dict[str, list[str]]]:
-        """Return the patterns of each chart, by group and title."""
+        """Return the tags of each chart, by group and title."""
         found: dict[str, dict[str, list[str]]] = {}
         for group, charts in sorted(self._charts.items()):
             found[group], known = {}, self._degrees.get(group, {})
@@ -205,8 +205,7 @@ class Dashboard:
                 # The list of the lines below a chart is closed at first, so the title has the name that matters.
                 first = "".join(f": {chart.lines[place].module}" for place in standing_out(degrees)[:1])
                 part = f" ({len(places)} of {len(chart.lines)})" if len(places) < len(chart.lines) else ""
-                tags = [chart.lines[place].tag for place in places]
-                found[group][title + first + part] = [rf"^{re.escape(tag)}(/dataloader_idx_\d+)?$" for tag in tags]
+                found[group][title + first + part] = [chart.lines[place].tag for place in places]
         return found
 
 

@@ -18,7 +18,7 @@ from lightning_recorder.sinks.csv import CsvSink
 from lightning_recorder.sinks.metrics import LitLoggerSink, MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
 from lightning_recorder.sinks.multi import Destination
-from lightning_recorder.sinks.tensorboard import TensorBoardSink
+from lightning_recorder.sinks.tensorboard import PREFIX, TensorBoardSink
 from lightning_recorder.sinks.wandb import WandbSink
 
 __all__ = ["register_sink", "sink_for_logger", "sinks_for_loggers"]
@@ -28,7 +28,7 @@ _FOLDER = "recorder"  # the folder inside the folder of a run
 
 def _tensorboard_sink(logger: Any) -> Sink:
     folder = _own_folder(logger)
-    return TensorBoardSink(logger.experiment if folder is None else folder)
+    return TensorBoardSink(logger.experiment if folder is None else folder, prefix=PREFIX)
 
 
 def _csv_sink(logger: Any) -> Sink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import struct
 import threading
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["EVENT_FILES", "EventFile", "TensorBoardSink", "dashboard_of", "frame_record", "patch_crc32c"]
+__all__ = ["EVENT_FILES", "PREFIX", "EventFile", "TensorBoardSink", "dashboard_of", "frame_record", "patch_crc32c"]
+
+PREFIX = "z_recorder/"
+"""The start of all tags of the recorders in TensorBoard, which sorts them behind ``train``, ``val`` and most others."""
 
 _DASHBOARDS: WeakKeyDictionary[SummaryWriter, Dashboard] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -194,10 +198,15 @@ def encoded_event(wall_time: float, step: int, summary: bytes) -> bytes:
     return b"\x09" + struct.pack("<d", wall_time) + number + b"\x2a" + _varint(len(summary)) + summary
 
 
+def _prefixed(prefix: str, tag: str) -> str:
+    """Return a tag below the prefix, if there is one. Tags of the recorders as such lie directly below it."""
+    return prefix + tag.removeprefix("recorder/") if prefix else tag
+
+
 @lru_cache(maxsize=1 << 13)
-def _tag(tag: str) -> bytes:
+def _tag(tag: str, prefix: str = "") -> bytes:
     """Return the field with the tag of a value."""
-    text = tag.encode()
+    text = _prefixed(prefix, tag).encode()
     return b"\x0a" + _varint(len(text)) + text
 
 
@@ -206,12 +215,13 @@ class ScalarTags:
 
     Args:
         tags: The tags.
+        prefix: The start of all tags in the file.
     """
 
-    def __init__(self, tags: Iterable[str]) -> None:
+    def __init__(self, tags: Iterable[str], prefix: str = "") -> None:
         packed = bytearray()
         places = []
-        for tag in map(_tag, tags):
+        for tag in (_tag(each, prefix) for each in tags):
             packed += b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
             places.append(len(packed))
             packed += bytes(4)
@@ -227,12 +237,13 @@ class ScalarTags:
         return packed.tobytes()
 
 
-def histogram_summary(histograms: Mapping[str, Histogram], most: int) -> bytes:
+def histogram_summary(histograms: Mapping[str, Histogram], most: int, prefix: str = "") -> bytes:
     """Return a ``Summary`` with the histograms that have a finite value.
 
     Args:
         histograms: The histograms by tag.
         most: The maximum number of bins; see :meth:`Histogram.coarsened`.
+        prefix: The start of all tags in the file.
     """
     pieces = []
     parts: Iterable[tuple[str, Sums, CoarseHistogram]]
@@ -245,7 +256,7 @@ def histogram_summary(histograms: Mapping[str, Histogram], most: int) -> bytes:
             numbers = _NUMBERS.pack(9, sums[0], 17, sums[1], 25, count, 33, sums[2], 41, sums[3])
             size = _varint(len(limits))
             histogram = b"".join((numbers, b"\x32", size, limits, b"\x3a", size, counts))
-            value = b"".join((_tag(tag), b"\x2a", _varint(len(histogram)), histogram))
+            value = b"".join((_tag(tag, prefix), b"\x2a", _varint(len(histogram)), histogram))
             pieces += [b"\x0a", _varint(len(value)), value]
     return b"".join(pieces)
 
@@ -277,11 +288,14 @@ class TensorBoardSink(Sink):
         writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, or a folder. The sink does not close a
             ``SummaryWriter``. A folder receives its own event file. All sinks of a local folder share one file. If its
             disk is full, results are skipped with one warning.
+        prefix: The start of all tags in the file. The sink of a ``TensorBoardLogger`` has ``z_recorder/``, so that
+            TensorBoard, which sorts tags by name, shows them as one group behind your own metrics.
     """
 
     any_thread = True
 
-    def __init__(self, writer: SummaryWriter | str | Path) -> None:
+    def __init__(self, writer: SummaryWriter | str | Path, *, prefix: str = "") -> None:
+        self._prefix = prefix
         self._owned = isinstance(writer, (str, Path))
         self._writer = _open_writer(writer) if isinstance(writer, (str, Path)) else writer
         self.written_bytes: int = 0
@@ -294,7 +308,7 @@ class TensorBoardSink(Sink):
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         if scalars:
-            self._add(step, _scalar_tags(tuple(scalars)).summary(scalars.values()))
+            self._add(step, _scalar_tags(tuple(scalars), self._prefix).summary(scalars.values()))
         self._dashboard.update(scalars, self._write_layout)
         return True
 
@@ -303,14 +317,18 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard.summary import custom_scalars
 
         charts_by_group = {
-            group: {title: ["Multiline", patterns] for title, patterns in charts.items()}
+            group: {title: ["Multiline", [self._pattern(tag) for tag in tags]] for title, tags in charts.items()}
             for group, charts in layout.items()
         }
         return self._add_event(Event(summary=custom_scalars(charts_by_group))) > 0
 
+    def _pattern(self, tag: str) -> str:
+        """Return the regular expression for a tag of all data loaders."""
+        return rf"^{re.escape(_prefixed(self._prefix, tag))}(/dataloader_idx_\d+)?$"
+
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        summary = histogram_summary(histograms, _MAX_BINS)
+        summary = histogram_summary(histograms, _MAX_BINS, self._prefix)
         if summary:
             self._add(step, summary)
         return True
@@ -349,7 +367,8 @@ class TensorBoardSink(Sink):
         for tag, pixels in images.items():
             height, width, _ = pixels.shape
             proto = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=to_png(pixels))
-            self._add(step, Summary(value=[Summary.Value(tag=tag, image=proto)]).SerializeToString())
+            value = Summary.Value(tag=_prefixed(self._prefix, tag), image=proto)
+            self._add(step, Summary(value=[value]).SerializeToString())
         return True
 
     @override
@@ -358,7 +377,7 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard.summary import text as as_summary
 
         for tag, text in texts.items():
-            self._add_event(Event(summary=as_summary(tag, text)), step)
+            self._add_event(Event(summary=as_summary(_prefixed(self._prefix, tag), text)), step)
         return True
 
     @override

@@ -95,6 +95,7 @@ def save_image(run: Path, tag: str, name: str) -> None:
     """Save the latest picture of a tag, if the run has one."""
     events = EventAccumulator(str(run / "recorder"), size_guidance={IMAGES: 0})
     events.Reload()
+    tag = f"z_recorder/{tag}"
     if tag in events.Tags()[IMAGES]:
         (PICTURES / f"{name}.png").write_bytes(events.Images(tag)[-1].encoded_image_string)
 

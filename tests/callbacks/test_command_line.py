@@ -134,6 +134,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"histograms": False}, histograms, (False, None)),
     ("outputs", {"histograms": True}, histograms, (True, None)),
     ("outputs", {"histograms": 100}, histograms, (True, 100)),
+    ("outputs", {"curves": "all"}, output("curves"), "all"),
     ("outputs", {"max_tags": 40}, lambda callback: callback._pipeline.formatter._budget.max_tags, 40),
     ("outputs", {"dumps": False}, output("dumps"), False),
     ("outputs", {"dumps": "epochs"}, output("dumps"), "epochs"),

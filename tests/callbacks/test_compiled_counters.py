@@ -25,7 +25,7 @@ fresh = _fresh  # a fixture for every test
 
 def steps_of(sink: MemorySink) -> set[tuple[int, ...]]:
     """Return the different series of steps that the activations, gradients and parameters were recorded at."""
-    return {tuple(steps) for tag, steps in sink.scalars.items() if tag.endswith("/mean")}
+    return {tuple(steps) for tag, steps in sink.scalars.items() if tag.endswith("/rms")}
 
 
 def check_intervals(how: str, backend: str, folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_recorded_steps_are_a_second_graph_and_training_is_the_same(how: str, ba
         assert compilations() == (graphs, 0, 0)
         tags = [f"{group}/{name}/mean" for group in ("activations", "gradients") for name in LEAVES]
         assert [list(sink.scalars.get(tag, {})) for tag in tags] == [steps] * len(tags)
-        assert list(sink.scalars.get("parameters/encoder.conv1/weight/mean", {})) == steps
+        assert list(sink.scalars.get("parameters/encoder.conv1/weight/update_ratio", {})) == steps
         assert hooks_left(model) == []
 
 
@@ -126,7 +126,7 @@ def test_records_are_those_of_the_eager_recorders(how: str, tmp_path: Path) -> N
         histograms = sink.histograms.items()
         counts = {tag: {step: each.counts.tolist() for step, each in steps.items()} for tag, steps in histograms}
         found.append((sink.scalars, counts))
-    assert len([tag for tag in found[0][0] if tag.endswith("/mean")]) == 3 * len(LEAVES)
+    assert len([tag for tag in found[0][0] if tag.endswith("/rms")]) == 3 * len(LEAVES)
     assert found[1] == found[0]
 
 
@@ -261,8 +261,8 @@ def test_some_of_several_equal_blocks(kind: type[StatisticsCallback], tmp_path: 
     recorder = kind(chosen, compiled="inside", every_n_train_steps=3, sinks=[sink], strict=True)
     train(model, model, tmp_path, [recorder])
     group = recorder.group
-    means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/mean")}
-    assert means == {f"{group}/{name}/mean": [0, 2, 5, 8, 11] for name in chosen}
+    means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/rms")}
+    assert means == {f"{group}/{name}/rms": [0, 2, 5, 8, 11] for name in chosen}
     assert compilations()[0] == 4  # three combinations of recorded modules, and unrecorded steps
     assert hooks_left(model) == []
 
@@ -276,8 +276,8 @@ def test_a_second_run_that_records_more(tmp_path: Path) -> None:
             chosen, compiled="inside", every_n_train_steps=3, sinks=[sink], outputs=Outputs(dumps=False)
         )
         train(model, given, tmp_path, [recorder])
-        means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/mean")}
-        assert means == {f"activations/{name}/mean": [0, 2, 5, 8, 11] for name in chosen}
+        means = {tag: list(steps) for tag, steps in sink.scalars.items() if tag.endswith("/rms")}
+        assert means == {f"activations/{name}/rms": [0, 2, 5, 8, 11] for name in chosen}
 
 
 def test_recorders_with_different_intervals(tmp_path: Path) -> None:
@@ -289,8 +289,8 @@ def test_recorders_with_different_intervals(tmp_path: Path) -> None:
     every_fourth = GradientRecorder(every_n_train_steps=4, **options)
     train(model, given, tmp_path, [every_second, every_fourth])
     assert compilations() == (3, 0, 0)
-    assert list(sink.scalars["activations/head/mean"]) == [0, 1, 3, 5, 7, 9, 11]
-    assert list(sink.scalars["gradients/head/mean"]) == [0, 3, 7, 11]
+    assert list(sink.scalars["activations/head/rms"]) == [0, 1, 3, 5, 7, 9, 11]
+    assert list(sink.scalars["gradients/head/rms"]) == [0, 3, 7, 11]
 
 
 @pytest.mark.quick_cases(1)
@@ -324,8 +324,8 @@ def test_training_and_validation_alternate(tmp_path: Path) -> None:
     train(model, given, tmp_path, [recorder], validation=digits(2), max_epochs=3)
     # Training, the sanity check, and validation.
     assert compilations() == (3, 0, 0)
-    assert list(sink.scalars["activations/encoder.norm/mean"]) == list(range(18))
-    assert list(sink.scalars["activations_validate/encoder.norm/mean"]) == [5, 11, 17]
+    assert list(sink.scalars["activations/encoder.norm/rms"]) == list(range(18))
+    assert list(sink.scalars["activations_validate/encoder.norm/rms"]) == [5, 11, 17]
 
 
 def test_a_resumed_run_continues(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_resumed_run_continues(tmp_path: Path) -> None:
         found.append(sink.scalars)
     assert found[0] == found[1]
     # The first run also writes what it has not written when it ends.
-    assert list(found[0]["activations/encoder.norm/mean"]) == [3, 7]
+    assert list(found[0]["activations/encoder.norm/rms"]) == [3, 7]
 
 
 def fit_from(given: Any, folder: Path, callbacks: list[Any], path: str | None, steps: int) -> Any:
@@ -404,7 +404,7 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplo
     assert len([each for each in caplog.messages if said.match(each)]) == 1
     assert re.match(f"eager: .*{EAGER[how]}", receipt(tmp_path)["gradients"]["compiled"])
     # The first module has no input gradient.
-    assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES) - (how == "inputs")
+    assert len([tag for tag in sink.scalars if tag.endswith("/rms")]) == len(LEAVES) - (how == "inputs")
 
     torch._dynamo.reset()
     if wraps:
@@ -412,7 +412,7 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplo
         model.encoder = torch.compile(model.encoder, backend="eager")  # type: ignore[assignment]  # as above
     sink = MemorySink()
     train(model, model, tmp_path, [GradientRecorder(sinks=[sink], compiled="inside", **options)])
-    assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+    assert len([tag for tag in sink.scalars if tag.endswith("/rms")]) == len(LEAVES)
     assert compilations() == (2, 0, 0)
 
 
@@ -425,7 +425,7 @@ def test_inside_warns_if_it_is_not_possible(tmp_path: Path) -> None:
     recorder = GradientRecorder(compiled="inside", per_call=True, sinks=[sink], **options)
     with pytest.warns(RecorderWarning, match=f"GradientRecorder runs compiled code eagerly .*: {EAGER['per_call']}"):
         fit(model, tmp_path, [recorder], logger=False)
-    assert len([tag for tag in sink.scalars if tag.endswith("/mean")]) == len(LEAVES)
+    assert len([tag for tag in sink.scalars if tag.endswith("/rms")]) == len(LEAVES)
 
 
 @pytest.mark.parametrize("choice", ["auto", "eager", "skip"])
@@ -518,7 +518,7 @@ def test_a_second_run_of_the_same_model_is_recorded(tmp_path: Path) -> None:
     for folder in ("first", "second"):
         sink = MemorySink()
         train(model, given, tmp_path / folder, recorders(sink))
-        tags = [tag for tag in sink.scalars if tag.startswith("gradients/") and tag.endswith("/mean")]
+        tags = [tag for tag in sink.scalars if tag.startswith("gradients/") and tag.endswith("/rms")]
         assert [list(sink.scalars[tag]) for tag in tags] == [[0, 2, 5, 8, 11]] * len(LEAVES)
         assert compilations() == ((2, 0, 0) if folder == "first" else (0, 0, 0))
 
@@ -540,7 +540,7 @@ def test_an_exception_in_a_recorded_step_leaves_nothing_behind(tmp_path: Path) -
         fit(model, tmp_path, recorders(sink, every_n_train_steps=1), logger=False)
     assert hooks_left(model) == []
     assert compiled_operators.ACTIVE == ""
-    assert {0, 1} <= set(sink.scalars["activations/encoder.conv1/mean"])
+    assert {0, 1} <= set(sink.scalars["activations/encoder.conv1/rms"])
 
 
 def test_the_time_of_the_compilation_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -282,4 +282,4 @@ def test_copies_while_records_are_written(tmp_path: Path) -> None:
 
     callback = ActivationRecorder("head", sinks=[sink], outputs=Outputs(plots=False))
     fit(Classifier(), tmp_path, [callback, Copier()], logger=False)
-    assert list(sink.scalars["activations/head/mean"]) == [0, 1, 3, 5]
+    assert list(sink.scalars["activations/head/rms"]) == [0, 1, 3, 5]

@@ -1101,7 +1101,7 @@ def test_a_budget_leaves_all_ranks_with_one_interval(pair: Path) -> None:
     (first, second), warned = outcome(pair, "budgeted")
     assert first["cadence"] == second["cadence"]
     assert first["cadence"][:2] == [1, 1]
-    assert list(first["scalars"]["activations/squash/mean"]) == [0, 1, 2]
+    assert list(first["scalars"]["activations/squash/rms"]) == [0, 1, 2]
     assert warned == [[], []]
 
 

@@ -219,7 +219,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     with recorded_warnings() as warned, files_up_to(10_000):
         fit(model, tmp_path, [recorder(strict=False, sinks=[sink], outputs=Outputs(records=False))], logger=False)
     assert [each.partition(" to /")[0] for each in warned] == ["lightning_recorder could not write"]
-    assert list(sink.scalars["activations/head/mean"]) == list(range(6))
+    assert list(sink.scalars["activations/head/rms"]) == list(range(6))
     assert len(model.losses) == 6
 
 

@@ -546,7 +546,7 @@ def test_a_callback_is_switched_off_and_on_again(first: bool, tmp_path: Path) ->
     # Before the recorders in the list, it acts on its own batch; after them, on the next batch.
     off = range(2, 5) if first else range(3, 6)
     expected = [step for step in range(STEPS) if step not in off]
-    for tag in ("activations/head/mean", "gradients/head/mean", "parameters/head/weight/mean"):
+    for tag in ("activations/head/rms", "gradients/head/rms", "parameters/head/weight/update_ratio"):
         assert list(sink.scalars[tag]) == expected
     assert model.hooked == [step in expected for step in range(STEPS)]
     assert [each.enabled for each in recorders] == [True] * 3

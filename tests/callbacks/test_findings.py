@@ -155,7 +155,7 @@ def test_the_last_lines_name_the_culprit(
     assert json.loads((tmp_path / "recorder" / "findings.json").read_text()) == json.loads(
         json.dumps(open_recording(tmp_path).diagnosis.to_json())
     )
-    texts = read_events(tmp_path / "recorder").Tensors("recorder/findings/text_summary")
+    texts = read_events(tmp_path / "recorder").Tensors("z_recorder/findings/text_summary")
     assert [each.step for each in texts] == [bad[0].last_step]
     assert bad[0].line in texts[0].tensor_proto.string_val[0].decode()
 
@@ -167,7 +167,7 @@ def test_a_healthy_fit_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert line == (f"Healthy: no findings; run `lightning-recorder view {tmp_path}`, or open {report_of(tmp_path)}")
     assert caplog.records[-1].getMessage() == line
     assert json.loads((tmp_path / "recorder" / "findings.json").read_text())["healthy"] is True
-    assert "recorder/findings/text_summary" not in read_events(tmp_path / "recorder").Tags()["tensors"]
+    assert "z_recorder/findings/text_summary" not in read_events(tmp_path / "recorder").Tags()["tensors"]
 
 
 def test_findings_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,7 +102,7 @@ def test_writing_continues_when_there_is_space_again(scenario: str, folder: Path
     assert {*range(20), 40, 41} <= set(series.steps)
     assert len([step for step in series.steps if 20 <= step < 40]) < 10
     if scenario.startswith("tensorboard"):
-        events = read_events(of_run(folder / scenario)).Scalars("activations/net.0/rms")
+        events = read_events(of_run(folder / scenario)).Scalars("z_recorder/activations/net.0/rms")
         assert {*range(20), 40, 41} <= {event.step for event in events}
 
 

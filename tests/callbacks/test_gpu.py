@@ -73,7 +73,13 @@ def fit(model: LightningModule, folder: Path, callbacks: list[Any], **options: A
 
 def recorders(sink: MemorySink, **options: Any) -> list[Any]:
     """Return recorders of activations, gradients and parameters on every step."""
-    options = {"every_n_train_steps": 1, "sinks": [sink], "strict": True, "outputs": Outputs(plots=False), **options}
+    options = {
+        "every_n_train_steps": 1,
+        "sinks": [sink],
+        "strict": True,
+        "outputs": Outputs(curves="all", plots=False),
+        **options,
+    }
     return [kind(**options) for kind in KINDS]
 
 
@@ -219,7 +225,7 @@ def test_nothing_waits_for_the_gpu(every: int, records: int, way: str, tmp_path:
     sink = MemorySink()
     callbacks = [within, *recorders(sink, every_n_train_steps=every), StepWatch(strict=True)]
     fit(Classifier(), tmp_path, callbacks)
-    assert len(sink.scalars[f"activations/{LEAVES[0]}/mean"]) == records
+    assert len(sink.scalars[f"activations/{LEAVES[0]}/rms"]) == records
     assert sorted(set(within.found)) == []
 
 
@@ -346,7 +352,7 @@ def test_compiled(way: Any, mode: str, tmp_path: Path) -> None:
             pytest.skip("two bare fits differ, since torch chooses kernels by their speed at that moment")
         assert_same(found, bare)
     else:  # eager code rounds differently, and so do the kernels of the graph that records
-        assert list(sink.scalars[f"activations/{LEAVES[0]}/mean"]) == [0, 4, 9]
+        assert list(sink.scalars[f"activations/{LEAVES[0]}/rms"]) == [0, 4, 9]
 
 
 class Wide(Classifier):

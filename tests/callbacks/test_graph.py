@@ -95,7 +95,7 @@ def test_files_and_picture_are_written_once(tmp_path: Path) -> None:
     text = "".join(ET.parse(folder / "graph.svg").getroot().itertext())
     assert "conv1" in text
     assert "cross_entropy" in text
-    (event,) = events(trainer).Images("graph")
+    (event,) = events(trainer).Images("z_recorder/graph")
     assert event.step == 0
     with (
         Picture.open(folder / "graph.png") as written,

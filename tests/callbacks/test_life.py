@@ -720,7 +720,7 @@ def test_a_record_equals_a_reference_over_its_batches(
     factor = life.get("accumulate_grad_batches", 1)
     ends = [index for index in range(12) if (index % 6 + 1) % factor == 0 or index % 6 == 5]
     step_of = [sum(end < index for end in ends) for index in range(len(model.given))]
-    assert list(sink.scalars["activations/head/mean"]) == list(sink.scalars["gradients/head/mean"]) == list(expected)
+    assert list(sink.scalars["activations/head/rms"]) == list(sink.scalars["gradients/head/rms"]) == list(expected)
     for step, steps in expected.items():
         given = [out for out, place in zip(model.given, step_of, strict=True) if place in steps]
         assert_equal(sink, "activations/head", step, given)

@@ -127,13 +127,13 @@ def test_the_loggers_of_the_other_package_are_served(tmp_path: Path) -> None:
     fit(Net(), tmp_path, recorders(), logger=[board, table])
     read = EventAccumulator(f"{board.log_dir}/recorder", size_guidance={"scalars": 0, "histograms": 0, "images": 0})
     read.Reload()
-    assert [event.step for event in read.Scalars("activations/second/mean")] == list(range(6))
-    assert [event.step for event in read.Histograms("gradients/second/histogram")] == list(range(6))
-    assert [event.step for event in read.Scalars("parameters/second/weight/update_ratio")] == list(range(6))
+    assert [event.step for event in read.Scalars("z_recorder/activations/second/mean")] == list(range(6))
+    assert [event.step for event in read.Histograms("z_recorder/gradients/second/histogram")] == list(range(6))
+    assert [event.step for event in read.Scalars("z_recorder/parameters/second/weight/update_ratio")] == list(range(6))
     own = EventAccumulator(str(board.log_dir))
     own.Reload()
     assert [event.step for event in own.Scalars("train_loss")] == [1, 3, 5]
-    assert [event.step for event in read.Images("graph")] == [0]
+    assert [event.step for event in read.Images("z_recorder/graph")] == [0]
     header, *rows = Path(str(table.log_dir), "recorder", "metrics.csv").read_text().splitlines()
     column = header.split(",").index("activations/second/mean")
     assert sum(bool(row.split(",")[column]) for row in rows) == 6

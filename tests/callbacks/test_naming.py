@@ -134,7 +134,7 @@ def test_two_without_a_name_write_nothing_twice(kind: Any, tmp_path: Path) -> No
     assert {tag.split("/")[0] for tag in sinks[1].images} <= {f"{group}-2_plots", f"{group}-2_grad_plots"}
     assert {tag.split("/")[0] for tag in sinks[1].scalars} == {group}
     pictures = sinks[0].images.keys() | sinks[1].images.keys()
-    assert set(events(trainer).Tags()["images"]) == pictures
+    assert set(events(trainer).Tags()["images"]) == {f"z_recorder/{tag}" for tag in pictures}
     folder = Path(str(trainer.log_dir)) / "recorder"
     assert sorted(path.stem for path in (folder / "records").iterdir()) == [group, f"{group}-2", "watch"]
     assert sorted(json.loads((folder / "receipt.json").read_text())) == [group, f"{group}-2"]

@@ -68,7 +68,10 @@ class Failing(Callback):
 def recorders(sink: MemorySink) -> list[Callback]:
     return [
         ActivationRecorder(
-            every_n_train_steps=1, sinks=[sink], schedule=Schedule(stages=STAGES), outputs=Outputs(plots=False)
+            every_n_train_steps=1,
+            sinks=[sink],
+            schedule=Schedule(stages=STAGES),
+            outputs=Outputs(curves="all", plots=False),
         ),
         GraphRecorder(formats=(), stage="validate"),
         TensorDumper("head", at="steps", every_n_train_steps=1),

@@ -475,7 +475,7 @@ def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, st
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True, "sinks": [sink]}
     callbacks: list[Callback] = [
         GradientRecorder("head", statistics="count", **options),
-        ParameterRecorder("head", **options),
+        ParameterRecorder("head", **options, outputs=Outputs(curves="all")),
     ]
     run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
     # Six batches an epoch, of which the second and the fifth overflow.
@@ -569,7 +569,7 @@ def test_an_overflow_is_seen_where_the_scale_grows_in_the_same_batch(growth_inte
     )
     assert {1, 4, 7, 10} <= scaler.shrunk
     assert sink.scalars["gradients/overflow_steps"][11] == len(scaler.shrunk)
-    assert list(sink.scalars["gradients/head/mean"]) == sorted(set(range(12)) - scaler.shrunk)
+    assert list(sink.scalars["gradients/head/rms"]) == sorted(set(range(12)) - scaler.shrunk)
 
 
 SCRIPT = """

@@ -33,6 +33,7 @@ def is_large(seen: SiteStatistics) -> bool:
         ({"max_upload_bytes": None}, "max_upload_bytes must be an integer of at least 0"),
         ({"max_bytes": 0}, "max_bytes must be an integer of at least 1"),
         ({"max_bytes": True}, "max_bytes must be an integer"),
+        ({"curves": "some"}, "curves must be 'main' or 'all', got 'some'"),
         ({"max_tags": 0}, "max_tags must be an integer of at least 1"),
         ({"max_images": -1}, "max_images must be an integer of at least 0"),
         ({"plot_every_n_records": 0}, "plot_every_n_records must be an integer of at least 1"),

@@ -795,7 +795,7 @@ def test_a_fit_is_recorded_less_often_and_logs_it(warned: Callable[[], list[str]
     sink = MemorySink()
     go(tmp_path, [wide(sink)])
     # The first record does not count, and the time of the second one is known at the third.
-    assert list(sink.scalars["activations/head/mean"]) == [0, 1, 2]
+    assert list(sink.scalars["activations/head/rms"]) == [0, 1, 2]
     (first, before), (second, after) = sink.scalars[TAG].items()
     assert (first, before, second) == (0, 1.0, 2)
     assert after > 1000
@@ -808,10 +808,10 @@ def test_a_wider_interval_is_kept_after_a_resume(tmp_path: Path) -> None:
     before, sink, plain = MemorySink(), MemorySink(), MemorySink()
     go(tmp_path, [wide(before)], max_epochs=1).save_checkpoint(tmp_path / "saved.ckpt")
     go(tmp_path, [wide(sink)], ckpt=tmp_path / "saved.ckpt")
-    assert "activations/head/mean" not in sink.scalars
+    assert "activations/head/rms" not in sink.scalars
     assert sink.scalars[TAG] == {4: before.scalars[TAG][2]}
     go(tmp_path, [ActivationRecorder("head", every_n_train_steps=1, sinks=[plain])], ckpt=tmp_path / "saved.ckpt")
-    assert list(plain.scalars["activations/head/mean"]) == [4, 5, 6, 7]
+    assert list(plain.scalars["activations/head/rms"]) == [4, 5, 6, 7]
 
 
 @pytest.mark.usefixtures("warned")

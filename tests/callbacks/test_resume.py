@@ -38,7 +38,7 @@ from tests.callbacks.small import BATCHES, EPOCHS, WEIGHTS_ONLY, Resumable, Smal
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
 # Pictures take most of the time of a short fit, and no checkpoint holds anything of them.
-QUIET = Outputs(plots=False, dumps=False)
+QUIET = Outputs(curves="all", plots=False, dumps=False)
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
@@ -57,7 +57,7 @@ def every_step(folder: Path) -> ModelCheckpoint:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "step": ({"outputs": Outputs(dumps=False)}, {}),  # with pictures, like any run by default
+    "step": ({"outputs": Outputs(curves="all", dumps=False)}, {}),  # with pictures, like any run by default
     "every-third": ({"every_n_train_steps": 3, "statistics": ["mean", "quantile_0.5"]}, {}),
     "window": ({"reduce": 3}, {}),
     "window-of-some": (
@@ -340,7 +340,7 @@ def test_a_spoilt_state_is_one_warning(how: str, in_a_window: Path, tmp_path: Pa
     assert "starts without" in warned[0]
     assert len(model.losses) == BATCHES
     assert hooks_left(model) == []
-    assert list(sink.scalars["activations/head/mean"]) == [5, 7]
+    assert list(sink.scalars["activations/head/rms"]) == [5, 7]
 
 
 def test_the_state_dict_of_the_model_is_its_own(tmp_path: Path) -> None:

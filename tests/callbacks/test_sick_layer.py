@@ -114,7 +114,7 @@ def test_the_sick_layer_is_seen_first(
 
     # Images: TensorBoard sorts them by tag.
     written = events(trainer)
-    assert min(written.Tags()["images"]).startswith("Unusual/")
+    assert min(written.Tags()["images"]).startswith("z_recorder/Unusual/")
     assert sick & set(bold)
 
     # Custom Scalars.
@@ -196,7 +196,7 @@ def test_the_layer_of_a_finding_is_seen_first(
     (layout,) = written.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
     charts = [chart for category in Layout.FromString(layout).category for chart in category.chart]
     shown = {line for chart in charts for line in chart.multiline.tag}
-    assert any(re.escape(f"activations/{sick}/") in line for line in shown)
+    assert any(re.escape(f"z_recorder/activations/{sick}/") in line for line in shown)
     assert any(re.search(line, tag) for line in shown for tag in written.Tags()["scalars"] if f"/{sick}/" in tag)
 
     capsys.readouterr()

@@ -55,7 +55,7 @@ def test_default_cadence_is_that_of_self_log(tmp_path: Path) -> None:
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder()], max_epochs=2, log_every_n_steps=4)
     read = events(trainer)
     own = [event.step for event in events(trainer, ".").Scalars("train_loss")]
-    ours = [event.step for event in read.Scalars("activations/head/mean")]
+    ours = [event.step for event in read.Scalars("z_recorder/activations/head/rms")]
     assert own == [3, 7, 11]
     assert ours == [0, *own]
 
@@ -64,7 +64,7 @@ def test_every_n_train_steps_sets_the_cadence(tmp_path: Path) -> None:
     """``every_n_train_steps`` overrides the trainer's own interval."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=5, sinks=[sink])], logger=False)
-    assert steps_of(sink, "activations/head/mean") == [0, 4]
+    assert steps_of(sink, "activations/head/rms") == [0, 4]
 
 
 def test_no_logging_cadence_records_nothing(tmp_path: Path) -> None:
@@ -121,7 +121,8 @@ def test_activations_are_those_of_the_step(tmp_path: Path) -> None:
             return logits
 
     sink = MemorySink()
-    fit(Kept(), tmp_path, [ActivationRecorder("head", every_n_train_steps=1, sinks=[sink])], logger=False)
+    recorder = ActivationRecorder("head", every_n_train_steps=1, sinks=[sink], outputs=Outputs(curves="all"))
+    fit(Kept(), tmp_path, [recorder], logger=False)
     for step, logits in enumerate(seen):
         expected = {
             "mean": logits.mean(),
@@ -191,27 +192,28 @@ def test_sanity_check_and_validation_are_left_out(tmp_path: Path) -> None:
 
 
 def test_event_file_holds_scalars_and_histograms(tmp_path: Path) -> None:
-    """TensorBoard's reader finds the default scalars and a histogram with exact totals for each layer."""
-    trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()])
+    """TensorBoard's reader finds all default scalars on request, and a histogram with exact totals for each layer."""
+    outputs = Outputs(curves="all")
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder(outputs=outputs), GradientRecorder(outputs=outputs)])
     read = events(trainer)
     for group in ("activations", "gradients"):
         for name in LEAVES:
             for statistic in ("mean", "std", "rms", "min", "max", "zero_fraction"):
-                assert [event.step for event in read.Scalars(f"{group}/{name}/{statistic}")] == [0, 1, 3, 5]
-            histogram = read.Histograms(f"{group}/{name}/histogram")[0].histogram_value
+                assert [event.step for event in read.Scalars(f"z_recorder/{group}/{name}/{statistic}")] == [0, 1, 3, 5]
+            histogram = read.Histograms(f"z_recorder/{group}/{name}/histogram")[0].histogram_value
             assert sum(histogram.bucket) == histogram.num
-            mean = read.Scalars(f"{group}/{name}/mean")[0].value
+            mean = read.Scalars(f"z_recorder/{group}/{name}/mean")[0].value
             assert histogram.sum / histogram.num == pytest.approx(mean, rel=1e-5, abs=1e-12)
-    assert read.Histograms("activations/dropout/histogram")[0].histogram_value.num == 8 * 256
+    assert read.Histograms("z_recorder/activations/dropout/histogram")[0].histogram_value.num == 8 * 256
 
 
 def test_several_loggers_get_what_they_can_show(tmp_path: Path) -> None:
     """The scalars are in TensorBoard's event file and in the CSV file of a second logger."""
     loggers = [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=loggers)
-    assert [event.step for event in events(trainer).Scalars("activations/head/mean")] == [0, 1, 3, 5]
+    assert [event.step for event in events(trainer).Scalars("z_recorder/activations/head/rms")] == [0, 1, 3, 5]
     header, *rows = Path(str(loggers[1].log_dir), "recorder", "metrics.csv").read_text().splitlines()
-    column = header.split(",").index("activations/head/mean")
+    column = header.split(",").index("activations/head/rms")
     assert sum(bool(row.split(",")[column]) for row in rows) == 4
 
 
@@ -314,7 +316,7 @@ def test_nan_and_inf_are_counted_and_shown_from_then_on(tmp_path: Path) -> None:
         counts = sink.scalars[f"activations/encoder.conv1/{statistic}"]
         assert list(counts) == [1, 2]
         assert counts[1] == 16
-    assert math.isfinite(sink.scalars["activations/encoder.conv1/mean"][1])
+    assert math.isfinite(sink.scalars["activations/encoder.conv1/rms"][1])
 
 
 def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
@@ -452,7 +454,7 @@ def test_exception_in_training_step_leaves_no_hook(tmp_path: Path) -> None:
         fit(model, tmp_path, [ActivationRecorder(sinks=[sink]), GradientRecorder()])
     assert hooks_left(model) == []
     # The data of the failed step is kept, since it may show why the step failed.
-    assert steps_of(sink, "activations/head/mean") == [0]
+    assert steps_of(sink, "activations/head/rms") == [0]
 
 
 def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path) -> None:
@@ -466,7 +468,7 @@ def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path
     sink = MemorySink()
     fit(model, tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])], logger=False, max_epochs=2)
     assert hooks_left(model) == []
-    assert steps_of(sink, "activations/head/mean") == [0, 1, 2, 3]
+    assert steps_of(sink, "activations/head/rms") == [0, 1, 2, 3]
 
 
 def test_manual_optimization_is_recorded_once_per_batch(tmp_path: Path) -> None:
@@ -492,7 +494,7 @@ def test_manual_optimization_is_recorded_once_per_batch(tmp_path: Path) -> None:
     read = events(trainer)
     assert [event.step for event in events(trainer, ".").Scalars("step_done")] == [1, 3, 5]
     for group in ("activations", "gradients"):
-        recorded = [(event.step, event.value) for event in read.Scalars(f"{group}/head/count")]
+        recorded = [(event.step, event.value) for event in read.Scalars(f"z_recorder/{group}/head/count")]
         assert recorded == [(step, 160.0) for step in (0, 1, 3, 5)]
 
 
@@ -504,7 +506,7 @@ def test_a_second_fit_records_again(tmp_path: Path) -> None:
     assert trainer.fit_loop.max_epochs == 1
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, digits())
-    assert steps_of(sink, "activations/head/mean") == [0, 1, 3, 5, 7, 9, 11]
+    assert steps_of(sink, "activations/head/rms") == [0, 1, 3, 5, 7, 9, 11]
     assert hooks_left(model) == []
 
 
@@ -521,7 +523,7 @@ def test_a_raising_sink_costs_its_records_alone(tmp_path: Path) -> None:
         fit(model, tmp_path, [ActivationRecorder(sinks=[Broken(), sink])], logger=False)
     assert sum(each.category is RecorderWarning for each in warned) == 1
     assert len(model.losses) == 6
-    assert steps_of(sink, "activations/head/mean") == [0, 1, 3, 5]
+    assert steps_of(sink, "activations/head/rms") == [0, 1, 3, 5]
 
 
 def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
@@ -562,7 +564,7 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
     ]
     target: Any = torch.compile(model, backend=backend) if how == "whole" else model
     fit(target, tmp_path, callbacks, logger=False, max_epochs=2)
-    assert steps_of(sink, "activations/encoder.conv1/mean") == [0, 3, 7, 11]
+    assert steps_of(sink, "activations/encoder.conv1/rms") == [0, 3, 7, 11]
     assert len(graphs) == 1
     torch._dynamo.reset()
 
@@ -582,7 +584,7 @@ def test_a_sink_says_in_which_thread_it_is_written(any_thread: bool, tmp_path: P
     fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])], logger=False)
     assert (threading.get_ident() in threads) == (not any_thread)
     assert len(threads) == 1
-    assert steps_of(sink, "activations/head/mean") == list(range(6))
+    assert steps_of(sink, "activations/head/rms") == list(range(6))
 
 
 def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
@@ -596,7 +598,7 @@ def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
 
     class Asking(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            seen.append((recorder.latest_step, len(sink.scalars["activations/head/mean"])))
+            seen.append((recorder.latest_step, len(sink.scalars["activations/head/rms"])))
 
     sink = Slow()
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[sink])

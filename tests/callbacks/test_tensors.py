@@ -40,7 +40,10 @@ from tests.callbacks.small import BATCHES, go, small, warnings_by
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
 QUIET: dict[str, Any] = {"every_n_train_steps": 1, "strict": True}
-UNDRAWN: dict[str, Any] = {**QUIET, "outputs": Outputs(plots=False)}  # pictures take most of the time of a short fit
+UNDRAWN: dict[str, Any] = {
+    **QUIET,
+    "outputs": Outputs(curves="all", plots=False),
+}  # pictures take most of the time of a short fit
 
 
 class Mixed(nn.Module):

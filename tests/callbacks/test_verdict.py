@@ -184,7 +184,7 @@ def test_too_little_to_examine(
     assert (shown["healthy"], shown["verdict"], shown["notExamined"]) == (None, "no findings", [gap.line])
     assert "healthy" not in recording._repr_html_()
     assert "no findings" in recording._repr_html_()
-    text = read_events(tmp_path / "recorder").Tensors("recorder/findings/text_summary")[0]
+    text = read_events(tmp_path / "recorder").Tensors("z_recorder/findings/text_summary")[0]
     assert gap.line in text.tensor_proto.string_val[0].decode()
 
 

@@ -216,7 +216,7 @@ def test_event_files_have_the_values(tmp_path: Path) -> None:
     own.Reload()
     of_recorders.Reload()
     assert [each.step for each in own.Scalars("loss")] == [3, 7, 11]
-    assert "activations/encoder.0/rms" in of_recorders.Tags()["scalars"]
+    assert "z_recorder/activations/encoder.0/rms" in of_recorders.Tags()["scalars"]
 
 
 def test_an_optimizer_that_is_not_given_is_found(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from lightning_recorder.outputs import SinkFormatter, TagBudget
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Norms
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
+from lightning_recorder.sinks import TensorBoardSink
+from lightning_recorder.sinks.tensorboard import PREFIX
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.taps import Site
+from tests.sinks.events import read_events
 
 
 def record(*values: float, **about: Any) -> Record:
@@ -107,29 +112,86 @@ def quick(depth: int) -> dict[Site, SiteStatistics]:
     }
 
 
-def shown_by_default(found: Mapping[Site, SiteStatistics]) -> tuple[MemorySink, list[str]]:
+def shown_by_default(
+    found: Mapping[Site, SiteStatistics], curves: Literal["main", "all"] = "main", group: str = "parameters"
+) -> tuple[MemorySink, list[str]]:
     messages: list[str] = []
-    formatter = SinkFormatter("parameters", DEFAULT_STATISTICS, budget=TagBudget(None, "Recorder", log=messages.append))
+    budget = TagBudget(None, "Recorder", log=messages.append)
+    formatter = SinkFormatter(group, DEFAULT_STATISTICS, curves=curves, budget=budget)
     sink = MemorySink()
     for _ in range(2):
-        formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
+        formatter.write(sink, Table.of(found, record(1.0).facts(group)))
     return sink, messages
 
 
-def test_a_small_model_is_shown_in_full_by_default() -> None:
+def test_each_module_has_one_curve_by_default() -> None:
+    """It is the rms of the first output or the update ratio of the largest parameter; histograms are of all sites."""
+    outputs = [Site("lstm", "in[0]"), Site("lstm", "out[0]"), Site("lstm", "out[1]"), Site("act", "out#2")]
+    found = {site: seen(mean=0.0, std=1.0) for site in [Site("act", "in[0]"), Site("act", "out"), *outputs]}
+    for group in ("activations", "gradients"):
+        sink, _ = shown_by_default(found, group=group)
+        assert sorted(sink.scalars) == [f"{group}/{name}/rms" for name in ("act#2", "act", "lstm/out[0]")]
+        assert len(sink.histograms) == len(found)
+    large = replace(seen(update_ratio=1e-3), shape=(3, 4))
+    small = replace(large, shape=(4,))
+    parameters = {Site("fc", "bias"): small, Site("fc", "weight"): large, Site("norm", "weight"): small}
+    changes = {Site(name, f"{path}.update"): seen() for name, path in parameters}
+    sink, _ = shown_by_default({**parameters, **changes})
+    assert sorted(sink.scalars) == ["parameters/fc/weight/update_ratio", "parameters/norm/weight/update_ratio"]
+    assert len(sink.histograms) == 6
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (["bias.grad", "weight.grad", "weight"], "weight/rms"),
+        (["bias.grad", "weight.grad", "weight.exp_avg"], "weight.grad/rms"),
+        (["weight.exp_avg"], "weight.exp_avg/rms"),
+    ],
+)
+def test_the_curve_of_a_module_without_updates(paths: list[str], shown: str) -> None:
+    """Without updates, the curve is the rms of the values, or of the gradient if the values are not recorded either."""
+    found = {Site("fc", path): replace(seen(), shape=(4,) if "bias" in path else (3, 4)) for path in paths}
+    assert list(shown_by_default(found)[0].scalars) == [f"parameters/fc/{shown}"]
+
+
+def test_what_is_not_finite_has_a_curve_by_default() -> None:
+    """The counts of NaN and infinities of a site without a curve are shown as soon as there are any."""
+    found = {Site("fc", path): replace(seen(), shape=(4,)) for path in ("weight", "weight.grad")}
+    sink, _ = shown_by_default(found | {Site("fc", "weight.grad"): seen(nan_count=2.0)})
+    assert {tag: by_step[7] for tag, by_step in sink.scalars.items()} == {
+        "parameters/fc/weight/rms": 1.0,
+        "parameters/fc/weight.grad/nan_count": 2.0,
+        "parameters/fc/weight.grad/inf_count": 0.0,
+    }
+
+
+@pytest.mark.parametrize("place", [0, 11, 23])
+def test_a_large_model_has_one_curve_for_each_parameter_that_is_shown(place: int) -> None:
+    """If parameters are chosen one by one, a sick one has its curve, also in a module with a larger one."""
+    found = quick(48)
+    found[Site(f"blocks.{place}.fc", "bias.grad")] = seen(rms=0.0, zero_fraction=1.0, mean=0.0, std=0.0)
+    sink, (message,) = shown_by_default(found)
+    assert len([*sink.scalars, *sink.histograms]) <= 75
+    assert {tag.rpartition("/")[2] for tag in sink.scalars} == {"update_ratio"}
+    assert f"parameters/blocks.{place}.fc/bias/update_ratio" in sink.scalars
+    assert "Recorder shows 19 of 96 parameters as curves" in message
+
+
+def test_a_small_model_is_shown_in_full_on_request() -> None:
     """Up to 400 tags, all statistics of all sites are shown, and there is no message."""
     found = quick(6)
-    sink, messages = shown_by_default(found)
+    sink, messages = shown_by_default(found, "all")
     assert len(sink.scalars) + len(sink.histograms) == 6 * (8 * 7 + 2)
     assert messages == []
 
 
 @pytest.mark.parametrize("place", [0, 11, 23])
-def test_a_selection_of_a_large_model_is_shown_by_default(place: int) -> None:
+def test_a_selection_of_a_large_model_is_shown(place: int) -> None:
     """Of a large model, at most 75 tags are shown: the main statistics of some parameters, the sick one among them."""
     found = quick(24)
     found[Site(f"blocks.{place}.fc", "bias.grad")] = seen(rms=0.0, zero_fraction=1.0, mean=0.0, std=0.0)
-    sink, messages = shown_by_default(found)
+    sink, messages = shown_by_default(found, "all")
     tags = [*sink.scalars, *sink.histograms]
     assert len(tags) <= 75
     assert {tag.split("/", 2)[2] for tag in tags} == {
@@ -145,9 +207,9 @@ def test_a_selection_of_a_large_model_is_shown_by_default(place: int) -> None:
 
 def test_a_selection_of_inputs_and_outputs_says_tensors() -> None:
     """The message about a selection calls inputs and outputs of modules tensors, not parameters."""
-    found = {Site(f"blocks.{block}", path): seen(mean=0.0) for block in range(80) for path in ("in[0]", "out")}
-    _, (message,) = shown_by_default(found)
-    assert " of 160 tensors as curves" in message
+    found = {Site(f"blocks.{block}", path): seen(mean=0.0) for block in range(150) for path in ("in[0]", "out")}
+    _, (message,) = shown_by_default(found, group="activations")
+    assert " of 300 tensors as curves" in message
 
 
 def test_what_the_user_asks_for_is_shown() -> None:
@@ -229,12 +291,30 @@ def test_a_module_that_is_named_at_the_end_has_a_curve(depth: int) -> None:
     assert sink.scalars[f"activations/m{place}/mean"] == {7: place}
 
 
+def test_the_event_file_of_a_long_run_is_small(tmp_path: Path) -> None:
+    """3,000 records of seven layers take at most 3 MB by default, and each has its curves."""
+    modules: dict[str, nn.Module] = {str(place): nn.Identity() for place in range(7)}
+    with StatisticsRecorder(modules) as recorder:
+        for module in modules.values():
+            module(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+    table = Record(0, 1, recorder.snapshot()).table()
+    formatter = SinkFormatter("activations", DEFAULT_STATISTICS, budget=TagBudget(None))
+    with TensorBoardSink(tmp_path, prefix=PREFIX) as sink, sink.joined():
+        for step in range(3000):
+            formatter.write(sink, table.having(about={**table.about, "step": step}))
+    read = read_events(tmp_path)
+    assert read.Tags()["scalars"] == [f"z_recorder/activations/{name}/rms" for name in modules]
+    assert [event.step for event in read.Scalars("z_recorder/activations/6/rms")] == list(range(3000))
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size < 3e6
+
+
 def test_a_long_run_has_fewer_histograms() -> None:
-    """The first 64 records have histograms, then 32 each time their number doubles; scalars are written for all."""
+    """The first 32 records have histograms, then 16 each time their number doubles; scalars are written for all."""
     formatter, sink = SinkFormatter("activations", ("mean",)), MemorySink()
     table = record(1.0, 3.0).table()
     for step in range(256):
         formatter.write(sink, table.having(about={**table.about, "step": step}))
     (histograms,) = sink.histograms.values()
-    assert [*histograms] == [*range(64), *range(64, 128, 2), *range(128, 256, 4)]
+    assert [*histograms] == [*range(32), *range(32, 64, 2), *range(64, 128, 4), *range(128, 256, 8)]
     assert len(sink.scalars["activations/m/mean"]) == 256

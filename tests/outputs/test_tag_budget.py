@@ -30,7 +30,7 @@ def found(
     return {Site(name, path): (odd or {}).get(name, seen()) for name in names for path in paths}
 
 
-def each_has(tags: int) -> Callable[[SiteStatistics], int]:
+def each_has(tags: int) -> Callable[[Site], int]:
     return lambda _: tags
 
 

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import gzip
 import json
+import re
 import shutil
 import socket
 import threading
@@ -244,6 +245,19 @@ def test_tensorboard_has_a_tab(runs: Path, tmp_path: Path) -> None:
         sick = next(each for each in names if each.startswith("sick"))
         inner.get_by_label("run", exact=True).select_option(sick)
         expect(inner.locator(".findings")).to_contain_text("encoder.relu", timeout=30_000)
+        # A link has the place on the page, and the tab says that it loads.
+        held: list[Any] = []
+        page.route("**/lightning_recorder/page*", held.append)
+        page.goto("about:blank")
+        page.goto(f"{address}/#lightning_recorder&p.lightning_recorder.place=tab%3Dgraph")
+        expect(page.frame_locator("iframe").first.get_by_role("status")).to_have_text("Loading the recording …")
+        held.pop().continue_()
+        expect(inner.get_by_role("tab", name="graph")).to_have_attribute("aria-selected", "true", timeout=60_000)
+        expect(page.frame_locator("iframe").first.get_by_role("status")).to_have_count(0)
+        inner.get_by_role("tab", name="overview").click()
+        page.wait_for_url(re.compile("#lightning_recorder&.*tab%3Doverview"))
+        page.evaluate("location.hash = location.hash.replace('tab%3Doverview', 'tab%3Dgraph')")
+        expect(inner.get_by_role("tab", name="graph")).to_have_attribute("aria-selected", "true")
     (tmp_path / "empty").mkdir()
     with tensorboard(tmp_path / "empty") as address:
         assert not json.loads(asked(f"{address}/data/plugins_listing").read())["lightning_recorder"]["enabled"]

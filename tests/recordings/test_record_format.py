@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import struct
 import zlib
 from pathlib import Path
 
@@ -172,6 +173,40 @@ def test_statistics_apart_from_the_columns_are_read(tmp_path: Path) -> None:
     assert series.statistics == ["rms", "skewness"]
     assert series["fc"].scalars(0) == {"rms": 1.0}
     assert series["head"].scalars(0) == {"rms": 1.0, "skewness": -float("inf")}
+
+
+def test_the_values_of_many_sites_are_packed(tmp_path: Path) -> None:
+    """They take less than half of the bytes, are restored to the bit, and are read in the older form as well."""
+    path = records_path(tmp_path / "recorder", "activations")
+    shown = {"rms": 0.1, "min": -0.0, "max": float("inf"), "nan_count": 0.0, "ratio": float("nan")}
+    sites = [site_of(f"blocks.{place}", "out", {**shown, "mean": place / 7}) for place in range(40)]
+    RecordWriter(path).write({"step": 0}, sites)
+    line = json.loads(path.read_text())
+    numbers = zlib.decompress(base64.b64decode(line["packed"]))
+    expected = [value for place in range(40) for value in (*shown.values(), place / 7)]
+    assert numbers == struct.pack(f"<{len(expected)}d", *expected)
+    assert "values" not in line
+    assert len(line["packed"]) < len(base64.b64encode(numbers)) / 2
+    older = {**line, "step": 1, "values": base64.b64encode(numbers).decode()}
+    del older["packed"]
+    path.write_text(f"{json.dumps(line)}\n{json.dumps(older)}\n")
+    series = open_recording(tmp_path)["activations"]
+    assert series.steps == [0, 1]
+    for step in series.steps:
+        assert [repr(value) for value in series["blocks.39"].scalars(step).values()] == list(map(repr, expected[-6:]))
+
+
+@pytest.mark.parametrize("value", ["no base64!", "AAAA", 3, text_of(bytes(8)), text_of(bytes(10**6))])
+def test_damaged_values_are_skipped(value: object, tmp_path: Path) -> None:
+    """A line whose values cannot be decompressed, or are too many or too few, is skipped without taking much memory."""
+    path = records_path(tmp_path / "recorder", "activations")
+    writer = RecordWriter(path)
+    for step in range(2):
+        writer.write({"step": step}, [site_of(f"blocks.{place}", "out", {"rms": 1.0}) for place in range(64)])
+    line, last = path.read_bytes().splitlines()
+    path.write_bytes(json.dumps({**json.loads(line), "packed": value}).encode() + b"\n" + last + b"\n")
+    series = open_recording(tmp_path)["activations"]
+    assert (series.steps, series.skipped) == ([1], 1)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_header_says_who_writes(tmp_path: Path) -> None:
     assert header.pop("time") == pytest.approx((tmp_path / "a.jsonl").stat().st_mtime, abs=60)
     versions = header.pop("versions")
     assert header == {
-        "format": "lightning_recorder.records/2",
+        "format": "lightning_recorder.records/3",
         "label": "gradients-slow",
         "group": "gradients",
         "name": "slow",

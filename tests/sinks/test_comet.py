@@ -212,6 +212,6 @@ def test_in_a_fit(tmp_path: Path) -> None:
         assert sum(count for _, upper, count in bins if upper <= 0) == negative
     found = {
         event.step: event.value
-        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("z_recorder/activations/head/rms")
     }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}

@@ -160,7 +160,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
         "train_loss": {step: model.losses[step].item() for step in (1, 3, 5)},
         "epoch": dict.fromkeys((1, 3, 5), 0.0),
     }
-    scalars = read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+    scalars = read_events(Path(board.log_dir, "recorder")).Scalars("z_recorder/activations/head/rms")
     found = {event.step: event.value for event in scalars}
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
     # TensorBoard shows the histograms, so the files sink receives none.

@@ -85,9 +85,9 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
     assert [event.value for event in own.Scalars("loss")] == [1.0, 0.5]
     assert own.Tags()["histograms"] == []
     read = read_events(Path(logger.log_dir, "recorder"))
-    assert read.Tags()["scalars"] == ["a"]
-    assert [event.value for event in read.Scalars("a")] == [0.5]
-    assert read.Histograms("h")[0].histogram_value.num == 4
+    assert read.Tags()["scalars"] == ["z_recorder/a"]
+    assert [event.value for event in read.Scalars("z_recorder/a")] == [0.5]
+    assert read.Histograms("z_recorder/h")[0].histogram_value.num == 4
 
 
 def test_the_sinks_of_a_logger_share_an_event_file(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_sinks_of_a_logger_share_an_event_file(tmp_path: Path) -> None:
         del sinks, sink
         assert len(list(folder.glob("events.*"))) == run + 1
     read = read_events(folder)
-    assert [[event.step for event in read.Scalars(f"a{place}")] for place in range(3)] == [[0, 1]] * 3
+    assert [[event.step for event in read.Scalars(f"z_recorder/a{place}")] for place in range(3)] == [[0, 1]] * 3
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
@@ -121,7 +121,7 @@ def test_a_remote_folder(kind: Any, tmp_path: Path) -> None:
         assert remote.cat(path).split() == [b"a,step", b"0.5,3"]
     else:
         remote.get(path, str(tmp_path / Path(path).name))
-        assert [event.value for event in read_events(tmp_path).Scalars("a")] == [0.5]
+        assert [event.value for event in read_events(tmp_path).Scalars("z_recorder/a")] == [0.5]
 
 
 @pytest.mark.parametrize("base", [TensorBoardLogger, FabricTensorBoardLogger], ids=["pytorch", "fabric"])

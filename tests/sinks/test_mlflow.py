@@ -237,7 +237,7 @@ def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]
     assert set(read) == {*memory.scalars, "watch/loss", "watch/grad_norm", "train_loss", "epoch"}
     found = {
         event.step: event.value
-        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("z_recorder/activations/head/rms")
     }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
     return {tag: dict(steps) for tag, steps in memory.histograms.items()}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util import tensor_util
@@ -24,8 +25,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.graph import capture_graph, to_graph_def
 from lightning_recorder.reductions import SCALAR_STATISTICS, Histogram, Statistics, to_histogram
-from lightning_recorder.sinks import RankedScalars, TensorBoardSink
-from lightning_recorder.sinks.tensorboard import frame_record, patch_crc32c
+from lightning_recorder.sinks import RankedScalars, TensorBoardSink, sink_for_logger
+from lightning_recorder.sinks.tensorboard import PREFIX, frame_record, patch_crc32c
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
 
@@ -322,13 +323,16 @@ TAGS = [
 ]
 
 
-def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_one_chart_for_each_statistic_of_a_group(prefix: str, tmp_path: Path) -> None:
     """Each chart matches the tags of all modules for one statistic, and no others."""
-    with TensorBoardSink(tmp_path) as sink:
+    with TensorBoardSink(tmp_path, prefix=prefix) as sink:
         sink.write_scalars(0, dict.fromkeys(TAGS, 1.0))
     (layout,) = layouts(tmp_path)
+    written = {prefix + (tag.removeprefix("recorder/") if prefix else tag): tag for tag in TAGS}
+    assert read_events(tmp_path).Tags()["scalars"] == [*written]
     lines = {
-        (group, title): [tag for tag in TAGS if any(re.match(pattern, tag) for pattern in patterns)]
+        (group, title): [tag for shown, tag in written.items() if any(re.match(pattern, shown) for pattern in patterns)]
         for group, charts in layout.items()
         for title, patterns in charts.items()
     }
@@ -428,3 +432,20 @@ def test_the_layout_of_somebody_else_stays(tmp_path: Path) -> None:
     TensorBoardSink(writer).write_scalars(0, {"activations/head/rms": 1.0})
     writer.close()
     assert layouts(tmp_path) == [{"mine": {"losses": ["loss/.*"]}}]
+
+
+def test_the_recorders_are_one_group_behind_the_metrics_of_the_user(tmp_path: Path) -> None:
+    """All tags of a TensorBoardLogger's sink are below one prefix, which sorts after train and val."""
+    logger = TensorBoardLogger(tmp_path)
+    sink = sink_for_logger(logger)
+    assert sink is not None
+    sink.write_scalars(0, {"activations/fc/rms": 1.0, "recorder/activations/every_n_train_steps": 2.0})
+    sink.write_histograms(0, {"gradients/fc/histogram": histogram()})
+    sink.write_images(0, {"Unusual/activations": np.zeros((2, 3, 3), dtype=np.uint8)})
+    sink.write_text(0, {"recorder/findings": "none"})
+    found = read_events(Path(logger.log_dir, "recorder")).Tags()
+    assert found["scalars"] == ["z_recorder/activations/fc/rms", "z_recorder/activations/every_n_train_steps"]
+    assert found["histograms"] == ["z_recorder/gradients/fc/histogram"]
+    assert found["images"] == ["z_recorder/Unusual/activations"]
+    assert set(found["tensors"]) == {"z_recorder/findings/text_summary", "custom_scalars__config__"}
+    assert max("train_loss", "train/loss", "val_loss", "validation/loss", "valid/acc", "test_acc") < PREFIX

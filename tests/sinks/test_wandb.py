@@ -245,7 +245,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
     assert sum(any(tag.startswith("activations/") for tag in row) for row in rows) == 2 * 6
     found = {
         event.step: event.value
-        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("z_recorder/activations/head/rms")
     }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
 
