@@ -10,14 +10,15 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lightning_recorder.disk import append
 from lightning_recorder.errors import DumpError, describe_missing
 from lightning_recorder.temporary import write_whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "Dump",
@@ -33,22 +34,22 @@ __all__ = [
 
 # The safetensors names of the torch dtypes. complex64 is the only complex dtype, supported since safetensors 0.7.
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
 }
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
@@ -73,7 +74,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         The format is written here because ``safetensors`` can only write tensors after copying them all.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if not can_hold(tensor.dtype):
             raise OSError(
                 f"{path} could not be written: safetensors does not support {tensor.dtype}, the dtype of {name!r}"
             )
@@ -94,7 +95,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def can_hold(dtype: torch.dtype) -> bool:
     """Return True if tensors of that dtype can be written."""
-    return dtype in _DTYPES
+    return _name_of(dtype) in _DTYPES
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def file_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> int:
@@ -108,7 +113,11 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> by
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        about[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        about[name] = {
+            "dtype": _DTYPES[_name_of(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(about).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -116,6 +125,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> by
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the contents of a tensor in row-major order."""
+    import torch
+
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
 
@@ -351,7 +362,7 @@ def remove_dump(path: str | Path) -> None:
 
 
 def _kind(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    return {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def _by_statistic(kinds: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

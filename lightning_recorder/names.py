@@ -7,37 +7,20 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
-
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, named_modules_of, named_parameters_of
-
 __all__ = [
     "RUNNING_STATISTICS",
     "Site",
     "closest_names",
     "compile_glob",
     "corrected_glob",
-    "default_modules",
     "is_batch",
     "is_input",
-    "is_metric",
-    "is_never_called",
-    "named_submodules",
-    "own_parameters",
     "site_title",
     "split_call",
-    "without_wrappers",
 ]
 
 RUNNING_STATISTICS = ("running_mean", "running_var")
 """The paths of the buffers of a normalization layer among the sites of its parameters."""
-
-# Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
-_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-# Modules that use the parameters of their children without calling them; to a hook they are leaves.
-_OPAQUE = (nn.MultiheadAttention,)
 
 
 class Site(NamedTuple):
@@ -49,109 +32,6 @@ class Site(NamedTuple):
     """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
     first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
     module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
-
-
-def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
-    """Return the modules of ``named_modules()``, including the root, by their names in the user's code.
-
-    Name segments inserted by ``torch.compile``, FSDP and ``checkpoint_wrapper`` are removed. A wrapper and the module
-    it wraps then share a name; the wrapped module is returned, since hooks on both would fire twice for each call.
-
-    Example:
-        >>> import torch
-        >>> net = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
-        >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
-        [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
-    """
-    return without_wrappers(dict(named_modules_of(module, remove_duplicate=remove_duplicate)))
-
-
-def without_wrappers(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the result of :func:`named_submodules` for that of ``named_modules()``."""
-    # Joined, since a search in one text takes a fraction of the time of a call for each name.
-    joined = "".join(found)
-    if not any(segment in joined for segment in _WRAPPED):
-        return found
-    return {".".join([part for part in name.split(".") if part not in _WRAPPED]): each for name, each in found.items()}
-
-
-def default_modules(module: nn.Module) -> list[str]:
-    """Return the names of the submodules to record by default: leaves, and every module that owns parameters.
-
-    A leaf calls no other module. ``nn.MultiheadAttention`` counts as a leaf, since it uses the weight of its projection
-    but never calls the projection. A module whose only children are parametrizations (``torch.nn.utils.parametrize``)
-    also counts as a leaf. Any other module owns the parameters that :func:`own_parameters` yields.
-
-    Metrics of torchmetrics are excluded together with everything below them. The root is excluded even if it owns
-    parameters, since under DDP a call of a LightningModule is its ``training_step`` and its output is the loss.
-
-    Example:
-        >>> block = nn.Sequential(nn.MultiheadAttention(4, 2), nn.ModuleList([nn.ReLU()]))
-        >>> default_modules(nn.ModuleDict({"block": block}))
-        ['block.0', 'block.1.0']
-        >>> block.register_parameter("gain", nn.Parameter())
-        >>> default_modules(nn.ModuleDict({"block": block}))
-        ['block', 'block.0', 'block.1.0']
-    """
-    found: ModuleMap[str] = ModuleMap()
-    closed: list[str] = []  # modules below which nothing is recorded
-    for name, each in named_submodules(module, remove_duplicate=False).items():
-        if not name or each in found or is_never_called(each) or any(name.startswith(prefix) for prefix in closed):
-            continue
-        if is_metric(each):
-            closed.append(name + ".")
-            continue
-        if is_a(each, _OPAQUE):
-            closed.append(name + ".")
-        elif any(child != "parametrizations" for child, _ in children_of(each)) and not _owns_parameters(each):
-            continue
-        found[each] = name
-    return list(found.values())
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that a call of the module uses itself, with their names in the module.
-
-    These are the parameters registered on the module, those in its parameter lists and dictionaries, and those of
-    children that it never calls: parametrizations and the projection of ``nn.MultiheadAttention``.
-
-    Example:
-        >>> [name for name, _ in own_parameters(nn.MultiheadAttention(4, 2))]
-        ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
-        >>> net = nn.Sequential(nn.Linear(1, 1))
-        >>> net.scales = nn.ParameterList([nn.Parameter(), nn.Parameter()])
-        >>> [name for name, _ in own_parameters(net)]
-        ['scales.0', 'scales.1']
-    """
-    yield from named_parameters_of(module, recurse=False)
-    for name, child in children_of(module):
-        if name == "parametrizations" or is_a(module, _OPAQUE):
-            yield from named_parameters_of(child, prefix=name)
-        elif is_never_called(child):
-            for path, parameter in own_parameters(child):
-                yield f"{name}.{path}", parameter
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    # The original tensor of a parametrization belongs to the module that it is registered on.
-    return not is_a(module, ParametrizationList) and any(True for _ in own_parameters(module))
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Return True if the module is a torchmetrics metric; torchmetrics need not be installed."""
-    return any(
-        base.__name__ in ("Metric", "MetricCollection") and base.__module__.partition(".")[0] == "torchmetrics"
-        for base in type(module).__mro__
-    )
-
-
-def is_never_called(module: nn.Module) -> bool:
-    """Return True for torch's module and parameter containers, which stand for their entries when selected.
-
-    A subclass with its own ``forward`` is an ordinary module.
-    """
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return is_a(module, containers) and type(module).forward is nn.Module.forward
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:

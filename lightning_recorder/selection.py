@@ -20,7 +20,8 @@ from lightning_recorder.errors import (
 )
 from lightning_recorder.internals.module_tree import ModuleMap, ModuleSet, children_of
 from lightning_recorder.internals.preserve_state import read_extra_repr
-from lightning_recorder.names import closest_names, compile_glob, default_modules, is_never_called, named_submodules
+from lightning_recorder.module_names import default_modules, is_never_called, named_submodules
+from lightning_recorder.names import closest_names, compile_glob
 
 __all__ = ["SelectedModules", "Selection", "is_of_types"]
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bins", "errors", "fonts", "graph.unused", "internals.random_states", "notebook", "switch", "version"),
     ("disk", "folder_lock", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),
-    ("names",),
+    ("module_names", "names"),
     ("records",),
     ("graph.model", "inputs", "reductions", "schedule", "selection"),
     ("dumps", "graph", "taps"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_recorder.errors import ArgumentError, SelectionError
-from lightning_recorder.names import default_modules, named_submodules, own_parameters
+from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
 from lightning_recorder.selection import SelectedModules, Selection
 from tests.effort import profiled
 

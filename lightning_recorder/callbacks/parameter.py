@@ -16,7 +16,7 @@ from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, Statisti
 from lightning_recorder.callbacks.trainer import is_automatic
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.internals.module_tree import ModuleSet
-from lightning_recorder.names import default_modules, named_submodules, own_parameters
+from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection

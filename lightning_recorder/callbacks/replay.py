@@ -22,7 +22,7 @@ from lightning_recorder.internals.module_tree import modules_of, named_buffers_o
 from lightning_recorder.internals.norms import norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 

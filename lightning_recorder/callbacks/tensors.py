@@ -21,7 +21,8 @@ from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, Chosen
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.internals.module_tree import ModuleSet
-from lightning_recorder.names import compile_glob, named_submodules
+from lightning_recorder.module_names import named_submodules
+from lightning_recorder.names import compile_glob
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules

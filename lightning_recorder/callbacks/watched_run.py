@@ -23,7 +23,7 @@ from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 from lightning_recorder.reductions.kernels.fused import norm_of, prepare
 from lightning_recorder.watch import (
     CommunicationError,

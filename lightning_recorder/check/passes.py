@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
 from lightning_recorder.functions import FUNCTIONS, KNOWN, sides_of_loss
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch.origin import line_of_user
 

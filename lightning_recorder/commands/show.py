@@ -12,8 +12,7 @@ from itertools import groupby
 from typing import NamedTuple, TextIO
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from lightning_recorder.commands.doctor import bad_findings
 from lightning_recorder.commands.terminal import counted, module, number, printable, spark, table
@@ -23,6 +22,7 @@ from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.unusual import compared, standing_out, unusualness
 from lightning_recorder.names import closest_names, compile_glob, is_batch
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording
+from lightning_recorder.records.table import Floats
 
 __all__ = ["run"]
 
@@ -33,7 +33,7 @@ _NARROWEST = 6  # characters of a bar chart
 _NUMBERS = 30  # characters of the last, the smallest and the largest value
 _AROUND = 4  # lines around the rows: title, column names, prompt
 
-_OPERATORS: dict[str, Callable[[Tensor, float], Tensor]] = {
+_OPERATORS: dict[str, Callable[[Floats, float], NDArray[np.bool_]]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,
@@ -52,7 +52,7 @@ class _Found(NamedTuple):
 
 class _Condition(NamedTuple):
     statistic: str
-    holds: Callable[[Tensor, float], Tensor]
+    holds: Callable[[Floats, float], NDArray[np.bool_]]
     limit: float
 
 
@@ -145,15 +145,15 @@ def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) 
 def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
     """Return the row of a site; no row if no record meets all conditions."""
     site = found.site
-    columns = [site.statistic(condition.statistic) for condition in conditions]
-    holds = torch.ones(len(site.steps), dtype=torch.bool, device="cpu")
+    columns = [site.numbers(condition.statistic) for condition in conditions]
+    holds = np.ones(len(site.steps), dtype=bool)
     for condition, column in zip(conditions, columns, strict=True):
-        holds &= condition.holds(column, condition.limit) & ~column.isnan()
+        holds &= condition.holds(column, condition.limit) & ~np.isnan(column)
     steps = [step for step, each in zip(site.steps, holds.tolist(), strict=True) if each]
     if not steps:
         return []
     span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-    ends = [f"{number(column[holds].min().item())} to {number(column[holds].max().item())}" for column in columns]
+    ends = [f"{number(float(column[holds].min()))} to {number(float(column[holds].max()))}" for column in columns]
     name = f"{module(site.name)} {printable(site.path)}"
     return [
         [printable(found.run.name), name, printable(found.label), f"{len(steps)} of {len(site.steps)}", span, *ends]
@@ -266,7 +266,7 @@ def _values(site: SiteSeries, part: _Part) -> dict[int, float]:
     if key not in series or part.statistic not in series.statistics:
         return {}
     recorded = series[key]
-    by_step = dict(zip(recorded.steps, recorded.statistic(part.statistic).tolist(), strict=True))
+    by_step = dict(zip(recorded.steps, recorded.numbers(part.statistic).tolist(), strict=True))
     return {} if all(map(math.isnan, by_step.values())) else by_step
 
 
@@ -277,7 +277,7 @@ def _span(steps: list[int]) -> str:
 def _degrees(series: Series) -> dict[tuple[str, str], float]:
     """Return how unusual each site of a series is."""
     known = [name for name in compared(series.statistics) if name not in ("rank_mean_min", "rank_mean_max")]
-    values = {name: series.values(name).T.numpy() for name in known}
+    values = {name: series.numbers(name).T for name in known}
     degrees = unusualness(series.sites, values)
     return {(site.name, site.path): float(degree) for site, degree in zip(series.sites, degrees, strict=True)}
 
@@ -300,7 +300,7 @@ def _kind(site: SiteSeries) -> list[str]:
 
 def _lines(site: SiteSeries, wanted: list[str] | None, out: TextIO) -> list[str]:
     names = site.statistics if wanted is None else wanted
-    columns = {name: site.statistic(name).tolist() for name in names}
+    columns = {name: site.numbers(name).tolist() for name in names}
     if wanted is None:  # a statistic that cannot exist, such as the minimum of only NaN
         columns = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
         names = list(columns)

@@ -1,23 +1,8 @@
-"""Torch functions and batches as sites: the functions that can be recorded, their taps, and their places in a graph."""
+"""Torch functions and batches as sites: the functions that can be recorded, their taps, and their places in a graph.
 
-from lightning_recorder.functions.batches import BatchTap
-from lightning_recorder.functions.graph_sites import function_sites, is_of_loss
-from lightning_recorder.functions.losses import sides_of_loss
-from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, KNOWN, SCORES, function_of
-from lightning_recorder.functions.tap import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
+Each name is loaded on first use, so that the names of functions do not import torch.
+"""
 
-__all__ = [
-    "DEFAULT_KINDS",
-    "FUNCTIONS",
-    "KINDS",
-    "KNOWN",
-    "SCORES",
-    "BatchTap",
-    "ChosenFunctions",
-    "FunctionGradientTap",
-    "FunctionOutputTap",
-    "function_of",
-    "function_sites",
-    "is_of_loss",
-    "sides_of_loss",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

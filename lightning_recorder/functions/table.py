@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from lightning_recorder.graph.capture.function_calls import function_name
+from typing import NamedTuple
 
 __all__ = [
     "DEFAULT_KINDS",
     "FUNCTIONS",
     "KINDS",
-    "KNOWN",
     "SCORED",
     "SCORES",
     "FunctionKind",
@@ -155,22 +149,6 @@ SCORED = frozenset(
 
 SCORES = "in.scores"
 """The path of the scores inside of attention and routers."""
-
-
-def _known() -> dict[Callable[..., Any], str]:
-    """Return the name of each function of torch, each method of a tensor, and those that work in place."""
-    found = {}
-    for name in (*FUNCTIONS, "expit", "logsigmoid", "_threshold"):
-        for spelled in (name, f"{name}_"):
-            for place in (torch.nn.functional, torch, Tensor, torch.special):
-                function = getattr(place, spelled, None)
-                if callable(function) and function_name(function) in FUNCTIONS:
-                    found[function] = function_name(function)
-    return found
-
-
-KNOWN: Mapping[Callable[..., Any], str] = MappingProxyType(_known())
-"""The name of each function and method in :data:`FUNCTIONS`."""
 
 
 def base_name(site: str) -> str:

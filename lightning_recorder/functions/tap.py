@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.attention import scores_of_call
+from lightning_recorder.functions.known import KNOWN
 from lightning_recorder.functions.losses import classes_of_loss, share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
-from lightning_recorder.functions.table import FUNCTIONS, KNOWN, SCORED, SCORES, site_name
+from lightning_recorder.functions.table import FUNCTIONS, SCORED, SCORES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
@@ -36,7 +37,8 @@ from lightning_recorder.internals.autograd import (
 from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
 from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, is_training, parameters_of
 from lightning_recorder.internals.pause_recording import PAUSES
-from lightning_recorder.names import compile_glob, is_metric, named_submodules
+from lightning_recorder.module_names import is_metric, named_submodules
+from lightning_recorder.names import compile_glob
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
 
 __all__ = ["ChosenFunctions", "FunctionGradientTap", "FunctionOutputTap"]

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.record import check_model, record
+from lightning_recorder.graph.record_model import check_model, record
 from lightning_recorder.graph.renderers.details import check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes

@@ -16,11 +16,10 @@ from lightning_recorder.insight.data_facts import DataFacts
 from lightning_recorder.insight.finding import Finding, Severity, Trace
 from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.unusual import known_median
-from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.names import RUNNING_STATISTICS, Site
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Floats
-from lightning_recorder.reductions import Histogram
-from lightning_recorder.taps import Site
 
 __all__ = ["STATISTICS", "Evidence", "View", "gradient_norms", "medians", "spread"]
 

@@ -33,8 +33,8 @@ from lightning_recorder.insight.rules.comparisons import ODD_BLOCK, UNLIKE
 from lightning_recorder.insight.rules.gradient_steps import GRADIENT_STEP
 from lightning_recorder.insight.rules.non_finite import first_bad_step
 from lightning_recorder.records.history import History
+from lightning_recorder.records.parts import EXPERT_STATISTICS, HEAD_STATISTICS
 from lightning_recorder.records.table import Table
-from lightning_recorder.reductions.scores import EXPERT_STATISTICS, HEAD_STATISTICS
 
 __all__ = ["RunFacts", "RunHistory", "causes_first", "check_rules", "evidence_of", "examine"]
 

@@ -11,9 +11,9 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, gradient_norms
 from lightning_recorder.insight.module_edges import families
 from lightning_recorder.insight.odd_blocks import odd_blocks
+from lightning_recorder.names import Site
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 __all__ = [
     "FORWARD",

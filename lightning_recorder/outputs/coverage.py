@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 from lightning_recorder.functions import function_of
 from lightning_recorder.internals.module_tree import is_a, is_training, modules_of
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.names import named_submodules, own_parameters
+from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
 
 __all__ = ["Coverage", "with_gradients"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from lightning_recorder.names import Site
 from lightning_recorder.recordings.divergence import SeriesPair
 from lightning_recorder.recordings.series import Series
-from lightning_recorder.taps import Site
+from lightning_recorder.records.table import Floats
 
-__all__ = ["noise_bands", "rounding_sites"]
+__all__ = ["lower_median", "noise_bands", "rounding_sites"]
 
 _NORMAL_QUANTILE = 5.0  # exceeded once in 1.7 million comparisons
 _LEAST_FRACTION = 0.05
@@ -23,7 +23,7 @@ _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 _LARGEST_SHARE = 0.02  # of the gradients of the module, for dtypes of low precision
 
 
-def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) -> dict[str, Tensor]:
+def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) -> dict[str, Floats]:
     """Return the bands within which repeated runs of one configuration differ.
 
     The band of a site at a step is a quantile of Student's distribution times the standard deviation of the repeated
@@ -42,26 +42,27 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
     """
     pairs = [SeriesPair(pair.recorder, reference, each, group=pair.group) for each in repeats]
     families = _families(pair)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Floats] = {}
     for name in pair.statistics:
         values = [_placed(pair, each, name) for each in pairs if name in each.statistics]
         if not values or not pair.steps:
             continue
-        table = torch.stack([pair.values[name][0], *values])
+        table = np.stack([pair.values(name)[0], *values])
         if name in _EXTREMES or name.startswith("quantile_"):
-            found[name] = torch.full_like(table[0], torch.inf)
+            found[name] = np.full_like(table[0], np.inf)
             continue
-        variance = _variance(table) / pair.scale(name).square()
-        variance = variance.nan_to_num(nan=0.0, posinf=0.0).cummax(0).values
+        with np.errstate(all="ignore"):
+            variance = _variance(table) / np.square(pair.scale(name))
+        variance = np.maximum.accumulate(np.nan_to_num(variance, nan=0.0, posinf=0.0), axis=0)
         # Some values hardly vary, such as the first updates of Adam, until one of them does.
-        band = variance.median(1, keepdim=True).values.sqrt().expand_as(variance).clone()
+        band = np.broadcast_to(np.sqrt(lower_median(variance))[:, None], variance.shape).copy()
         for places in families:
-            least = variance[:, places].mean(1, keepdim=True)
+            least = variance[:, places].mean(1, keepdims=True)
             # Two runs are compared, whose difference has twice the variance of one.
             factor = math.sqrt(2) * _student(len(places) * len(values))
-            own = factor * torch.fmax(variance[:, places], least).sqrt()
-            band[:, places] = torch.fmax(band[:, places], own)
-        found[name] = band.clamp(min=_LEAST_FRACTION) if name.endswith("_fraction") else band
+            own = factor * np.sqrt(np.fmax(variance[:, places], least))
+            band[:, places] = np.fmax(band[:, places], own)
+        found[name] = np.maximum(band, _LEAST_FRACTION) if name.endswith("_fraction") else band
     return found
 
 
@@ -90,26 +91,32 @@ def _families(pair: SeriesPair) -> list[list[int]]:
     return list(found.values())
 
 
-def _variance(table: Tensor) -> Tensor:
+def _variance(table: Floats) -> Floats:
     """Return the variance over the runs, without the runs that lack a value; 0 with less than two."""
-    known = ~table.isnan()
+    known = ~np.isnan(table)
     count = known.sum(0)
-    mean = table.nan_to_num(nan=0.0).sum(0) / count
-    squares = torch.where(known, (table - mean).square(), 0.0).sum(0)
-    return torch.where(count > 1, squares / (count - 1), 0.0)
+    mean = np.nan_to_num(table, nan=0.0).sum(0) / count
+    squares = np.where(known, np.square(table - mean), 0.0).sum(0)
+    return np.where(count > 1, squares / (count - 1), 0.0)
 
 
-def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Tensor:
+def lower_median(values: Floats) -> Floats:
+    """Return the median along the last dimension; of an even number of values, the lower of the two in the middle."""
+    found: Floats = np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
+    return found
+
+
+def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Floats:
     """Return a statistic of a repeated run at the steps and sites of a pair; NaN where it is unknown."""
-    found = torch.full((len(pair.steps), len(pair.sites)), torch.nan, dtype=torch.float64, device="cpu")
+    found = np.full((len(pair.steps), len(pair.sites)), np.nan)
     steps = {step: place for place, step in enumerate(repeat.steps)}
     sites = {site: place for place, site in enumerate(repeat.sites)}
     rows = [place for place, step in enumerate(pair.steps) if step in steps]
     columns = [place for place, site in enumerate(pair.sites) if site in sites]
     if rows and columns:
-        values = repeat.values[name][1]
+        values = repeat.values(name)[1]
         picked = values[[steps[pair.steps[row]] for row in rows]][:, [sites[pair.sites[place]] for place in columns]]
-        found[torch.tensor(rows, device="cpu")[:, None], torch.tensor(columns, device="cpu")] = picked
+        found[np.ix_(rows, columns)] = picked
     return found
 
 
@@ -138,15 +145,14 @@ def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> fro
     by_module: dict[str, list[Site]] = {}
     for site in sites:
         by_module.setdefault(site.name, []).append(site)
+    rms = pair.values("rms") if by_module else ()
     for name, parts in by_module.items():
         places = [sites[site] for site in parts]
-        sizes = torch.stack([values[:, places] for values in pair.values["rms"]])  # [2, steps, parts]
-        largest = sizes.amax(2)
+        sizes = np.stack([values[:, places] for values in rms])  # [2, steps, parts]
+        largest = sizes.max(2)
         for index, site in enumerate(parts):
             own = (pair.one[site].dtype, dtypes[0]), (pair.other[pair.counterparts[site]].dtype, dtypes[1])
-            limits = torch.tensor(
-                [_limit(dtype, known.get(name)) for dtype, known in own], dtype=torch.float64, device="cpu"
-            )
+            limits = np.array([_limit(dtype, known.get(name)) for dtype, known in own])
             is_small = sizes[..., index] <= limits[:, None] * largest
             if bool(is_small.all()) and bool((largest > 0).any()):
                 found.add(f"{name}\n{site.path.removesuffix(suffix)}")

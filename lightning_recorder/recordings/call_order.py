@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from lightning_recorder.functions import function_of, function_sites
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.taps import Site
+from lightning_recorder.names import Site
 
 __all__ = ["RANDOM_CLASSES", "CallOrder", "in_execution_order"]
 

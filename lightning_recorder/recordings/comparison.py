@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_recorder.errors import ArgumentError, check_number
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.names import site_title
+from lightning_recorder.names import Site, site_title
 from lightning_recorder.recordings.bands import noise_bands, rounding_sites
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.divergence import SETTINGS, Divergence, SeriesPair, SiteDivergence, Tolerance
@@ -18,7 +18,6 @@ from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.run_changes import Change, distinct, graph_changes, series_changes, setting_changes
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.records.file import LOGGED
-from lightning_recorder.taps import Site
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -313,7 +312,7 @@ def _differences(pair: SeriesPair, names: NameMap) -> Iterator[Difference]:
     yield from _only("site", label, map(_site_name, mapped), map(_site_name, other.sites))
     values = ([name for name in each.statistics if name not in SETTINGS] for each in (one, other))
     yield from _only("statistic", label, *values)
-    missing = pair.both.logical_not()
+    missing = ~pair.both
     for place, site in enumerate(pair.sites):
         mine, theirs = one[site], other[pair.counterparts[site]]
         for kind, a, b in (("dtype", mine.dtype, theirs.dtype), ("shape", mine.shape, theirs.shape)):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.functions import SCORES
-from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.name_map import NameMap
+from lightning_recorder.recordings.reader import Part, PartKey
 from lightning_recorder.recordings.series import Series
-from lightning_recorder.records.counts import unpack_counts
-from lightning_recorder.taps import Site
+from lightning_recorder.records.counts import unpacked
+from lightning_recorder.records.table import Floats
 
 __all__ = ["SETTINGS", "Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]
 
@@ -26,6 +27,7 @@ _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "r
 _HISTOGRAM = "histogram"
 _MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
 _FOLLOWING = ("sum", "variance")  # derived from other statistics, and on a different scale
+_VALUES_AT_ONCE = 1 << 17  # numbers of each run that are compared at once
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ class SeriesPair:
         without: Iterable[str] = (),
         order: CallOrder | None = None,
         names: NameMap | None = None,
-        bands: Mapping[str, Tensor] | None = None,
+        bands: Mapping[str, Floats] | None = None,
     ) -> None:
         self.recorder, self.group = recorder, group
         self.one, self.other = one, other
-        self.bands: Mapping[str, Tensor] = bands or {}
+        self.bands: Mapping[str, Floats] = bands or {}
+        self._parts = [each.parts.get(PartKey(each.stage, each.loader), Part()) for each in (one, other)]
         theirs = set(other.steps)
         self.steps = [step for step in one.steps if step in theirs]
         self.names = names or NameMap()
@@ -135,8 +138,11 @@ class SeriesPair:
         shared = list(self.counterparts)
         self.sites = shared if group == "parameters" else self.order.sort(shared, is_backward=self.is_backward)
         """The common sites in the order of execution, with the names of the first run."""
-        others = [self.counterparts[site] for site in self.sites]
-        self._picks = [_picks(one, self.steps, self.sites), _picks(other, self.steps, others)]
+        of_both = self.sites, [self.counterparts[site] for site in self.sites]
+        self._places = [
+            np.array([part.sites[site] for site in sites], dtype=np.int64)
+            for part, sites in zip(self._parts, of_both, strict=True)
+        ]
         # rms comes first because it is the statistic users read first, and the first of equals is reported.
         left_out = {*_FOLLOWING, *SETTINGS, *without}
         common = [name for name in one.statistics if name in other.statistics and name not in left_out]
@@ -158,25 +164,27 @@ class SeriesPair:
         return frozenset(known - of_others)
 
     @cached_property
-    def both(self) -> Tensor:
-        """A mask that is True if both runs have recorded a site at a step, ``[steps, sites]`` bool."""
-        return _pick(self.one.seen(), *self._picks[0]) & _pick(self.other.seen(), *self._picks[1])
+    def both(self) -> NDArray[np.bool_]:
+        """A mask that is True if both runs have recorded a site at a step, ``[steps, sites]``."""
+        seen = [part.seen(self.steps)[:, places] for part, places in zip(self._parts, self._places, strict=True)]
+        return seen[0] & seen[1]
 
-    @cached_property
-    def values(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Both runs' values of each statistic, ``[steps, sites]`` float64 each."""
-        first, second = self._picks
-        return {
-            name: (_pick(self.one.values(name), *first), _pick(self.other.values(name), *second))
-            for name in self.statistics
-        }
+    def values(self, name: str) -> tuple[Floats, Floats]:
+        """Return both runs' values of a statistic, ``[steps, sites]`` each; NaN if it is missing."""
+        one, other = self._values([name], self.steps)
+        return one[0], other[0]
 
-    @cached_property
-    def _size(self) -> Tensor:
-        """The larger rms of the two runs, ``[steps, sites]``; infinite if it is unknown."""
-        unknown = torch.full((len(self.steps), len(self.sites)), torch.inf, dtype=torch.float64, device="cpu")
-        one, other = self.values.get("rms", (unknown, unknown))
-        return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
+    def values_at(self, name: str, step: int) -> tuple[Floats, Floats]:
+        """Return both runs' values of a statistic at a step, ``[sites]`` each."""
+        one, other = self._values([name], [step])
+        return one[0, 0], other[0, 0]
+
+    def _values(self, names: list[str], steps: list[int]) -> tuple[Floats, Floats]:
+        """Return both runs' values, ``[statistics, steps, sites]`` each."""
+        one, other = (
+            part.some_values(names, steps)[..., places] for part, places in zip(self._parts, self._places, strict=True)
+        )
+        return one, other
 
     @property
     def compared(self) -> int:
@@ -190,23 +198,53 @@ class SeriesPair:
             tolerance: The tolerance.
             without: Sites to leave out.
         """
+        found: dict[int, _Extremes] = {}
+        for steps, excess, distance in self._differences(tolerance):
+            parted = excess.max(0) > 0
+            for place in np.flatnonzero(parted.any(0)).tolist():
+                if self.sites[place] not in without:
+                    found.setdefault(place, _Extremes()).add(
+                        steps.start, excess[..., place], distance[..., place], parted[:, place]
+                    )
+        return [self._site(place, found[place]) for place in sorted(found)]
+
+    def _differences(self, tolerance: Tolerance) -> Iterator[tuple[slice, Floats, Floats]]:
+        """Yield some steps at a time, with the excess and the distance of each statistic.
+
+        The excess is the difference as a multiple of the tolerance, 0 within it; the distance is relative, -1 within
+        the tolerance; ``[statistics, steps, sites]`` each. With histograms, there is one statistic more.
+        """
         with_histograms = tolerance.exact and tolerance.histograms
-        shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
-        excess, distance = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
-        # In place, since these are the largest arrays of a comparison.
-        for index, name in enumerate(self.statistics):
-            excess[index], distance[index] = self._difference(name, tolerance)
-            excess[index].masked_fill_(~(self.both & (excess[index] > 1)), 0.0)
-        if with_histograms:
-            self._compare_histograms(excess, distance)
-        if not excess.numel():
-            return []
-        if "rms" in self.statistics:
-            excess[0].masked_fill_(excess[0] > 0, torch.inf)
-        distance.masked_fill_(~(excess > 0), -1.0)
-        parted = excess.amax(0) > 0
-        places = [place for place in _places(parted.any(0)) if self.sites[place] not in without]
-        return [self._site(place, excess, distance, parted[:, place]) for place in places]
+        rows = len(self.statistics) + with_histograms
+        if not rows or not self.sites:
+            return
+        # All at once, the values of a long run take more memory than everything else.
+        at_once = max(1, _VALUES_AT_ONCE // (rows * len(self.sites)))
+        for begin in range(0, len(self.steps), at_once):
+            steps = slice(begin, begin + at_once)
+            one, other = self._values(self.statistics, self.steps[steps])
+            both = self.both[steps]
+            excess, distance = np.zeros((2, rows, *both.shape))
+            # Operations with NaN and infinities are meant here.
+            with np.errstate(all="ignore"):
+                size = self._size(one, other, both.shape)
+                for index, name in enumerate(self.statistics):
+                    pair = _Values(name, one[index], other[index], size)
+                    excess[index], distance[index] = self._difference(pair, tolerance, steps)
+            excess[: len(self.statistics)][~(both & (excess[: len(self.statistics)] > 1))] = 0.0
+            if with_histograms:
+                self._compare_histograms(steps, excess[-1], distance[-1])
+            if "rms" in self.statistics:
+                excess[0][excess[0] > 0] = np.inf
+            distance[~(excess > 0)] = -1.0
+            yield steps, excess, distance
+
+    def _size(self, one: Floats, other: Floats, shape: tuple[int, ...]) -> Floats:
+        """Return the larger rms of the two runs, ``[steps, sites]``; infinite if it is unknown."""
+        if "rms" not in self.statistics:
+            return np.full(shape, np.inf)
+        place = self.statistics.index("rms")
+        return _larger_rms(one[place], other[place])
 
     def first(self, found: Iterable[SiteDivergence]) -> Divergence:
         """Return the first of some divergences: at the earliest step, at the site that is called first in it."""
@@ -218,104 +256,128 @@ class SeriesPair:
         if self.group == "parameters":
             made_first = (each for site, each in firsts.items() if site.path in RUNNING_STATISTICS)
             return next(made_first, next(iter(firsts.values())))
-        known = self.both[self.steps.index(step)].tolist()
+        known: list[bool] = self.both[self.steps.index(step)].tolist()
         same = [site for site, is_known in zip(self.sites, known, strict=True) if is_known and site not in firsts]
         return firsts[self.order.first(list(firsts), same, is_backward=self.is_backward)]
 
-    def _site(self, place: int, excess: Tensor, distance: Tensor, parted: Tensor) -> SiteDivergence:
-        first = _places(parted)[0]
-        furthest, statistic = int(distance[..., place].amax(0).argmax()), 0
-        statistic = int(distance[:, furthest, place].argmax())
-        cited = int(excess[:, first, place].argmax())
-        parts = [
-            self._at(name, step, place, distance[name, step, place].item())
-            for name, step in ((cited, first), (statistic, furthest))
-        ]
-        return SiteDivergence(parts[0], parts[1], int(parted.sum()))
+    def _site(self, place: int, found: _Extremes) -> SiteDivergence:
+        first, furthest = (self._at(*each, place) for each in (found.first, found.furthest))
+        return SiteDivergence(first, furthest, found.steps)
 
-    def _at(self, index: int, step: int, place: int, distance: float) -> Divergence:
+    def _at(self, index: int, step: int, distance: float, place: int) -> Divergence:
         site = self.sites[place]
-        where = self.steps[step], self.recorder, self.one.stage, self.one.loader, site
+        number = self.steps[step]
+        sites = site, self.counterparts[site]
         if index < len(self.statistics):
             name = self.statistics[index]
-            one, other = (values[step, place].item() for values in self.values[name])
+            one, other = (part.value(name, number, each) for part, each in zip(self._parts, sites, strict=True))
         else:
             name = _HISTOGRAM
-            sites = (self.one, site), (self.other, self.counterparts[site])
-            one, other = (float(series[each].bins(self.steps[step]).sum()) for series, each in sites)
-        return Divergence(*where, name, one, other, distance)
+            series = self.one, self.other
+            one, other = (float(run[each].counts(number).sum()) for run, each in zip(series, sites, strict=True))
+        return Divergence(number, self.recorder, self.one.stage, self.one.loader, site, name, one, other, distance)
 
-    def _difference(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    def _difference(self, pair: _Values, tolerance: Tolerance, steps: slice) -> tuple[Floats, Floats]:
         """Return the difference as a multiple of the tolerance and the relative one, ``[steps, sites]`` each."""
-        one, other = self.values[name]
-        same = (one == other) | (one.isnan() & other.isnan())
-        scale = self.scale(name)
-        difference = (one - other).abs()
-        distance = torch.where(same, 0.0, _ratio(difference, scale))
+        one, other = pair.one, pair.other
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        scale = pair.scale
+        difference = np.abs(one - other)
+        distance = np.where(same, 0.0, _ratio(difference, scale))
         if tolerance.exact:
-            same &= one.isnan() | (one.view(torch.int64) == other.view(torch.int64))  # 0.0 and -0.0 differ by a bit
-            return torch.where(same, 0.0, torch.inf), distance
-        band = self.bands.get(name)
-        is_count = name == "count" or name.endswith("_count")
+            same &= np.isnan(one) | (one.view(np.int64) == other.view(np.int64))  # 0.0 and -0.0 differ by a bit
+            return np.where(same, 0.0, np.inf), distance
+        band = self.bands[pair.name][steps] if pair.name in self.bands else None
+        is_count = pair.name == "count" or pair.name.endswith("_count")
         if is_count and band is None:
-            return torch.where(same, 0.0, torch.inf), distance
-        bound = torch.zeros_like(scale) if is_count else tolerance.rtol * scale
-        bound = bound + tolerance.atol if _is_of_values(name) else bound
-        bound = bound if band is None else torch.fmax(bound, (band * scale).nan_to_num(nan=torch.inf))
-        excess = torch.where(same, 0.0, _ratio(difference, bound))
-        return torch.where(self._size <= tolerance.atol, 0.0, excess), distance
+            return np.where(same, 0.0, np.inf), distance
+        bound = np.zeros_like(scale) if is_count else tolerance.rtol * scale
+        bound = bound + tolerance.atol if _is_of_values(pair.name) else bound
+        if band is not None:
+            bound = np.fmax(bound, np.nan_to_num(band * scale, nan=np.inf, posinf=np.inf))
+        excess = np.where(same, 0.0, _ratio(difference, bound))
+        return np.where(pair.size <= tolerance.atol, 0.0, excess), distance
 
-    def scale(self, name: str) -> Tensor:
+    def scale(self, name: str) -> Floats:
         """Return the reference of a statistic, ``[steps, sites]``; see :class:`Tolerance`."""
-        one, other = self.values[name]
-        if name.endswith("_fraction"):
-            return torch.ones_like(one)
-        larger = torch.fmax(one.abs(), other.abs())
-        if _is_of_values(name):
-            larger = torch.fmax(larger, torch.where(self._size.isinf(), 0.0, self._size))
-        return larger
+        one, other = self.values(name)
+        size = _larger_rms(*self.values("rms")) if "rms" in self.statistics else np.full(one.shape, np.inf)
+        return _Values(name, one, other, size).scale
 
-    def _compare_histograms(self, excess: Tensor, distance: Tensor) -> None:
-        """Write the differences between histograms into the last row of ``excess`` and ``distance``."""
-        for index, step in enumerate(self.steps):
+    def _compare_histograms(self, steps: slice, excess: Floats, distance: Floats) -> None:
+        """Write the differences between histograms of some steps into ``excess`` and ``distance``."""
+        for index, step in enumerate(self.steps[steps]):
             ones, others = self.one.packed_counts(step), self.other.packed_counts(step)
-            for place in _places(self.both[index]):
+            for place in np.flatnonzero(self.both[steps.start + index]).tolist():
                 site = self.sites[place]
                 one, other = ones[site], others[self.counterparts[site]]
                 # Another release of zlib may compress equal counts to different bytes.
                 if one == other or one is None or other is None:
                     continue
-                counts = unpack_counts(one), unpack_counts(other)
-                if not torch.equal(*counts):
+                counts = unpacked(one), unpacked(other)
+                if not np.array_equal(*counts):
                     total = int(counts[0].sum() + counts[1].sum())
-                    excess[-1, index, place] = torch.inf
-                    distance[-1, index, place] = int((counts[0] - counts[1]).abs().sum()) / max(total, 1)
+                    excess[index, place] = np.inf
+                    distance[index, place] = int(np.abs(counts[0] - counts[1]).sum()) / max(total, 1)
 
 
-def _ratio(number: Tensor, by: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Values:
+    """Both runs' values of a statistic at some steps, and the larger rms of the two, ``[steps, sites]`` each."""
+
+    name: str
+    one: Floats
+    other: Floats
+    size: Floats
+
+    @property
+    def scale(self) -> Floats:
+        """The reference of the statistic."""
+        if self.name.endswith("_fraction"):
+            return np.ones_like(self.one)
+        larger = np.fmax(np.abs(self.one), np.abs(self.other))
+        if _is_of_values(self.name):
+            larger = np.fmax(larger, np.where(np.isinf(self.size), 0.0, self.size))
+        return larger
+
+
+class _Extremes:
+    """The first and the furthest difference of a site: statistic, step and distance of each."""
+
+    def __init__(self) -> None:
+        self.first = self.furthest = (0, 0, -np.inf)
+        self.steps = 0
+
+    def add(self, begin: int, excess: Floats, distance: Floats, parted: NDArray[np.bool_]) -> None:
+        """Add some steps, of which one differs at least, from the step of this number on.
+
+        Args:
+            begin: The first of the steps.
+            excess: The excess of each statistic, ``[statistics, steps]``.
+            distance: The distance of each statistic, ``[statistics, steps]``.
+            parted: A mask of the steps that differ, ``[steps]``.
+        """
+        if not self.steps:
+            step = int(parted.argmax())
+            cited = int(excess[:, step].argmax())
+            self.first = cited, begin + step, float(distance[cited, step])
+        step = int(distance.max(0).argmax())
+        statistic = int(distance[:, step].argmax())
+        # Of equal distances the first one counts.
+        if distance[statistic, step] > self.furthest[2]:
+            self.furthest = statistic, begin + step, float(distance[statistic, step])
+        self.steps += int(parted.sum())
+
+
+def _larger_rms(one: Floats, other: Floats) -> Floats:
+    return np.where(np.isnan(one) | np.isnan(other), np.inf, np.fmax(one, other))
+
+
+def _ratio(number: Floats, by: Floats) -> Floats:
     """Return the quotient; infinite if either operand is NaN or the divisor is 0."""
-    return (number / by).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return np.nan_to_num(number / by, nan=np.inf, posinf=np.inf)
 
 
 def _is_of_values(name: str) -> bool:
     """Return True if the reference of a statistic is the magnitude of the values."""
     return name in _OF_VALUES or name.startswith("quantile_")
-
-
-def _picks(series: Series, steps: list[int], sites: list[Site]) -> tuple[Tensor, Tensor]:
-    step_places = {step: place for place, step in enumerate(series.steps)}
-    site_places = {site: place for place, site in enumerate(series.sites)}
-    return (
-        torch.tensor([step_places[step] for step in steps], dtype=torch.int64, device="cpu"),
-        torch.tensor([site_places[site] for site in sites], dtype=torch.int64, device="cpu"),
-    )
-
-
-def _pick(table: Tensor, steps: Tensor, sites: Tensor) -> Tensor:
-    return table[steps][:, sites]
-
-
-def _places(mask: Tensor) -> list[int]:
-    """Return the indices at which a mask ``[n]`` is True."""
-    found: list[int] = mask.nonzero().flatten().tolist()
-    return found

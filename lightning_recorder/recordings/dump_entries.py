@@ -6,14 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_recorder.dumps import MANIFEST, dumps_in, manifests
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.names import closest_names
 from lightning_recorder.records.file import is_inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DumpEntry", "find_dumps"]
 

@@ -18,11 +18,11 @@ from lightning_recorder.insight import (
 from lightning_recorder.insight import (
     examine as examine_history,
 )
-from lightning_recorder.records.counts import unpack_counts
+from lightning_recorder.names import Site
+from lightning_recorder.records.counts import to_histogram, unpacked
 from lightning_recorder.records.file import WATCH, calls_of, is_inside
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.records.table import Table
-from lightning_recorder.reductions import Histogram, to_histogram
-from lightning_recorder.taps import Site
 from lightning_recorder.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -96,6 +96,6 @@ def _histograms(series: Series, step: int) -> Callable[[Site], Histogram | None]
         counts, scalars = packed()[site], series[site].scalars(step)
         if counts is None or any(name not in scalars for name in _FOR_HISTOGRAM):
             return None
-        return to_histogram(scalars, unpack_counts(counts))
+        return to_histogram(scalars, unpacked(counts))
 
     return histogram

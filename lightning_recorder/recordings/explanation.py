@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
-from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.names import RUNNING_STATISTICS, Site
+from lightning_recorder.recordings.bands import lower_median
 from lightning_recorder.recordings.call_order import RANDOM_CLASSES
 from lightning_recorder.recordings.comparison import Comparison
 from lightning_recorder.recordings.divergence import Divergence, SeriesPair
 from lightning_recorder.recordings.run_changes import Change, Phase
-from lightning_recorder.taps import Site
 
 __all__ = ["explain", "place", "site_name", "written_apart"]
 
@@ -182,9 +182,9 @@ class _Explanation:
         return self._update(pair, first)
 
     def _start(self, pair: SeriesPair, first: Divergence) -> tuple[str, str]:
-        row = pair.steps.index(first.step)
         apart, scaled = [], []
-        one, other = (values[row].tolist() for values in pair.values["rms"]) if "rms" in pair.values else ([], [])
+        has_rms = "rms" in pair.statistics
+        one, other = (each.tolist() for each in pair.values_at("rms", first.step)) if has_rms else ([], [])
         differing = {
             each.first.site
             for each in self.found.sites
@@ -307,17 +307,19 @@ class _Explanation:
 
     def _factor(self, pair: SeriesPair, step: int, sites: Iterable[Site], statistic: str = "rms") -> _Factor | None:
         """Return the factor between the values of all sites at a step; None if it is not the same for all."""
-        if statistic not in pair.values or step not in pair.steps:
+        if statistic not in pair.statistics or step not in pair.steps:
             return None
-        one, other = (values[pair.steps.index(step)] for values in pair.values[statistic])
+        one, other = pair.values_at(statistic, step)
         index = {site: place for place, site in enumerate(pair.sites)}
         left_out = set(self.found.rounding)
-        places = torch.tensor([index[site] for site in sites if site not in left_out], dtype=torch.int64, device="cpu")
-        ratios = (other[places] / one[places])[one[places] != 0]
-        ratios = ratios[ratios.isfinite()]
+        places = np.array([index[site] for site in sites if site not in left_out], dtype=np.int64)
+        places = places[one[places] != 0]
+        with np.errstate(all="ignore"):
+            ratios = other[places] / one[places]
+        ratios = ratios[np.isfinite(ratios)]
         if len(ratios) < 2 or bool(ratios.min() <= 0):
             return None
-        value = float(ratios.median())
+        value = float(lower_median(ratios))
         is_common = bool((ratios.max() / ratios.min() - 1) <= _SAME_FACTOR)
         return _Factor(len(ratios), value) if is_common and abs(value - 1) > _SAME_FACTOR else None
 

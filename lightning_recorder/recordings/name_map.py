@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.taps import Site
+from lightning_recorder.names import Site
 
 __all__ = ["NameMap", "suggest_rules"]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.names import Site
 from lightning_recorder.recordings.divergence import Divergence
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
-from lightning_recorder.taps import Site
 
 __all__ = ["RankComparison", "compare_ranks"]
 
@@ -88,14 +89,15 @@ def _diverged(label: str, series: Series, step: int, sites: object) -> list[Dive
     known = set(series.sites)
     found = [Site(*each) for each in sites if len(each) == 2] if isinstance(sites, list) else []
     where = step, label, series.stage, series.loader
-    return [Divergence(*where, site, "mean", torch.nan, torch.nan, torch.nan) for site in found if site in known]
+    return [Divergence(*where, site, "mean", math.nan, math.nan, math.nan) for site in found if site in known]
 
 
 def _spreads(label: str, series: Series) -> list[Divergence]:
     if not {_LOW, _HIGH, "std"} <= set(series.statistics):
         return []
-    low, high, std = (series.values(name) for name in (_LOW, _HIGH, "std"))
-    distance = ((high - low) / std).nan_to_num(nan=-1.0, posinf=-1.0)
+    low, high, std = (series.numbers(name) for name in (_LOW, _HIGH, "std"))
+    with np.errstate(all="ignore"):
+        distance = np.nan_to_num((high - low) / std, nan=-1.0, posinf=-1.0)
     found = []
     for place, site in enumerate(series.sites):
         row = int(distance[:, place].argmax())

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.names import Site
 from lightning_recorder.records.counts import counts_of
 from lightning_recorder.records.file import FORMAT, FORMATS, SchemaCache, parse, read_table, unpack_vectors
-from lightning_recorder.records.table import Schema, Table
-from lightning_recorder.taps import Site
+from lightning_recorder.records.table import Floats, Schema, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "PLACES",
@@ -96,7 +100,7 @@ class Part:
     """The number of records that a later line has replaced."""
 
     def __post_init__(self) -> None:
-        self._places: dict[Schema, Tensor] = {}
+        self._places: dict[Schema, NDArray[np.int64]] = {}
         self._session = 0
         self._earlier: list[int] = []  # the steps of the records of earlier sessions, in ascending order
         self._every: int | None = None  # the interval that the record before has announced
@@ -124,9 +128,7 @@ class Part:
             for site in table.sites:
                 self.sites.setdefault(site, len(self.sites))
             self.statistics.update(dict.fromkeys(table.columns))
-            self._places[table.schema] = torch.tensor(
-                [self.sites[site] for site in table.sites], dtype=torch.int64, device="cpu"
-            )
+            self._places[table.schema] = np.array([self.sites[site] for site in table.sites], dtype=np.int64)
 
     def _covered(self, table: Table) -> int:
         """Return the number of steps that a record covers, or fewer if the interval has just changed."""
@@ -141,22 +143,37 @@ class Part:
         """The recorded steps in ascending order."""
         return sorted(self.entries)
 
-    def values(self, statistic: str) -> Tensor:
+    def values(self, statistic: str) -> Floats:
         """Return one statistic of all sites at all steps, ``[steps, sites]`` float64; NaN if it is missing."""
-        found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64, device="cpu")
-        tables = [self.entries[step].table for step in self.steps]
-        for schema, begin, end in _runs_of_schemas(tables):
-            if statistic in schema.columns and schema.sites:
-                # One copy for many records, because each call of torch takes longer than the values of a record.
-                buffer = bytearray().join(table.numbers.data for table in tables[begin:end])
-                values = torch.frombuffer(buffer, dtype=torch.float64).view(end - begin, len(schema.sites), -1)
-                found[begin:end, self._places[schema]] = values[..., schema.columns.index(statistic)]
+        found: Floats = self.some_values([statistic], self.steps)[0]
         return found
 
-    def seen(self) -> Tensor:
-        """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
-        found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool, device="cpu")
-        for schema, begin, end in _runs_of_schemas([self.entries[step].table for step in self.steps]):
+    def some_values(self, statistics: Sequence[str], steps: Sequence[int]) -> Floats:
+        """Return statistics of all sites at some steps, ``[statistics, steps, sites]`` float64; NaN if missing."""
+        found = np.full((len(statistics), len(steps), len(self.sites)), np.nan)
+        tables = [self.entries[step].table for step in steps]
+        for schema, begin, end in _runs_of_schemas(tables):
+            if not schema.sites:
+                continue
+            # One array for many records, because each call of NumPy takes longer than the values of a record.
+            joined = np.frombuffer(b"".join(table.numbers.data for table in tables[begin:end]), dtype=np.float64)
+            values = joined.reshape(end - begin, len(schema.sites), len(schema.columns))
+            for row, statistic in zip(found, statistics, strict=True):
+                if statistic in schema.columns_set:
+                    row[begin:end, self._places[schema]] = values[..., schema.columns.index(statistic)]
+        return found
+
+    def value(self, statistic: str, step: int, site: Site) -> float:
+        """Return one number; NaN if it is missing."""
+        table = self.entries[step].table
+        if site not in table.rows or statistic not in table.columns:
+            return math.nan
+        return float(table.numbers[table.rows[site], table.columns.index(statistic)])
+
+    def seen(self, steps: Sequence[int]) -> NDArray[np.bool_]:
+        """Return a mask that is True if a site was recorded at a step, ``[steps, sites]``."""
+        found = np.zeros((len(steps), len(self.sites)), dtype=bool)
+        for schema, begin, end in _runs_of_schemas([self.entries[step].table for step in steps]):
             found[begin:end, self._places[schema]] = True
         return found
 

@@ -269,7 +269,7 @@ def _in_eval(run: Run) -> Iterator[tuple[str, bool]]:
     for label in run:
         series = run[label]
         if series.stage == "train" and series.steps and not any(site.path.count(".") for site in series.sites):
-            modes = series.values("eval_mode")[0].tolist() if "eval_mode" in series.statistics else [0.0] * len(series)
+            modes = series.numbers("eval_mode")[0].tolist() if "eval_mode" in series.statistics else [0.0] * len(series)
             yield from ((site.name, mode == 1.0) for site, mode in zip(series.sites, modes, strict=True))
 
 

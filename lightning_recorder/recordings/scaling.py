@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS, FINITE_BINS
 from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.names import Site
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.explanation import site_name
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.records.counts import unpack_counts
-from lightning_recorder.taps import Site
 
 __all__ = ["Scaling", "SiteScaling", "check_scaling"]
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.names import closest_names, is_batch
+from lightning_recorder.names import Site, closest_names, is_batch
 from lightning_recorder.recordings.reader import Entry, Part, PartKey, RecordReader, Session, frame_of
-from lightning_recorder.records.counts import unpack_counts
+from lightning_recorder.records.counts import to_histogram, unpacked
 from lightning_recorder.records.file import calls_of
-from lightning_recorder.records.table import Schema
-from lightning_recorder.taps import Site
+from lightning_recorder.records.table import Floats, Schema
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_recorder.records.histogram import Histogram
 
 __all__ = ["Series", "SiteSeries"]
@@ -200,12 +202,20 @@ class Series:
         Raises:
             ArgumentError: If there is no such statistic.
         """
+        import torch
+
+        return torch.from_numpy(self.numbers(statistic))
+
+    def numbers(self, statistic: str) -> Floats:
+        """Return the numbers of :meth:`values` as an array, without importing torch."""
         self.check_statistic(statistic)
         return self._part.values(statistic)
 
     def seen(self) -> Tensor:
         """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
-        return self._part.seen()
+        import torch
+
+        return torch.from_numpy(self._part.seen(self.steps))
 
     def packed_counts(self, step: int) -> dict[Site, object]:
         """Return the encoded histogram of each site of a record, as stored in the file; ``None`` if there is none.
@@ -347,9 +357,15 @@ class SiteSeries:
         Raises:
             ArgumentError: If there is no such statistic.
         """
+        import torch
+
+        return torch.from_numpy(self.numbers(name))
+
+    def numbers(self, name: str) -> Floats:
+        """Return the numbers of :meth:`statistic` as an array, without importing torch."""
         self.series.check_statistic(name)
-        values = [entry.table.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
-        return torch.tensor(values, dtype=torch.float64, device="cpu")
+        values = [entry.table.scalars(self.site).get(name, math.nan) for entry in self._entries()]
+        return np.array(values, dtype=np.float64)
 
     def scalars(self, step: int) -> dict[str, float]:
         """Return all statistics at one step.
@@ -389,10 +405,20 @@ class SiteSeries:
             ArgumentError: If the site was not recorded at that step, or was recorded without a histogram.
             DumpError: If the histogram is damaged.
         """
+        import torch
+
+        return torch.from_numpy(self.counts(step))
+
+    def counts(self, step: int) -> NDArray[np.int64]:
+        """Return the counts of :meth:`bins` as an array, without importing torch.
+
+        Raises:
+            ArgumentError, DumpError: As for :meth:`bins`.
+        """
         packed = self.series.packed_counts(self._entry(step).table.about["step"])[self.site]
         if packed is None:
             raise ArgumentError(f"{self.name!r} was recorded at step {step} without a histogram")
-        return unpack_counts(packed)
+        return unpacked(packed)
 
     def classes(self, step: int) -> dict[int, int]:
         """Return the number of values of each class at one step, for a site whose path ends with ``.classes``.
@@ -403,7 +429,7 @@ class SiteSeries:
         """
         from lightning_recorder.records.classes import class_counts
 
-        counts = class_counts(self.bins(step))
+        counts = class_counts(self.counts(step))
         return {each: int(number) for each, number in enumerate(counts) if number}
 
     def histogram(self, step: int) -> Histogram:
@@ -413,13 +439,11 @@ class SiteSeries:
             ArgumentError: As for :meth:`bins`, or if ``count``, ``mean``, ``rms``, ``min`` or ``max`` was not recorded.
             DumpError: If the histogram is damaged.
         """
-        from lightning_recorder.reductions import to_histogram
-
         scalars = self.scalars(step)
         missing = [name for name in ("count", "mean", "rms", "min", "max") if name not in scalars]
         if missing:
             raise ArgumentError(f"a histogram of {self.name!r} needs {_listed(missing)}, which were not recorded")
-        return to_histogram(scalars, self.bins(step))
+        return to_histogram(scalars, self.counts(step))
 
     def __repr__(self) -> str:
         return f"<{self.name or '(root)'} {self.path}: {len(self.steps)} records>"

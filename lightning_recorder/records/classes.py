@@ -6,13 +6,16 @@ So they are merged over batches and ranks like every histogram, exactly, and fil
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN
 from lightning_recorder.records.histogram import Histogram
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CLASS_COUNTS", "class_counts", "class_scalars", "classes_in"]
 
@@ -22,9 +25,9 @@ CLASS_COUNTS = ".classes"
 _BINS = slice(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES)
 
 
-def class_counts(bins: Tensor) -> NDArray[np.int64]:
+def class_counts(bins: Tensor | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of values of each class, ``[1000]``, for the bins of a site that counts classes, ``[2048]``."""
-    return bins.numpy()[_BINS].astype(np.int64)
+    return np.asarray(bins)[_BINS].astype(np.int64)
 
 
 def classes_in(histogram: Histogram) -> dict[int, int]:

@@ -8,17 +8,18 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.records.histogram import EDGES, Histogram, between_edges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "SUMMED",
@@ -35,6 +36,7 @@ __all__ = [
     "to_base64",
     "to_histogram",
     "unpack_counts",
+    "unpacked",
 ]
 
 Floats = NDArray[np.float64]
@@ -131,10 +133,15 @@ class SparseCounts:
 
     def dense(self, row: int) -> Tensor:
         """Return the counts of all bins of one histogram, ``[2048]`` int64."""
+        import torch
+
+        return torch.from_numpy(self._dense(row))
+
+    def _dense(self, row: int) -> Integers:
         found = np.zeros(BINS, dtype=np.int64)
         bins, counts = self.entries(row)
         found[bins] = counts
-        return torch.from_numpy(found)
+        return found
 
     def packed(self) -> list[bytes | None]:
         """Return each histogram as pairs of gap and count in LEB128: the encoding of record files, uncompressed.
@@ -322,7 +329,7 @@ class Sums(NamedTuple):
     fraction: float = 1.0
 
 
-def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
+def to_histogram(statistics: Mapping[str, float], bins: Tensor | Integers) -> Histogram:
     """Return the histogram of one site on the host, in the form that sinks accept.
 
     Args:
@@ -331,7 +338,7 @@ def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
         bins: The ``histogram`` of the site, ``[2048]``.
     """
     values = np.array([[float(statistics.get(name, math.nan)) for name in SUMMED]])
-    return Histogram(*between_edges(bins.numpy()), *sums_of(values)[0])
+    return Histogram(*between_edges(np.asarray(bins)), *sums_of(values)[0])
 
 
 SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
@@ -372,7 +379,7 @@ class TaggedHistograms(Mapping[str, Histogram]):
     @override
     def __getitem__(self, tag: str) -> Histogram:
         place = self._places[tag]
-        return Histogram(*between_edges(self._counts.dense(place).numpy()), *self.sums[place])
+        return Histogram(*between_edges(self._counts._dense(place)), *self.sums[place])
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -407,6 +414,8 @@ def from_base64(text: str) -> bytes:
 
 
 def _checked(bins: Tensor) -> NDArray[np.int64]:
+    import torch
+
     if bins.shape != (BINS,) or bins.dtype != torch.int64 or bins.is_sparse:
         raise ArgumentError(f"bins must be [{BINS}] int64, got {list(bins.shape)} {bins.dtype}")
     counts: NDArray[np.int64] = bins.cpu().numpy()
@@ -442,6 +451,17 @@ def unpack_counts(text: object) -> Tensor:
     """Decode counts that :func:`pack_counts` has encoded, or one of :func:`counts_of`, as ``[2048]`` int64.
 
     Raises:
+        DumpError: As for :func:`unpacked`.
+    """
+    import torch
+
+    return torch.from_numpy(unpacked(text))
+
+
+def unpacked(text: object) -> Integers:
+    """Return the counts of :func:`unpack_counts` as an array, without importing torch.
+
+    Raises:
         DumpError: If this is not an encoded histogram. Decompression stops at the size of the largest possible
             histogram, so a malicious text cannot exhaust memory.
     """
@@ -452,8 +472,8 @@ def unpack_counts(text: object) -> Tensor:
         for gap, count in zip(numbers, numbers, strict=True):
             place += gap + 1
             bins[place] = count
-        return torch.tensor(bins, dtype=torch.int64, device="cpu")
-    except (ValueError, IndexError, RuntimeError) as error:
+        return np.array(bins, dtype=np.int64)
+    except (ValueError, IndexError, OverflowError) as error:
         raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
 
 

@@ -31,12 +31,10 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.names import Site
@@ -44,6 +42,9 @@ from lightning_recorder.records.counts import from_base64, inflated, to_base64
 from lightning_recorder.records.table import Schema, SiteStatistics, Table
 from lightning_recorder.untrusted import is_finite, is_whole
 from lightning_recorder.version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CHECK",
@@ -405,6 +406,8 @@ def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
 
 
 def _packed(tensor: Tensor) -> tuple[str, str]:
+    import torch
+
     values = tensor.double()
     narrow = values.float()
     is_exact = torch.equal(narrow.double()[~values.isnan()], values[~values.isnan()])
@@ -418,6 +421,8 @@ def unpack_vectors(packed: Any, place: int) -> dict[str, Tensor]:
     Raises:
         LookupError, TypeError, ValueError: If the data is not from :func:`pack_vectors`.
     """
+    import torch
+
     found = {}
     for site, name, kind, text in packed:
         if site == place:
@@ -494,6 +499,8 @@ class RecordWriter:
         Returns:
             The number of the session in the file, starting at 1.
         """
+        import torch
+
         versions = {
             "python": platform.python_version(),
             "torch": str(torch.__version__),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lightning_recorder.bins import BIN_SHIFT, BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["EDGES", "MAGNITUDES", "Histogram", "between_edges", "in_order"]
 
@@ -135,8 +138,8 @@ class Histogram:
             dtype: A floating-point type such as ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or
                 ``torch.float8_e5m2``.
         """
-        _check_floating(dtype)
-        half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+        numbers = _numbers_of(dtype)
+        half = numbers.smallest_normal * numbers.eps / 2
         small = (self.edges[:-1] >= -half) & (self.edges[1:] <= half)
         around_zero = (self.edges[:-1] < 0) & (self.edges[1:] > 0)
         return self._share(small & ~around_zero)
@@ -150,8 +153,7 @@ class Histogram:
         Args:
             dtype: A floating-point type, as for :meth:`underflow_fraction`.
         """
-        _check_floating(dtype)
-        largest = torch.finfo(dtype).max
+        largest = _numbers_of(dtype).max
         return self._share((self.edges[:-1] > largest) | (self.edges[1:] < -largest))
 
     def _share(self, bins: NDArray[np.bool_]) -> float:
@@ -181,6 +183,9 @@ class Histogram:
         return replace(self, edges=edges[np.append(kept, -1)], counts=np.add.reduceat(counts, kept))
 
 
-def _check_floating(dtype: object) -> None:
+def _numbers_of(dtype: object) -> torch.finfo:
+    import torch
+
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError(f"dtype must be a floating-point type of torch, such as torch.float16, got {dtype!r}")
+    return torch.finfo(dtype)

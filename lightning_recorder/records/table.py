@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import did_you_mean
@@ -21,15 +19,25 @@ from lightning_recorder.records.classes import class_counts
 from lightning_recorder.records.counts import SparseCounts, to_histogram
 from lightning_recorder.records.histogram import Histogram
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 __all__ = ["Floats", "Schema", "SiteStatistics", "Table", "is_of_data", "make_schema"]
 
 Floats = NDArray[np.float64]
 
 _SIDES = ("in.prediction", "in.target", "in.scores")  # these may have any values
 
-_NO_BINS = torch.zeros(0, dtype=torch.int64, device="cpu")
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
 _MOST_PARTS = 64  # schemas of parts that are kept
+
+
+@cache
+def _no_bins() -> Tensor:
+    import torch
+
+    return torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def is_of_data(name: str, path: str) -> bool:
@@ -52,7 +60,7 @@ class SiteStatistics:
     """
 
     scalars: Mapping[str, float]
-    bins: Tensor = _NO_BINS
+    bins: Tensor = field(default_factory=_no_bins)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
@@ -289,10 +297,12 @@ class Table(Mapping[Site, SiteStatistics]):
         return seen
 
     def _of(self, site: Site) -> SiteStatistics:
-        bins = _NO_BINS if self.counts is None else self.counts.dense(self.rows[site])
+        bins = _no_bins() if self.counts is None else self.counts.dense(self.rows[site])
         return SiteStatistics(self.scalars(site), bins, self.tensors.get(site, {}), *self._kind(self.rows[site]))
 
     def _kind(self, row: int) -> tuple[torch.dtype | None, tuple[int, ...] | None]:
+        import torch
+
         found = getattr(torch, self.schema.dtypes[row] or "", None)
         return found if isinstance(found, torch.dtype) else None, self.schema.shapes[row]
 
@@ -340,7 +350,7 @@ class Table(Mapping[Site, SiteStatistics]):
             scalars = dict(zip(self.columns, values, strict=True))
             if names is not None:
                 scalars = {name: scalars[name] for name in names[row]}
-            found[site] = SiteStatistics(scalars, _NO_BINS, {}, *self._kind(row))
+            found[site] = SiteStatistics(scalars, _no_bins(), {}, *self._kind(row))
         return found
 
     def names_of(self, row: int) -> tuple[str, ...]:

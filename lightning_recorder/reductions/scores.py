@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_recorder.records.parts import EXPERT_STATISTICS, HEAD_STATISTICS
 from lightning_recorder.reductions.shaped import ShapedReduction
 from lightning_recorder.reductions.values import Values
 
@@ -49,38 +50,8 @@ HEAD_SLOTS = (
 
 _HEAD_MAXIMA = 4
 
-HEAD_STATISTICS = (
-    "attention_max_logit",
-    "attention_logit_std",
-    "attention_entropy",
-    "attention_entropy_ratio",
-    "attention_least_ratio",
-    "attention_most_ratio",
-    "attention_first_key",
-    "attention_top_key",
-    "attention_distance",
-    "attention_future",
-    "attention_keys",
-    "attention_visible",
-    "attention_masked",
-    "attention_blind",
-    "attention_value_rms",
-    "attention_alike",
-)
-"""The statistics of each head."""
-
 EXPERT_SLOTS = ("tokens", "sampled", "chosen", "load", "probability", "entropy", "margin")
 """The numbers that are kept for each expert; those of the router are the same for all of its experts."""
-
-EXPERT_STATISTICS = (
-    "router_load",
-    "router_probability",
-    "router_entropy",
-    "router_margin",
-    "router_chosen",
-    "router_tokens",
-)
-"""The statistics of each expert. The last four belong to the router and are the same for all of its experts."""
 
 
 def slots_of_scores(names: tuple[str, ...], found: Mapping[str, Tensor | float], like: Tensor) -> Tensor:

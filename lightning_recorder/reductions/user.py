@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, imported
-from lightning_recorder.names import is_metric
+from lightning_recorder.module_names import is_metric
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.reductions.accumulators import (
     Accumulator,

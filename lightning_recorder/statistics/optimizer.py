@@ -20,7 +20,8 @@ from lightning_recorder.internals.module_tree import modules_of, stored_attribut
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.names import RUNNING_STATISTICS, own_parameters
+from lightning_recorder.module_names import own_parameters
+from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recorder.internals.module_tree import hookable
-from lightning_recorder.names import own_parameters
+from lightning_recorder.module_names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["InputTap", "OutputTap", "ParameterTap"]

@@ -24,7 +24,7 @@ from lightning_recorder.internals.autograd import (
     sequence_number_of,
 )
 from lightning_recorder.internals.module_tree import hookable
-from lightning_recorder.names import own_parameters
+from lightning_recorder.module_names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "ParameterGradientTap", "Total"]

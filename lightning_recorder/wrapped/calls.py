@@ -24,7 +24,7 @@ from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.module_tree import buffers_of, hookable, is_scripted, parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 from lightning_recorder.structure import describe_unknown, iter_tensors
 
 __all__ = [

@@ -18,7 +18,7 @@ from lightning_recorder.inputs import arguments, checked_depth, checked_device, 
 from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import ModuleState
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.wrapped.calls import (
     Label,

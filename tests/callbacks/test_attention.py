@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, open_recording
 from lightning_recorder.functions import ChosenFunctions
 from lightning_recorder.insight import RULES
-from lightning_recorder.reductions.scores import EXPERT_STATISTICS, HEAD_STATISTICS
+from lightning_recorder.records.parts import EXPERT_STATISTICS, HEAD_STATISTICS
 from lightning_recorder.taps import Site
 
 WIDTH, HEADS, LENGTH, TOKENS = 16, 4, 12, 20

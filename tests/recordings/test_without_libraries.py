@@ -68,3 +68,29 @@ def test_without_libraries(tmp_path: Path) -> None:
     assert found["loaded"] == []
     assert found["graph"] == json.loads(json.dumps(graph))
     assert "a Parquet file needs pyarrow: pip install pyarrow" in done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+from lightning_recorder.commands import main
+
+status = [main(each.split("|")) for each in sys.argv[1:]]
+print("result", status, "torch" in sys.modules)
+"""
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    """Listing, showing, examining and comparing runs does not import torch, which takes more memory than long runs."""
+    graph = json.dumps(capture_graph(make_net(), torch.ones(1, 6)).to_json())
+    runs = [tmp_path / "one", tmp_path / "other"]
+    for seed, path in enumerate(runs):
+        record_run(path, steps=range(2), seed=seed)
+        (path / "recorder" / "graph.json").write_text(graph)
+    one, other = map(str, runs)
+    commands = ["|".join(each) for each in (("ls", one), ("show", one), ("doctor", one), ("diff", one, other))]
+    exact = "|".join(("diff", one, other, "--exact", "--json"))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *commands, exact], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "result [0, 0, 0, 1, 1] False"

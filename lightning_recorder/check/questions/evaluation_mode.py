@@ -14,7 +14,7 @@ from torch import nn
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
 from lightning_recorder.check.influence import is_changed
 from lightning_recorder.internals.module_tree import own_parameters_of
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 
 if TYPE_CHECKING:
     from lightning_recorder.check.bench import Bench

@@ -11,7 +11,7 @@ from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.module_tree import children_of
-from lightning_recorder.names import is_metric, named_submodules
+from lightning_recorder.module_names import is_metric, named_submodules
 
 __all__ = ["find_unused"]
 

@@ -45,7 +45,7 @@ from lightning_recorder.internals.module_tree import (
     stored_attribute,
 )
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
-from lightning_recorder.names import named_submodules, without_wrappers
+from lightning_recorder.module_names import named_submodules, without_wrappers
 
 __all__ = ["GraphCapture"]
 

@@ -21,7 +21,7 @@ from lightning_recorder.internals.module_tree import (
     named_parameters_of,
     parameters_of,
 )
-from lightning_recorder.names import named_submodules
+from lightning_recorder.module_names import named_submodules
 
 __all__ = ["FUSED", "ModelNames", "is_fused", "is_opaque"]
 

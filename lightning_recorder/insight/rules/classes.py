@@ -10,8 +10,8 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import ALL_IGNORED, NON_FINITE, Finding
 from lightning_recorder.insight.rule import rule
+from lightning_recorder.names import Site
 from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
-from lightning_recorder.taps import Site
 
 _ANY = ("any",)
 _PREDICTED, _MEANT = (f"in.{side}{CLASS_COUNTS}" for side in ("prediction", "target"))

@@ -25,9 +25,8 @@ from lightning_recorder.insight.siblings import (
     initial_steps,
     sibling_values,
 )
-from lightning_recorder.names import site_title
+from lightning_recorder.names import Site, site_title
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 __all__ = ["ODD_BLOCK", "UNLIKE"]
 

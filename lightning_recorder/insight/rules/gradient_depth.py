@@ -11,8 +11,8 @@ from lightning_recorder.insight.evidence import Evidence, View, gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.insight.rules.gradients import GRADIENT_CONSEQUENCES, pairs_of_heads
+from lightning_recorder.names import Site
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 _WHY_UNEXPLAINED = "A term of the loss that uses an output inside of the model directly, or a factor in the code there."
 

@@ -13,8 +13,8 @@ from lightning_recorder.insight.evidence import Evidence, View, gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.insight.siblings import FORWARD, all_outliers, blocks_of, families_of
+from lightning_recorder.names import Site
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 __all__ = ["GRADIENT_STEP"]
 

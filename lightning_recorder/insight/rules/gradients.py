@@ -14,7 +14,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.taps import Site
+from lightning_recorder.names import Site
 
 __all__ = [
     "GRADIENT_CONSEQUENCES",

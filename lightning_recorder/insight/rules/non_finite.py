@@ -12,10 +12,9 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import NON_FINITE, Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.names import split_call
+from lightning_recorder.names import Site, split_call
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 __all__ = ["first_bad_step"]
 

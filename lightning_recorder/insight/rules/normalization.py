@@ -12,10 +12,9 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.rule import rule
-from lightning_recorder.names import RUNNING_STATISTICS
+from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Floats
-from lightning_recorder.taps import Site
 
 _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
 

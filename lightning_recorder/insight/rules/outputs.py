@@ -15,8 +15,8 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import LOSSES, sides_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import site_title
+from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.records.table import Floats
-from lightning_recorder.reductions import Histogram
 
 _RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
 _FUNCTIONS = ("Tanh", "Hardtanh", "Softsign")
