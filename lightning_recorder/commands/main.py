@@ -197,7 +197,14 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "--ignore", metavar="RULE", action="append", default=[], help="leave out a rule, for example always-clipped"
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    form = doctor.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format",
+        choices=("text", "json", "sarif", "junit"),
+        default="text",
+        help="print JSON, SARIF for code scanning, or the XML of JUnit for the test reports of a CI; by default text",
+    )
+    form.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
 def _add_view(commands: Any) -> None:
