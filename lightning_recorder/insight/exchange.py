@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight.finding import Finding
@@ -98,14 +98,14 @@ def to_junit(runs: Iterable[ExaminedRun]) -> str:
     Each run is a test suite, and each rule a test case of it. One with findings fails, one with notes or without
     findings passes, and one that could not run is skipped, with the reason. Texts are those of :func:`to_sarif`.
     """
-    suites = ElementTree.Element("testsuites", name=f"{_TOOL} doctor")
+    suites = ET.Element("testsuites", name=f"{_TOOL} doctor")
     for run in runs:
-        suite = ElementTree.SubElement(suites, "testsuite", name=_xml(run.name))
+        suite = ET.SubElement(suites, "testsuite", name=_xml(run.name))
         _add_cases(suite, run)
         _count(suite, suite)
     _count(suites, suites)
-    ElementTree.indent(suites, " ")
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(suites, encoding="unicode")}\n'
+    ET.indent(suites, " ")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
 
 
 def _rule(name: str, statistic: str, why: str, following: str, severity: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _result(run: ExaminedRun, finding: Finding, rule: int) -> dict[str, Any]:
         "message": {"text": _text(finding)},
         "locations": [location],
         # The same finding of a later run is the same alert.
-        "partialFingerprints": {"finding/v1": "/".join((finding.rule, finding.module, finding.path))},
+        "partialFingerprints": {"finding/v1": f"{finding.rule}/{finding.module}/{finding.path}"},
         "properties": {"run": run.name, "firstStep": finding.first_step, "lastStep": finding.last_step},
     }
 
@@ -147,33 +147,33 @@ def _notification(run: ExaminedRun, gap: Gap) -> dict[str, Any]:
     }
 
 
-def _add_cases(suite: ElementTree.Element, run: ExaminedRun) -> None:
+def _add_cases(suite: ET.Element, run: ExaminedRun) -> None:
     by_rule = {rule: list(each) for rule, each in groupby(sorted(run.findings, key=_rule_of), key=_rule_of)}
     skipped = {rule: gap for gap in run.gaps for rule in gap.rules}
     known = [] if run.diagnosis is None else [name for name in _RULES if name not in run.ignored]
     for rule in dict.fromkeys([*known, *by_rule]):
         found = by_rule.get(rule, [])
         bad = [each for each in found if not each.is_note]
-        case = ElementTree.SubElement(suite, "testcase", classname=_xml(run.name), name=_xml(rule), time="0")
+        case = ET.SubElement(suite, "testcase", classname=_xml(run.name), name=_xml(rule), time="0")
         texts = "\n\n".join(_text(each) for each in bad or found)
         if bad:
             uri, line = _place(run, bad[0])
             case.attrib.update({"file": _xml(uri), **({"line": str(line)} if line else {})})
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
             message = f"{hide_places(bad[0].verdict)}{more}"
-            failure = ElementTree.SubElement(case, "failure", message=_xml(message), type=_xml(bad[0].severity))
+            failure = ET.SubElement(case, "failure", message=_xml(message), type=_xml(bad[0].severity))
             failure.text = _xml(texts)
         elif found:
-            ElementTree.SubElement(case, "system-out").text = _xml(texts)
+            ET.SubElement(case, "system-out").text = _xml(texts)
         elif rule in skipped:
-            ElementTree.SubElement(case, "skipped", message=_xml(hide_places(skipped[rule].line)))
+            ET.SubElement(case, "skipped", message=_xml(hide_places(skipped[rule].line)))
     for gap in run.gaps:
         if not gap.rules:
-            case = ElementTree.SubElement(suite, "testcase", classname=_xml(run.name), name=_xml(gap.what), time="0")
-            ElementTree.SubElement(case, "skipped", message=_xml(hide_places(gap.line)))
+            case = ET.SubElement(suite, "testcase", classname=_xml(run.name), name=_xml(gap.what), time="0")
+            ET.SubElement(case, "skipped", message=_xml(hide_places(gap.line)))
 
 
-def _count(element: ElementTree.Element, inside: ElementTree.Element) -> None:
+def _count(element: ET.Element, inside: ET.Element) -> None:
     """Set the numbers of test cases, which readers expect in each suite and at the top."""
     for name, tag in (("tests", "testcase"), ("failures", "failure"), ("skipped", "skipped"), ("errors", "error")):
         element.set(name, str(len(list(inside.iter(tag)))))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from torch import nn
@@ -324,7 +324,7 @@ def test_the_formats_of_other_tools(runs: Path) -> None:
     """SARIF has a result for each finding, and JUnit a suite for each run with one failure."""
     (found,) = json.loads(run("doctor", runs, "--format", "sarif").out)["runs"]
     assert [(each["ruleId"], each["properties"]["run"]) for each in found["results"]] == [("dead-output", "sick")]
-    suites = ElementTree.fromstring(run("doctor", runs, "--format", "junit").out)
+    suites = ET.fromstring(run("doctor", runs, "--format", "junit").out)
     assert [(each.get("name"), each.get("failures")) for each in suites] == [("healthy", "0"), ("sick", "1")]
     (failure,) = suites.iter("failure")
     assert str(failure.get("message")).startswith("encoder.act returns only zeros from step 2 on")

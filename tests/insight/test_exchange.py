@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
@@ -123,13 +123,13 @@ def place_of(run: ExaminedRun) -> tuple[str, int | None]:
     return physical["artifactLocation"]["uri"], physical.get("region", {}).get("startLine")
 
 
-def cases_of(*runs: ExaminedRun) -> dict[str, ElementTree.Element]:
+def cases_of(*runs: ExaminedRun) -> dict[str, ET.Element]:
     """Return the test cases of a JUnit report by name."""
-    tree = ElementTree.fromstring(to_junit(runs))
+    tree = ET.fromstring(to_junit(runs))
     return {f"{each.get('classname')}: {each.get('name')}": each for each in tree.iter("testcase")}
 
 
-def kinds_of(cases: dict[str, ElementTree.Element]) -> dict[str, str]:
+def kinds_of(cases: dict[str, ET.Element]) -> dict[str, str]:
     """Return the kind of each test case that does not simply pass."""
     return {name: case[0].tag for name, case in cases.items() if len(case)}
 
@@ -256,7 +256,7 @@ def test_the_counts_of_a_report() -> None:
     """Each suite and the top have the numbers of their test cases."""
     gap = Gap("the validation", "none was recorded", ("train-differs",), is_expected=True)
     runs = [examined(DEAD, gaps=(gap,)), replace(examined(), name="version_1")]
-    top = ElementTree.fromstring(to_junit(runs))
+    top = ET.fromstring(to_junit(runs))
     counts = [[each.get(name) for name in ("tests", "failures", "skipped", "errors")] for each in (top, *top)]
     many = len(RULES)
     assert counts == [[str(2 * many), "1", "1", "0"], [str(many), "1", "1", "0"], [str(many), "0", "0", "0"]]
