@@ -98,7 +98,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _reduced(value: Any, name: str = "") -> Any:
     """Return data without secrets, folders, addresses, hyperparameters that are texts, and values of samples."""
     if isinstance(value, dict):
-        if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict) and "row" in value["numbers"]:
+        if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
             value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}
         return {
             hide_places(key): each if key in _PACKED else _reduced(each, f"{name}.{key}") for key, each in value.items()

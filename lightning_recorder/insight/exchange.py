@@ -25,6 +25,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"critical": "error", "warning": "warning", "note": "note"}
 _RULES = {rule.name: rule for rule in RULES}
 _LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d+)")
+_OF_SAMPLE = {"place", "row"}  # numbers of a finding that names a sample; without an index there is no row
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
 
@@ -59,7 +60,7 @@ class ExaminedRun:
 
 def next_without_samples(rule: str, following: str, numbers: Mapping[str, Any]) -> str:
     """Return the advice of a finding, or that of its rule if it has the values of a sample."""
-    if "row" not in numbers:
+    if not _OF_SAMPLE & numbers.keys():
         return following
     return _RULES[rule].next if rule in _RULES else LEFT_OUT
 

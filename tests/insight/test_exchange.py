@@ -272,13 +272,14 @@ def test_hostile_names() -> None:
     to_junit([run]).encode()
 
 
-def test_texts_have_no_samples_and_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [{"place": 1.0, "row": 17.0}, {"place": 1.0}])
+def test_texts_have_no_samples_and_folders(tmp_path: Path, numbers: dict[str, float]) -> None:
     """The values of a sample, folders and addresses are left out, as in a file of ``submit``."""
     sample = replace(
         DEAD,
         verdict=f"open of {tmp_path}/secret/list.csv failed at https://host/a",
         next="Row 17 has values from -3.25 to 9.75.",
-        numbers={"row": 17.0},
+        numbers=numbers,
     )
     text = json.dumps(to_sarif([examined(sample, directory=tmp_path / "recorder")]))
     for each in (text, to_junit([examined(sample, directory=tmp_path / "recorder")])):
