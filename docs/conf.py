@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -45,6 +47,7 @@ html_theme = "furo"
 html_title = "lightning_recorder"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
+html_extra_path = ["llms.txt"]
 html_theme_options = {"navigation_with_keys": True}
 
 SUBPACKAGES = (
@@ -106,7 +109,17 @@ def exists(target: str) -> bool:
         return False
 
 
+def copy_sources(app: Sphinx, error: Exception | None) -> None:
+    """Put each page as Markdown beside its HTML, where the links of llms.txt lead."""
+    if error is None and app.builder.name == "html":
+        for name in app.env.found_docs:
+            path = Path(app.outdir, f"{name}.md")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(app.env.doc2path(name), path)
+
+
 def setup(app: Sphinx) -> None:
     """Add the transform and the handler to Sphinx."""
     app.add_transform(LinkPublicNames)
     app.connect("missing-reference", resolve_elsewhere)
+    app.connect("build-finished", copy_sources)

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["HIDDEN", "hide_secrets"]
+__all__ = ["HIDDEN", "LEFT_OUT", "hide_places", "hide_secrets"]
 
 HIDDEN = "(hidden)"
 """The text in place of a secret.
 
 It is the same for all secrets. A hash would show that two secrets differ, but a short secret can be guessed from it.
 """
+
+LEFT_OUT = "(left out)"
+"""The text in place of what a file for others does not have."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # "APIKey_2" has the words "API" and "Key"
 
@@ -72,6 +75,12 @@ _NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za
 _VALUE = re.compile(r"""(?:(?:Basic|Bearer|Token)\s+)?(?:\(hidden\)|"[^"]*"?|'[^']*'?|[^\s"'&;,)}\]]+)""")
 _LONGEST = 200  # characters of a value that are read to decide about it
 
+# The folder of a file with a suffix, and an absolute path. A module, such as blocks.0/linear, is none.
+_FOLDER = re.compile(
+    r"""[^\s'"(),;=]*[\\/](?=[\w.\-]+\.\w{1,5}\b)|(?<![\w.)\]])(?:[A-Za-z]:|~)?[\\/][^\s'"(),;]*[\\/]"""
+)
+_ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"]+")
+
 
 def hide_secrets(value: Any, name: str = "") -> Any:
     """Return a value with ``"(hidden)"`` in place of its secrets.
@@ -98,6 +107,16 @@ def hide_secrets(value: Any, name: str = "") -> Any:
         return HIDDEN if _is_secret(name, value) else _without_secrets(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return HIDDEN if is_number and _is_secret(name, str(value)) else value
+
+
+def hide_places(text: str) -> str:
+    """Return a text without folders and addresses; the names of files stay.
+
+    Example:
+        >>> hide_places("sqrt at /home/me/net.py:42 of https://host/run")
+        'sqrt at net.py:42 of (left out)'
+    """
+    return _FOLDER.sub("", _ADDRESS.sub(LEFT_OUT, text))
 
 
 def _is_secret(name: str, text: str) -> bool:

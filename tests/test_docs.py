@@ -98,6 +98,16 @@ def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(path), link
 
 
+def test_the_page_for_assistants() -> None:
+    """Each link of ``llms.txt`` leads to a page, and each page of the reference for scripts is named once."""
+    text = (DOCS / "llms.txt").read_text(encoding="utf-8")
+    assert re.match(r"# lightning_recorder\n\n> .+\n", text)
+    found = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in found if f"docs/{link}" not in PAGES] == []
+    assert len(set(found)) == len(found)
+    assert "reference/scripts.md" in found
+
+
 def test_the_links_are_found() -> None:
     """The search for links finds pages, anchors and pictures."""
     found = {link for page in PAGES for link in links(page)}

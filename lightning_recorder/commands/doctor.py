@@ -7,7 +7,7 @@ import os
 import shlex
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from lightning_recorder.commands.terminal import counted, number, painted, printable, spark, width_of
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import Diagnosis, Finding, check_rules
+from lightning_recorder.insight.exchange import ExaminedRun, to_junit, to_sarif
 from lightning_recorder.recordings import WATCH, Run, open_recording
 from lightning_recorder.recordings.examine import diagnose
 
@@ -37,8 +38,12 @@ def run(arguments: Namespace, out: TextIO) -> int:
         raise ArgumentError(f"{arguments.path!r} has no records to examine: nothing was recorded")
     ignored = check_rules("--ignore", arguments.ignore)
     found = {name: diagnose(each, ignored) for name, each in examined.items()}
-    if arguments.json:
+    if arguments.format == "json":
         out.write(json.dumps({"runs": [_about(examined[name], each) for name, each in found.items()]}, indent=1) + "\n")
+    elif arguments.format == "sarif":
+        out.write(json.dumps(to_sarif(_exchanged(runs, found, ignored)), indent=1) + "\n")
+    elif arguments.format == "junit":
+        out.write(to_junit(_exchanged(runs, found, ignored)))
     else:
         for place, (name, diagnosis) in enumerate(found.items()):
             # The first line of the output of a single run is its first finding.
@@ -55,6 +60,13 @@ def bad_findings(run: Run) -> list[Finding]:
     with suppress(DumpError):
         return [each for each in run.findings if not each.is_note]
     return []
+
+
+def _exchanged(runs: Mapping[str, Run], found: Mapping[str, Diagnosis], ignored: Sequence[str]) -> list[ExaminedRun]:
+    return [
+        ExaminedRun(name, run.directory, found.get(name), run.graph if name in found else None, ignored)
+        for name, run in runs.items()
+    ]
 
 
 def _about(run: Run, found: Diagnosis) -> dict[str, Any]:

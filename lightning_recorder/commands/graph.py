@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from argparse import Namespace
 from pathlib import Path
@@ -21,8 +22,8 @@ __all__ = ["run"]
 _MOST_NODES = 150  # the default of GraphRecorder
 _WHOLE = ("out", "weight")  # the tensors that represent their modules
 _PICTURES = ("svg", "png", "pdf", "jpg", "jpeg", "gif", "webp", "ps", "eps")
-_TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot"}
-_WITHOUT_COLORS = ("text", "mermaid")
+_TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot", "json": "json"}
+_WITHOUT_COLORS = ("text", "mermaid", "json")
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
@@ -42,6 +43,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
         raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} contradict each other")
     if arguments.color and _TEXTS.get(form) in _WITHOUT_COLORS:
         raise ArgumentError(f"the format {form!r} has no colors: leave --color out, or choose a picture such as svg")
+    if form == "json" and arguments.depth is None and arguments.max_nodes is None:
+        return _write(json.dumps(graph.to_json()) + "\n", arguments.output, out)  # a program reads all of it
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""
@@ -89,6 +92,8 @@ def _text(drawing: Drawing, form: str) -> str:
     if form == "dot":
         source: str = drawing.visual_graph.source
         return source
+    if form == "json":
+        return json.dumps(drawing.view.to_json())
     return to_text(drawing.view) if form == "text" else to_mermaid(drawing.view)
 
 

@@ -179,6 +179,11 @@ def _add_show(commands: Any) -> None:
         action="append",
         help="list the sites that meet a condition, for example 'nan_count>0' or 'rms>=100'; may be repeated",
     )
+    show.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON: the values of each site at each step, all statistics by default",
+    )
 
 
 def _add_doctor(commands: Any) -> None:
@@ -197,7 +202,14 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "--ignore", metavar="RULE", action="append", default=[], help="leave out a rule, for example always-clipped"
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    form = doctor.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format",
+        choices=("text", "json", "sarif", "junit"),
+        default="text",
+        help="print JSON, SARIF for code scanning, or the XML of JUnit for the test reports of a CI; by default text",
+    )
+    form.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
 def _add_view(commands: Any) -> None:
@@ -266,7 +278,17 @@ def _add_graph(commands: Any) -> None:
         default="TB",
         help="the direction of the data flow",
     )
-    graph.add_argument("--format", help="svg, png, pdf, dot, mermaid or text; by default the suffix of OUTPUT, or svg")
+    form = graph.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format", help="svg, png, pdf, dot, mermaid, text or json; by default the suffix of OUTPUT, or svg"
+    )
+    form.add_argument(
+        "--json",
+        dest="format",
+        action="store_const",
+        const="json",
+        help="the same as --format json: the whole graph, or with --depth or --max-nodes the view that is drawn",
+    )
     graph.add_argument(
         "--color",
         "--colour",

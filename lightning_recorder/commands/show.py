@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import re
@@ -9,7 +10,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,10 @@ def run(arguments: Namespace, out: TextIO) -> int:
         raise ArgumentError(f"{arguments.path!r} has no records to show: nothing was recorded by {empty}")
     found = _matching(chosen, arguments.site)
     if conditions:
+        _check(found, conditions)
+    if arguments.json:
+        out.write(json.dumps({"runs": _plain(found, conditions, arguments.statistic)}, indent=1) + "\n")
+    elif conditions:
         lines = _where(found, conditions, several=len(runs) > 1)
         out.write("\n".join(lines or [f"no site has {' and '.join(map(printable, arguments.where))}"]) + "\n")
     elif arguments.details:
@@ -126,13 +131,68 @@ def _condition(text: str) -> _Condition:
         ) from error
 
 
+def _plain(found: list[_Found], conditions: list[_Condition], wanted: list[str] | None) -> list[dict[str, Any]]:
+    """Return the runs as JSON values; NaN and infinities become strings, as in the record files."""
+    plain = []
+    for name, of_run in groupby(found, key=lambda each: each.run.name):
+        recorders = []
+        for label, group in groupby(of_run, key=lambda each: each.label):
+            chosen = list(group)
+            series, unusual = chosen[0].site.series, _unusual(chosen[0])
+            for statistic in wanted or ():
+                series.check_statistic(statistic)
+            sites = [_values_of(each.site, conditions, wanted, unusual) for each in chosen]
+            about = {"label": label, "stage": series.stage, "loader": series.loader}
+            recorders.append({**about, "sites": [each for each in sites if each["steps"]]})
+        plain.append({"name": name, "recorders": recorders})
+    return plain
+
+
+def _unusual(found: _Found) -> dict[tuple[str, str], int]:
+    """Return the places, beginning with 1, of the sites of a series that stand out, those of findings first."""
+    degrees = _degrees(found.site.series, bad_findings(found.run))
+    keys = list(degrees)
+    return {keys[row]: place for place, row in enumerate(standing_out(np.array(list(degrees.values()))), 1)}
+
+
+def _values_of(
+    site: SiteSeries,
+    conditions: list[_Condition],
+    wanted: list[str] | None,
+    unusual: dict[tuple[str, str], int],
+) -> dict[str, Any]:
+    """Return the statistics of a site where the conditions hold, without those that cannot exist."""
+    kept = _holds(site, conditions).tolist()
+    names = site.statistics if wanted is None else [name for name in wanted if name in site.statistics]
+    columns = {
+        name: [value for value, keep in zip(site.numbers(name).tolist(), kept, strict=True) if keep] for name in names
+    }
+    return {
+        "module": site.name,
+        "path": site.path,
+        "dtype": site.dtype,
+        "shape": None if site.shape is None else list(site.shape),
+        "unusual": unusual.get((site.name, site.path)),
+        "steps": [step for step, keep in zip(site.steps, kept, strict=True) if keep],
+        "statistics": {
+            name: [value if math.isfinite(value) else repr(value) for value in values]
+            for name, values in columns.items()
+            if wanted is not None or not all(map(math.isnan, values))
+        },
+    }
+
+
+def _check(found: list[_Found], conditions: list[_Condition]) -> None:
+    """Raise if there is no statistic of a condition."""
+    known = {name for each in found for name in each.site.series.statistics}
+    for name, _, _ in conditions:
+        if name not in known:
+            raise ArgumentError(f"there is no statistic {name!r}; there are {', '.join(sorted(known)) or 'none'}")
+
+
 def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) -> list[str]:
     """List the sites with a record in which all conditions hold."""
     wanted = [condition.statistic for condition in conditions]
-    known = {name for each in found for name in each.site.series.statistics}
-    for name in wanted:
-        if name not in known:
-            raise ArgumentError(f"there is no statistic {name!r}; there are {', '.join(sorted(known)) or 'none'}")
     rows = [["run", "site", "recorder", "records", "steps", *map(printable, wanted)]]
     for each in found:
         if set(wanted) <= set(each.site.series.statistics):
@@ -146,9 +206,7 @@ def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
     """Return the row of a site; no row if no record meets all conditions."""
     site = found.site
     columns = [site.numbers(condition.statistic) for condition in conditions]
-    holds = np.ones(len(site.steps), dtype=bool)
-    for condition, column in zip(conditions, columns, strict=True):
-        holds &= condition.holds(column, condition.limit) & ~np.isnan(column)
+    holds = _holds(site, conditions)
     steps = [step for step, each in zip(site.steps, holds.tolist(), strict=True) if each]
     if not steps:
         return []
@@ -158,6 +216,17 @@ def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
     return [
         [printable(found.run.name), name, printable(found.label), f"{len(steps)} of {len(site.steps)}", span, *ends]
     ]
+
+
+def _holds(site: SiteSeries, conditions: list[_Condition]) -> NDArray[np.bool_]:
+    """Return True for each record of a site in which all conditions hold."""
+    holds = np.ones(len(site.steps), dtype=np.bool_)
+    for condition in conditions:
+        if condition.statistic not in site.series.statistics:
+            return np.zeros_like(holds)
+        column = site.numbers(condition.statistic)
+        holds &= condition.holds(column, condition.limit) & ~np.isnan(column)
+    return holds
 
 
 class _Part(NamedTuple):
@@ -207,10 +276,7 @@ def _lines_of(
 ) -> list[str]:
     """Return a table with a line for each of at most ``most`` sites of a series; those of findings are the first."""
     series = sites[0].series
-    degrees = _degrees(series)
-    # Of several findings, the first one is the most severe.
-    named = dict.fromkeys(series.sites[row] for _, row in rows_of(findings, series.sites) if row is not None)
-    degrees |= {(site.name, site.path): _NAMED - place for place, site in enumerate(named)}
+    degrees = _degrees(series, findings)
     # A parameter is as unusual as the most unusual of its tensors.
     paths = [[site.path + part.suffix for part in parts] for site in sites]
     own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
@@ -274,12 +340,15 @@ def _span(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
 
 
-def _degrees(series: Series) -> dict[tuple[str, str], float]:
-    """Return how unusual each site of a series is."""
+def _degrees(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str], float]:
+    """Return how unusual each site of a series is; one that a finding names is more so than all others."""
     known = [name for name in compared(series.statistics) if name not in ("rank_mean_min", "rank_mean_max")]
     values = {name: series.numbers(name).T for name in known}
     degrees = unusualness(series.sites, values)
-    return {(site.name, site.path): float(degree) for site, degree in zip(series.sites, degrees, strict=True)}
+    found = {(site.name, site.path): float(degree) for site, degree in zip(series.sites, degrees, strict=True)}
+    # Of several findings, the first one is the most severe.
+    named = dict.fromkeys(series.sites[row] for _, row in rows_of(findings, series.sites) if row is not None)
+    return found | {(site.name, site.path): _NAMED - place for place, site in enumerate(named)}
 
 
 def _chosen(run: Run, arguments: Namespace) -> Iterator[tuple[str, Series]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,8 @@ from typing import Any, BinaryIO, TextIO
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.disk import readable_size
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.insight.rules import RULES
-from lightning_recorder.privacy import hide_secrets
+from lightning_recorder.insight.exchange import next_without_samples
+from lightning_recorder.privacy import LEFT_OUT, hide_places, hide_secrets
 from lightning_recorder.recordings import Run, open_recording
 from lightning_recorder.records.file import RECORDER, RECORDS, is_inside
 from lightning_recorder.temporary import write_whole
@@ -25,15 +24,8 @@ from lightning_recorder.version import __version__
 
 __all__ = ["run"]
 
-_HIDDEN = "(left out)"
 _PACKED = ("values", "packed", "bins", "vectors", "sites")  # numbers of a record
-_NEXT = {rule.name: rule.next for rule in RULES}
 _FILES = ("graph.json", "receipt.json", "findings.json", "data.json", "incidents/*/finding.json")
-# The folder of a file with a suffix, and an absolute path. A module, such as blocks.0/linear, is none.
-_FOLDER = re.compile(
-    r"""[^\s'"(),;=]*[\\/](?=[\w.\-]+\.\w{1,5}\b)|(?<![\w.)\]])(?:[A-Za-z]:|~)?[\\/][^\s'"(),;]*[\\/]"""
-)
-_ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"]+")
 _CONTENTS = f"""\
 A run, reduced by lightning_recorder {__version__}. `lightning-recorder doctor FOLDER` and `view FOLDER` read it after
 unpacking.
@@ -106,16 +98,13 @@ def _lines(path: Path) -> Iterator[str]:
 def _reduced(value: Any, name: str = "") -> Any:
     """Return data without secrets, folders, addresses, hyperparameters that are texts, and values of samples."""
     if isinstance(value, dict):
-        if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict) and "row" in value["numbers"]:
-            value = {**value, "next": _NEXT.get(value["rule"], _HIDDEN)}  # it has the values of a sample
-        return {_text(key): each if key in _PACKED else _reduced(each, f"{name}.{key}") for key, each in value.items()}
+        if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
+            value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}
+        return {
+            hide_places(key): each if key in _PACKED else _reduced(each, f"{name}.{key}") for key, each in value.items()
+        }
     if isinstance(value, list):
         return [_reduced(each, name) for each in value]
     if isinstance(value, str):
-        return _HIDDEN if ".hparams" in name else _text(hide_secrets(value, name))
+        return LEFT_OUT if ".hparams" in name else hide_places(hide_secrets(value, name))
     return hide_secrets(value, name)
-
-
-def _text(text: str) -> str:
-    """Return a text without folders and addresses; the names of files stay."""
-    return _FOLDER.sub("", _ADDRESS.sub(_HIDDEN, text))

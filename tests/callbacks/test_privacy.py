@@ -178,6 +178,8 @@ def test_what_is_sent_to_others_has_no_secret(folder: Path, tmp_path: Path) -> N
     said = [command("diff", *runs[:2]), command("diff", *runs[1:], "--json"), command("diff", *runs[1:], "--all")]
     said += [command(name, runs[2]) for name in ("ls", "doctor")]
     said += [command("show", runs[2], "**", "--details"), command("graph", runs[2], "--format", "text")]
+    said += [command(name, runs[2], "--json") for name in ("ls", "show", "doctor", "graph")]
+    said += [command("doctor", folder, "--format", form) for form in ("sarif", "junit")]
     assert {each.status for each in said} <= {0, 1}
     assert "lr 0.1 → 0.2" in said[0].out
     assert command("view", *runs, "--output", tmp_path / "page.html").status == 0

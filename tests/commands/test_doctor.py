@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from torch import nn
@@ -301,3 +302,29 @@ def test_a_terminal_gets_lines_of_its_width_and_colors(runs: Path) -> None:
     assert "\x1b" not in piped
     assert "\x1b" not in in_terminal(100, "doctor", runs / "sick", NO_COLOR="1")
     assert "\x1b" not in in_terminal(100, "doctor", runs / "sick", TERM="dumb")
+
+
+@pytest.mark.parametrize("form", ["text", "json", "sarif", "junit"])
+def test_the_status_is_the_same_in_each_format(runs: Path, form: str) -> None:
+    """A healthy run has status 0, one with a finding 1, and the output names the module of the finding."""
+    assert run("doctor", runs / "healthy", "--format", form).status == 0
+    said = run("doctor", runs / "sick", "--format", form)
+    assert (said.status, said.err) == (1, "")
+    assert "encoder.act" in said.out
+    assert run("doctor", runs / "sick", "--format", form, "--ignore", "dead-output").status == 0
+
+
+def test_json_is_short_for_a_format(runs: Path) -> None:
+    """``--json`` is ``--format json``, and the two do not go together."""
+    assert run("doctor", runs, "--json") == run("doctor", runs, "--format", "json")
+    assert run("doctor", runs, "--json", "--format", "sarif").status == 2
+
+
+def test_the_formats_of_other_tools(runs: Path) -> None:
+    """SARIF has a result for each finding, and JUnit a suite for each run with one failure."""
+    (found,) = json.loads(run("doctor", runs, "--format", "sarif").out)["runs"]
+    assert [(each["ruleId"], each["properties"]["run"]) for each in found["results"]] == [("dead-output", "sick")]
+    suites = ET.fromstring(run("doctor", runs, "--format", "junit").out)
+    assert [(each.get("name"), each.get("failures")) for each in suites] == [("healthy", "0"), ("sick", "1")]
+    (failure,) = suites.iter("failure")
+    assert str(failure.get("message")).startswith("encoder.act returns only zeros from step 2 on")

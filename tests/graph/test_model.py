@@ -165,7 +165,7 @@ def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
 
 def test_the_schema_describes_every_graph() -> None:
     """The published schema accepts recorded graphs and their views, has every field, and rejects wrong values."""
-    schema = json.loads(resources.files("lightning_recorder.graph").joinpath("schema.json").read_text("utf-8"))
+    schema = json.loads(resources.files("lightning_recorder").joinpath("schemas/files/graph.json").read_text("utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     costs = record(nn.Sequential(linear(), linear(), linear(), nn.Tanh()), input_data=X, costs=True)
