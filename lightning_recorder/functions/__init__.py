@@ -3,7 +3,7 @@
 from lightning_recorder.functions.batches import BatchTap
 from lightning_recorder.functions.graph_sites import function_sites, is_of_loss
 from lightning_recorder.functions.losses import sides_of_loss
-from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, KNOWN, SCORES, function_of
+from lightning_recorder.functions.table import DEFAULT_KINDS, FUNCTIONS, KINDS, KNOWN, SCORE_KINDS, SCORES, function_of
 from lightning_recorder.functions.tap import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "KINDS",
     "KNOWN",
     "SCORES",
+    "SCORE_KINDS",
     "BatchTap",
     "ChosenFunctions",
     "FunctionGradientTap",
