@@ -46,13 +46,13 @@ class ActivationRecorder(TensorsCallback):
         per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
             are ``activations/<module>#2/…``. By default, all calls are merged.
         functions: The torch functions whose outputs are recorded as well: any of ``"activations"``, ``"losses"``,
-            ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"`` and names such as
-            ``"relu"``. True for all of them, False for none; the default is activations and losses, and the scores of
-            each head inside of attention and of each expert of a router. Tags are those of a module, such as
-            ``activations/encoder.relu/…``, and ``encoder.relu#2`` for the second call in a call of
-            ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A function that is all of a
-            module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code are recorded only if it
-            runs eagerly.
+            ``"dropout"``, ``"normalizations"``, ``"attention"``, ``"embedding"``, ``"routing"``, names such as
+            ``"relu"``, and ``"heads"`` and ``"experts"``, the scores of each head inside of attention and of each
+            expert of a router. True for all of them, False for none; the default is activations, losses, heads and
+            experts. Tags are those of a module, such as ``activations/encoder.relu/…``, and ``encoder.relu#2`` for the
+            second call in a call of ``encoder``. ``names``, ``types`` and ``exclude`` apply to functions, too. A
+            function that is all of a module, as in ``nn.ReLU``, is recorded as the module. Functions in compiled code
+            are recorded only if it runs eagerly.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``batch_spread``, ``rank_mean_min``, ``rank_mean_max`` and
             quantiles such as ``quantile_0.99``. ``batch_spread`` is the part of the size of an output ``[samples,

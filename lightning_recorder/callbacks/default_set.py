@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,9 +15,12 @@ from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.parameter import ParameterRecorder
 from lightning_recorder.callbacks.watch import StepWatch
+from lightning_recorder.errors import check_bool
+from lightning_recorder.functions import DEFAULT_KINDS, SCORE_KINDS
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics import EVERY_PARAMETER_PART, PARAMETER_PARTS
 
 __all__ = ["default_recorders"]
 
@@ -32,6 +35,9 @@ def default_recorders(
     schedule: Schedule = Schedule(),
     outputs: Outputs = Outputs(),
     compiled: Literal["auto", "eager", "inside", "skip"] = "auto",
+    attention: bool = True,
+    experts: bool = True,
+    noise_scale: bool = False,
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:
@@ -53,6 +59,11 @@ def default_recorders(
             the graph; ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"auto"`` is
             ``"inside"`` where that is tested, and otherwise ``"eager"``; ``"skip"`` leaves compiled code compiled and
             does not record it.
+        attention: Record each head of attention. Costs nothing in a model without attention.
+        experts: Record each expert of a router. Costs nothing in a model without routers.
+        noise_scale: Also record the gradient of each batch that a step takes the mean of, and derive the gradient noise
+            scale of the model and of its blocks: about the largest batch that still saves steps. Needs
+            ``accumulate_grad_batches`` of at least 2, or several ranks.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
         strict: Raise errors of the recorders instead of warning about them.
 
@@ -68,6 +79,13 @@ def default_recorders(
 
         Trainer(callbacks=default_recorders(every_n_train_steps=100))
     """
+    for name, value in (("attention", attention), ("experts", experts), ("noise_scale", noise_scale)):
+        check_bool(name, value)
+    scores = [kind for kind, is_wanted in zip(SCORE_KINDS, (attention, experts), strict=True) if is_wanted]
+    further: dict[type[RecorderCallback], dict[str, Any]] = {
+        ActivationRecorder: {"functions": [*DEFAULT_KINDS, *scores]},
+        ParameterRecorder: {"parts": EVERY_PARAMETER_PART if noise_scale else PARAMETER_PARTS},
+    }
     sinks = list(sinks)
     in_training = replace(schedule, stages=("train",))
     statistics = (
@@ -81,6 +99,7 @@ def default_recorders(
             compiled=compiled,
             sinks=sinks,
             strict=strict,
+            **further.get(kind, {}),
         )
         for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -10,10 +11,10 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.guard import guarded
-from lightning_recorder.callbacks.lightning import LightningModule, Trainer
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
-from lightning_recorder.callbacks.trainer import is_automatic
+from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor, is_automatic
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.internals.module_tree import ModuleSet
 from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
@@ -23,6 +24,7 @@ from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments, described_like
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
+    EVERY_PARAMETER_PART,
     PARAMETER_PARTS,
     BaseStatisticsRecorder,
     OptimizerRecorder,
@@ -54,6 +56,8 @@ class ParameterRecorder(StatisticsCallback):
     - ``weight.exp_avg`` and so on: the optimizer state;
     - ``running_mean`` and ``running_var``: the running statistics of a normalization layer whose parameters the
       optimizer has, before the step, on the first rank;
+    - ``weight.batch_grad``, on request: the gradient of each backward pass on each rank, before it is accumulated and
+      reduced, from which the gradient noise scale is computed;
     - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
@@ -67,8 +71,8 @@ class ParameterRecorder(StatisticsCallback):
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
-        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` and
-            ``"buffers"``, the running statistics.
+        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"``,
+            ``"buffers"``, the running statistics, and ``"batch_gradients"``, which is not among the defaults.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
@@ -103,7 +107,10 @@ class ParameterRecorder(StatisticsCallback):
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
-        parts: str | Sequence[Literal["values", "gradients", "updates", "moments", "buffers"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
+        parts: str
+        | Sequence[
+            Literal["values", "gradients", "updates", "moments", "buffers", "batch_gradients"]
+        ] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Extras = (),
         outputs: Outputs = Outputs(),
@@ -112,7 +119,7 @@ class ParameterRecorder(StatisticsCallback):
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        self.parts = check_some("parts", parts, PARAMETER_PARTS, _SYNONYMS)
+        self.parts = check_some("parts", parts, EVERY_PARAMETER_PART, _SYNONYMS)
         super().__init__(
             names,
             types=types,
@@ -150,6 +157,15 @@ class ParameterRecorder(StatisticsCallback):
         return set(self.parts)
 
     @override
+    def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        super()._begin_results(trainer, pl_module, directory)
+        if "batch_gradients" in self.parts and trainer.accumulate_grad_batches * averaged_ranks(trainer) == 1:
+            rank_zero_info(
+                f"{self} cannot derive the gradient noise scale: each step has one batch. It needs "
+                "accumulate_grad_batches of at least 2, or several ranks."
+            )
+
+    @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         return OptimizerRecorder(modules, parts=self.parts, **self.options)
 
@@ -172,6 +188,8 @@ class ParameterRecorder(StatisticsCallback):
         if not isinstance(recorder, OptimizerRecorder):
             return
         recorder.root = pl_module
+        recorder.batch_factor = gradient_factor(trainer, self.loss_scale.value)
+        recorder.batches = trainer.accumulate_grad_batches * averaged_ranks(trainer)
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
         if not is_automatic(pl_module):
             recorder.optimizers = tuple(trainer.optimizers)

@@ -17,7 +17,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.errors import check_bool, check_some, warn
-from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, ChosenFunctions, function_of
+from lightning_recorder.functions import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORE_KINDS, ChosenFunctions, function_of
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.compiled_operators import compile_time_s, why_not_traceable
 from lightning_recorder.internals.module_tree import ModuleSet
@@ -34,7 +34,7 @@ from lightning_recorder.taps import Tap
 __all__ = ["TensorsCallback"]
 
 _TENSORS = ("inputs", "outputs")
-_DEFAULT_FUNCTIONS = tuple(name for name, each in FUNCTIONS.items() if each.kind in DEFAULT_KINDS)
+_DEFAULT_FUNCTIONS = (*(name for name, each in FUNCTIONS.items() if each.kind in DEFAULT_KINDS), *SCORE_KINDS)
 
 
 class TensorsCallback(StatisticsCallback):
@@ -219,6 +219,7 @@ def _checked_functions(given: object) -> tuple[str, ...]:
     if given is None:
         return _DEFAULT_FUNCTIONS
     if isinstance(given, bool):
-        return tuple(FUNCTIONS) if given else ()
-    chosen = check_some("functions", given, (*KINDS, *FUNCTIONS))
-    return tuple(name for name, each in FUNCTIONS.items() if name in chosen or each.kind in chosen)
+        return (*FUNCTIONS, *SCORE_KINDS) if given else ()
+    chosen = check_some("functions", given, (*KINDS, *SCORE_KINDS, *FUNCTIONS))
+    named = (name for name, each in FUNCTIONS.items() if name in chosen or each.kind in chosen)
+    return (*named, *(each for each in SCORE_KINDS if each in chosen))

@@ -177,6 +177,6 @@ def _command(finding: Finding, run: Run, log_dir: str) -> str:
         words.append(finding.module)
     elif finding.module and any(site.name.startswith(f"{finding.module}.") for each in series for site in each):
         words.append(f"{finding.module}.*")
-    if trace is not None:
+    if trace is not None and any(trace.statistic in each.statistics for each in series):
         words += ["--recorder", trace.recorder, "--statistic", trace.statistic]
     return printable(shlex.join([*words, "--details"]), None)

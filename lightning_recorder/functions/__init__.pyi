@@ -2,7 +2,7 @@ from .batches import BatchTap
 from .graph_sites import function_sites, is_of_loss
 from .known import KNOWN
 from .losses import sides_of_loss
-from .table import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORES, function_of
+from .table import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORE_KINDS, SCORES, function_of
 from .tap import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "KINDS",
     "KNOWN",
     "SCORES",
+    "SCORE_KINDS",
     "BatchTap",
     "ChosenFunctions",
     "FunctionGradientTap",

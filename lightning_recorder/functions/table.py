@@ -12,6 +12,7 @@ __all__ = [
     "KINDS",
     "SCORED",
     "SCORES",
+    "SCORE_KINDS",
     "FunctionKind",
     "base_name",
     "function_of",
@@ -113,6 +114,9 @@ KINDS = ("activations", "losses", "dropout", "normalizations", "attention", "emb
 
 DEFAULT_KINDS = ("activations", "losses")
 """The kinds that are recorded by default."""
+
+SCORE_KINDS = ("heads", "experts")
+"""The scores inside of functions that are recorded by default: of each head and each expert."""
 
 FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
     {

@@ -23,7 +23,7 @@ from lightning_recorder.functions.attention import scores_of_call
 from lightning_recorder.functions.known import KNOWN
 from lightning_recorder.functions.losses import classes_of_loss, share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
-from lightning_recorder.functions.table import FUNCTIONS, SCORED, SCORES, site_name
+from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
@@ -49,7 +49,7 @@ class ChosenFunctions:
 
     Args:
         root: The model.
-        functions: The names of functions.
+        functions: The names of functions, ``"heads"`` and ``"experts"``.
         names: Names or globs of sites, such as ``encoder.relu``; None for all.
         types: The classes of modules that compute the same, such as ``ReLU``; None for all.
         exclude: Names or globs of sites to leave out; None for none.
@@ -132,8 +132,8 @@ class ChosenFunctions:
 
     @property
     def has_scores(self) -> bool:
-        """True if the scores inside of attention and routers are recorded: unless single functions are named."""
-        return "softmax" in self.functions or "scaled_dot_product_attention" in self.functions
+        """True if the scores inside of attention or routers are recorded."""
+        return not self.functions.isdisjoint(SCORE_KINDS)
 
     def _new_name(self, module: nn.Module, function: str, number: int, is_loss: bool) -> str:
         around = self._modules.get(module)
@@ -498,10 +498,14 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
             if type(tokens) is Tensor and tokens.dim() == 2 and tokens.shape[1] > 1:
                 self._tokens.append(tokens)
             return
-        scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
+        scores = None
+        if "heads" in self.chosen.functions:
+            scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
         if scores is not None:
             self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
-        elif call.module is not None:  # the model itself chooses predictions, not experts
+        elif (
+            call.module is not None and "experts" in self.chosen.functions
+        ):  # the model itself chooses predictions, not experts
             choice = self._routers.read(function, name, call.module, call.frame, args, kwargs, result)
             if choice is not None:
                 self.receive_scores(Site(choice.name, SCORES), choice.best, choice.block)

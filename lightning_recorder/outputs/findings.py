@@ -26,6 +26,7 @@ from lightning_recorder.insight import (
     with_watched,
 )
 from lightning_recorder.insight.data_facts import DataFacts
+from lightning_recorder.insight.rules.noise_scale import NOISE_SCALE
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
@@ -317,6 +318,7 @@ class RunFindings:
         more = len(found.bad) - _MOST_LISTED
         lines = [each.line for each in found.bad[:_MOST_LISTED]]
         lines += [f"and {more} more"] if more > 0 else []
+        lines += [each.line for each in found.findings if each.rule == NOISE_SCALE]
         lines += [each.line for each in found.open]
         why = "" if report is not None else self._why_no_report()
         lines += [f"{REPORT} is not written, because {why}"] if why else []

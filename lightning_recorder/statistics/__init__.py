@@ -3,7 +3,12 @@
 from lightning_recorder.records.table import SiteStatistics
 from lightning_recorder.statistics.evaluation import EvaluationRecorder, EvaluationSampler
 from lightning_recorder.statistics.fingerprint import batch_fingerprint
-from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
+from lightning_recorder.statistics.optimizer import (
+    EVERY_PARAMETER_PART,
+    PARAMETER_PARTS,
+    OptimizerRecorder,
+    with_update_ratios,
+)
 from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
@@ -12,6 +17,7 @@ from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.statistics.snapshot import RANK_STATISTICS, SETTINGS, SHOWN_STATISTICS, Record, Snapshot
 
 __all__ = [
+    "EVERY_PARAMETER_PART",
     "PARAMETER_PARTS",
     "RANK_STATISTICS",
     "SETTINGS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, warn
+from lightning_recorder.internals.autograd import adds_to
 from lightning_recorder.internals.module_tree import modules_of, stored_attribute
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
@@ -26,13 +27,18 @@ from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
-from lightning_recorder.taps import Site
+from lightning_recorder.structure import ignore_unknown, iter_tensors
+from lightning_recorder.taps import ParameterGradientTap, Site
 
-__all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
+__all__ = ["EVERY_PARAMETER_PART", "PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
 
 PARAMETER_PARTS = ("values", "gradients", "updates", "moments", "buffers")
-"""The tensors of a parameter, and of the module that has it, that can be recorded."""
+"""The tensors of a parameter, and of the module that has it, that are recorded by default."""
 
+EVERY_PARAMETER_PART = (*PARAMETER_PARTS, "batch_gradients")
+"""All tensors that can be recorded."""
+
+_BATCH_GRADIENT, _BATCH_GRADIENTS = ".batch_grad", "batch_gradients"
 _UPDATE = ".update"
 _COUNTERS = ("step", "eta", "mu", "mu_product")  # 0-d states of torch's optimizers for parameters of any shape
 _SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # those that a parameter's own site has
@@ -60,7 +66,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     gradient used by the step; ``weight.update``, the change of the values by the step, at least in float32; and
     ``weight.exp_avg`` and similar, the optimizer states after the step that have the shape of the parameter, except for
     counters such as ``step`` of a parameter without dimensions. ``running_mean`` and ``running_var`` are those of a
-    normalization layer whose parameters the optimizer has, at the time of the step.
+    normalization layer whose parameters the optimizer has, at the time of the step. ``weight.batch_grad``, on request,
+    is the gradient of each backward pass on each rank, before it is accumulated and reduced.
     :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``,
     over the recorded steps. :meth:`settings` has the learning rate and the weight decay of each parameter, and
     :meth:`about` all numeric settings of the parameter groups.
@@ -72,8 +79,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         modules: The modules by name. Each module's own parameters are recorded, without those of its children.
         optimizers: The optimizers whose steps are recorded while this recorder is attached. For other optimizers, and
             if a closure computes the gradients inside the step, call :meth:`before_step`.
-        parts: Some of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` and ``"buffers"``, the running
-            statistics.
+        parts: Some of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"``, ``"buffers"``, the running
+            statistics, and ``"batch_gradients"``.
         extra: See :class:`~lightning_recorder.StatisticsRecorder`.
         sample: See :class:`~lightning_recorder.StatisticsRecorder`.
         quantiles: See :class:`~lightning_recorder.StatisticsRecorder`.
@@ -115,7 +122,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     ) -> None:
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self._modules = dict(modules)
-        self.parts = check_some("parts", parts, PARAMETER_PARTS)
+        self.parts = check_some("parts", parts, EVERY_PARAMETER_PART)
         self.optimizers = tuple(optimizers)
         for each in self.optimizers:
             if not isinstance(each, Optimizer):
@@ -135,6 +142,16 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """Facts about the clipping of gradients, which :meth:`about` includes."""
         self.root: nn.Module | None = None
         """The model; a module that is no longer part of it is not recorded. By default, every module is."""
+        self.batch_factor = 1.0
+        """The factor that turns the gradient of a backward pass into that of the loss of its batch."""
+        self.batches = 1
+        """The number of batches of all ranks over whose losses a step takes the mean."""
+        self._batch_size = 0
+        self._batch_tap: ParameterGradientTap | None = None
+        self._batch_parameters: dict[Site, Tensor] = {}
+        if _BATCH_GRADIENTS in self.parts:
+            self._batch_tap = ParameterGradientTap(self._modules, self._add_batch_gradient, strict=strict)
+            self._batch_tap.eager = False  # hooks on parameters do not change compiled code
 
     @property
     @override
@@ -149,15 +166,19 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     @override
     def watch(self, stopwatch: Stopwatch | None) -> None:
         self._stopwatch = stopwatch
+        if self._batch_tap is not None:
+            self._batch_tap.stopwatch = stopwatch
 
     @property
     @override
     def failed(self) -> frozenset[str]:
-        return frozenset(self._failed)
+        return frozenset(self._failed if self._batch_tap is None else self._failed | self._batch_tap.failed)
 
     @override
     def revive(self) -> None:
         self._failed.clear()
+        if self._batch_tap is not None:
+            self._batch_tap.revive()
         super().revive()
 
     @override
@@ -173,10 +194,13 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     def about(self) -> dict[str, Any]:
         """Return ``groups``, the numeric settings of each parameter group at its latest recorded step.
 
-        Each group also has the class of its ``optimizer`` and the number of its ``parameters``, as tensors.
+        Each group also has the class of its ``optimizer`` and the number of its ``parameters``, as tensors. With
+        ``"batch_gradients"``, ``batches`` is the number of batches of a step, and ``batch_size`` the number of samples
+        of the latest one, or 0 if it is unknown.
         """
         groups = [group for each in self._groups.values() for group in each] or self._earlier_groups
-        return {**self.clipping, **({"groups": groups} if groups else {})}
+        batches = {"batches": self.batches, "batch_size": self._batch_size} if self._batch_tap is not None else {}
+        return {**self.clipping, **({"groups": groups} if groups else {}), **batches}
 
     @override
     def settings_state(self) -> dict[str, Any]:
@@ -200,6 +224,29 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._attached = True
             for optimizer in self.optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(partial(_before, self)))
+            if self._batch_tap is not None:
+                self._batch_parameters = dict(self._first_sites())
+                self._batch_tap.attach()
+
+    @override
+    def observe_batch(self, batch: Any) -> None:
+        if self._batch_tap is not None:
+            found = (tensor for _, tensor in iter_tensors(batch, "", unknown=ignore_unknown))
+            self._batch_size = next((len(tensor) for tensor in found if tensor.dim()), 0)
+
+    def _first_sites(self) -> Iterator[tuple[Site, Tensor]]:
+        """Yield each parameter with its site in the first module that has it."""
+        seen: set[int] = set()
+        for name, module in self._modules.items():
+            for path, parameter in own_parameters(module):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield Site(name, path), parameter
+
+    def _add_batch_gradient(self, site: Site, tensor: Tensor) -> None:
+        parameter = self._batch_parameters.get(site)
+        if parameter is not None and adds_to(parameter):  # a gradient penalty computes others
+            self.states.add(Site(site.name, site.path + _BATCH_GRADIENT), tensor, self.batch_factor)
 
     @override
     def pause(self) -> None:
@@ -211,6 +258,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         for step in list(self._steps):
             self._after(step)
         self._attached = False
+        if self._batch_tap is not None:
+            self._batch_tap.remove()
         handles, self._handles, self._hooked = self._handles, [], []
         for handle in handles:
             handle.remove()

@@ -191,6 +191,20 @@ def merged(folder: Path) -> dict[str, Any]:
     return {**written(sink), "kept": model.kept, "final": state_of(model), "bare": state_of(bare)}
 
 
+@scenario
+def noise(folder: Path) -> dict[str, Any]:
+    """Record the gradient of each batch of both ranks, and keep them."""
+    recorder = ParameterRecorder(
+        "head", parts=["gradients", "batch_gradients"], every_n_train_steps=1, outputs=Outputs(plots=False)
+    )
+    model = Net()
+    kept: list[Tensor] = []
+    model.head.weight.register_hook(lambda grad: kept.append(grad.clone()))
+    train(folder, [recorder], model, accumulate_grad_batches=STEPS)
+    seen = {site.path: found.scalars["rms"] for site, found in recorder.latest.items()} if this_rank() == 0 else {}
+    return {"seen": seen, "kept": kept}
+
+
 def rows(total: Tensor, new: Tensor) -> Tensor:
     """Sum the rows of all batches; unknown to be associative."""
     return total.sum(0, keepdim=True) + new.sum(0, keepdim=True)
@@ -776,7 +790,7 @@ def dies_1(folder: Path) -> None:
 # Tests.
 
 HEALTHY = (
-    "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
+    "merged", "noise", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
     "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction", "local_reduction",
     "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0", "broken_reset_1",
     "ddp", "user_reductions", "sharded_channels",
@@ -848,6 +862,15 @@ def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
 
 
 PLACES = [("activations/squash", "squash"), ("activations/hidden", "hidden"), ("gradients/hidden", "gradient")]
+
+
+def test_gradients_of_batches_are_merged(pair: Path) -> None:
+    """The gradients of the batches are those of both ranks before they are averaged, with the division undone."""
+    (one, other), _ = outcome(pair, "noise")
+    every = torch.stack(one["kept"] + other["kept"]) * STEPS
+    assert len(every) == 2 * STEPS
+    assert one["seen"]["weight.batch_grad"] == pytest.approx(float(every.square().mean().sqrt()), rel=1e-6)
+    assert one["seen"]["weight.grad"] == pytest.approx(float(every.mean(0).square().mean().sqrt()), rel=1e-5)
 
 
 @pytest.mark.parametrize("step", range(STEPS))

@@ -248,7 +248,10 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
     [
         (
             {"parts": ["weights"]},
-            "parts must be one or more of 'values', 'gradients', 'updates', 'moments', 'buffers'; got 'weights'",
+            (
+                "parts must be one or more of 'values', 'gradients', 'updates', 'moments', 'buffers', "
+                "'batch_gradients'; got 'weights'"
+            ),
         ),
         ({"parts": []}, "got none"),
         ({"optimizers": ["adam"]}, "optimizers takes torch.optim.Optimizer instances, got 'adam'"),

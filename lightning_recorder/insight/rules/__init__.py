@@ -11,6 +11,7 @@ from lightning_recorder.insight.rules import (
     gradients,
     latent,
     losses,
+    noise_scale,
     non_finite,
     normalization,
     operations,
@@ -53,6 +54,7 @@ _FILES = (
     gradient_steps,
     gradient_depth,
     classes,
+    noise_scale,
 )
 
 RULES: tuple[Rule, ...] = tuple(each for file in _FILES for each in vars(file).values() if isinstance(each, Rule))
