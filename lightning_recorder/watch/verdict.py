@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding, Trace
+from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, ROSE, SPIKE, UNBOUNDED, Finding, Trace
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 from lightning_recorder.watch.spikes import JUMP, LEAST, RECENT, Rise
@@ -136,6 +136,7 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
         verdict=verdict,
         why="The training diverged: the learning rate is too high, or the loss or a layer grows without bound.",
         next=f"Lower the learning rate, warm it up, or clip gradients. If it still diverges, {following}",
+        numbers={**finding.numbers, ROSE: rise.last / rise.before if rise.before else math.inf},
     )
 
 
