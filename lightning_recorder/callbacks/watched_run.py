@@ -422,6 +422,7 @@ class WatchedRun:
             next(iter(reading.indices), 0),
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
+            is_low=self._spikes["loss"].is_low(reading.values[0]),
             rank=self._after(reading),
             usual_rows=self._usual_rows,
         )

@@ -14,9 +14,12 @@ __all__ = [
     "ACTED",
     "ALL_IGNORED",
     "FINDINGS_FORMAT",
+    "MAXIMIZED",
     "NON_FINITE",
     "ORIGIN_VALUES",
+    "PRIOR_PUSHED_AWAY",
     "RANKS_DIFFER",
+    "ROSE",
     "SEVERITIES",
     "SPIKE",
     "UNBOUNDED",
@@ -55,6 +58,16 @@ _GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
 
 ORIGIN_VALUES = "values"
 """The number of a finding about the first bad value: the count of bad values at its origin, if that is known."""
+
+MAXIMIZED = "maximized-loss"
+PRIOR_PUSHED_AWAY = "prior-pushed-away"
+"""The rules about losses with a term of the wrong sign, which fall without bound."""
+
+ROSE = "rose"
+"""The number of a finding about a bad value that gives how far the loss or the gradient norm rose before it."""
+
+CAUSES_OF_RISE = ("input-scale", "target-scale", "learning-rate-too-large", "learning-rate-outlier")
+"""The rules about what makes a training diverge."""
 
 USUAL_UNTIL = "usual_until"
 """The number of a finding that gives the last step that was recorded before a change."""
@@ -251,8 +264,9 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
-    that is probably the cause. If the records show a spike of the gradients at the same step, it is part of the finding
-    of the watch. A loss that falls without bound is left out if the one about the first bad value says so, and the
+    that is probably the cause. So does a training that diverged, if the records show why. If the records show a spike
+    of the gradients at the same step, it is part of the finding of the watch. A loss that falls without bound is left
+    out if the one about the first bad value says so, or the records show a wrong sign, and the
     values that are not finite are if the records show that the loss has no target.
 
     Args:
@@ -270,7 +284,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     ]
     without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)
     watched = [each for each in watched if each.rule != NON_FINITE or each.first_step < without_target]
-    if any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
+    signs = [each for each in findings if each.rule in (MAXIMIZED, PRIOR_PUSHED_AWAY)]
+    if signs or any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
         watched = [each for each in watched if each.rule != UNBOUNDED]
     for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:
         for place, each in enumerate(watched):
@@ -284,6 +299,11 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
             findings = [other for other in findings if other is not recorded_one]
             if recorded_one.is_note <= each.is_note:  # the records know the gradients, the watch how far it is
                 watched[place] = _with_distance(recorded_one, each)
+    diverged = next((each for each in watched if ROSE in each.numbers), None)
+    reasons = [each for each in findings if each.rule in CAUSES_OF_RISE and not each.is_note]
+    if diverged is not None and reasons:
+        # The first one is as severe as what follows from it.
+        findings = [replace(each, severity=diverged.severity) if each is reasons[0] else each for each in findings]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
     others = [
@@ -294,6 +314,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     warnings = (each for each in others if not each.is_note)
     begun = min((each.numbers.get(USUAL_UNTIL, each.first_step) for each in warnings), default=math.inf)
     effects = [each for each in watched if each.rule == SPIKE and begun < each.first_step]
+    effects += [diverged] if diverged is not None and reasons else []
     causes = [each for each in watched if each not in effects]
     return sorted([*causes, *others, *effects], key=lambda each: _RANKS.get(each.severity, _RANK_OF_OTHERS))
 

@@ -50,6 +50,7 @@ _SAME_VALUES = re.compile(
 _MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
 _PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
 ATTENTION = "scaled_dot_product_attention"
+_NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
 _COMPARES = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__")
 
 
@@ -147,6 +148,35 @@ class RecordedStep:
             if any(each.id in found for each in self.sources(node)) and not node.note.startswith("stops the gradient"):
                 found.add(node.id)
         return frozenset(found - own)
+
+    @cached_property
+    def signs(self) -> dict[int, set[int]]:
+        """The signs, 1 and -1, that the terms of a loss have in it, by the id of the operation.
+
+        A term reaches the loss through sums, means, changes of the shape and constant factors alone.
+        """
+        found: dict[int, set[int]] = {}
+        todo = [(source, 1) for node in self.graph.nodes if node.kind == "backward" for source in self.sources(node)]
+        while todo:
+            node, sign = todo.pop()
+            if node.kind == "op" and sign not in found.setdefault(node.id, set()):
+                found[node.id].add(sign)
+                todo += [(each, sign * factor) for each, factor in self._linear_terms(node)]
+        return found
+
+    def _linear_terms(self, node: Node) -> list[tuple[Node, int]]:
+        """Return what an operation adds up, each with the sign of its factor; nothing if it does something else."""
+        sources, kind = self.sources(node), node.name.strip("_")
+        if kind in ("mean", "sum", "stack", "cat") or keeps_values(node):
+            return [(each, 1) for each in sources]
+        if kind in ("neg", "rsub") and len(sources) == 1:
+            return [(sources[0], -1)]
+        operand = setting(node, "other")
+        if kind in ("mul", "rmul", "div", "truediv") and len(sources) == 1 and _NUMBER.fullmatch(operand):
+            return [(sources[0], -1 if operand.startswith("-") else 1)] if float(operand) else []
+        if kind in ("add", "radd", "iadd", "sub", "isub") and not setting(node, "alpha"):
+            return [(each, -1 if place and "sub" in kind else 1) for place, each in enumerate(sources)]
+        return []
 
     @cached_property
     def comparisons(self) -> dict[int, tuple[Node, Node]]:

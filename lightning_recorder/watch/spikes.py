@@ -24,6 +24,7 @@ _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
 _SHARE = 1e-3  # of the first values; below it, a loss is as good as zero, and so is its spike
+_LOW = 0.5
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4
@@ -70,6 +71,10 @@ class SpikeDetector:
     def median(self) -> float:
         """The running median; NaN before the first value. Sorts the last values."""
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
+
+    def is_low(self, value: float) -> bool:
+        """Return True if a value is less than half of the largest of the first ten values."""
+        return self._count >= RECENT and value < _LOW * self._at_first
 
     def fall(self) -> Rise | None:
         """Return the fall from the first value to the last one if the series has fallen far below zero.

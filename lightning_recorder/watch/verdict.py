@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, SPIKE, UNBOUNDED, Finding, Trace
+from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, ROSE, SPIKE, UNBOUNDED, Finding, Trace
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 from lightning_recorder.watch.spikes import JUMP, LEAST, RECENT, Rise
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _MOST_ROWS = 8  # of a batch that are listed
+_FAR = 10.0  # multiples of the factor of a spike: such gradients are no matter of single samples
 _MOST_ACTIONS = 60  # as in other traces
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
@@ -136,6 +137,7 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
         verdict=verdict,
         why="The training diverged: the learning rate is too high, or the loss or a layer grows without bound.",
         next=f"Lower the learning rate, warm it up, or clip gradients. If it still diverges, {following}",
+        numbers={**finding.numbers, ROSE: rise.last / rise.before if rise.before else math.inf},
     )
 
 
@@ -187,13 +189,15 @@ def finding_of_spike(
     *,
     factor: float,
     is_clipped: bool = False,
+    is_low: bool = False,
     rank: str = "",
     usual_rows: int = 0,
 ) -> Finding:
     """Return the finding for a spike.
 
     It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
-    gradients are clipped.
+    gradients are clipped. So is a spike of the gradient norm alone at a low loss: where nearly all samples fit, a
+    single one makes most of the gradient.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
@@ -201,6 +205,7 @@ def finding_of_spike(
         batch_idx: The index of the first batch of the step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
+        is_low: True if the loss is far below that of the first steps.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
     """
@@ -215,8 +220,11 @@ def finding_of_spike(
     why = "A batch with unusual samples or wrong labels, or an update that was too large."
     following = "Look at the samples of this batch; clip gradients, or lower the learning rate if spikes repeat."
     severity = "warning"
-    if is_clipped and all(name == "gradient norm" for name, _, _ in spikes):
+    is_of_gradients = all(name == "gradient norm" for name, _, _ in spikes)
+    if is_clipped and is_of_gradients:
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
+    elif is_low and is_of_gradients and value < _FAR * factor * median:
+        severity, why = "note", "The loss is low, so that a single sample that does not fit makes most of the gradient."
     if is_small:
         severity, why = "note", "The mean over few samples varies more than that over many."
         following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."

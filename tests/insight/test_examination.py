@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import (
+    ROSE,
     STATISTICS,
     RunFacts,
     findings_from_json,
@@ -188,6 +189,9 @@ def test_any_numbers_can_be_examined(data: st.DataObject, kind: str | None, reco
     assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None
 
 
+_FAST: Values = {"rms": 0.25, "update_ratio": 0.8, "learning_rate": 1.0}
+
+
 @pytest.mark.parametrize(("step", "first"), [(73, "dead-output"), (20, "spike"), (30, "spike")])
 def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> None:
     """A spike is named first only if no other finding began before it."""
@@ -242,6 +246,29 @@ def test_a_spike_after_the_last_usual_record_is_the_effect_of_a_change(step: int
     assert "changes 90-fold between steps 40 and 50, and stays so" in found[0].verdict
     spike = replace(found[0], rule="spike", module="", first_step=step, numbers={})
     assert next(each.rule for each in with_watched(found, [spike])) == first
+
+
+def test_what_made_a_training_diverge_is_named_before_it() -> None:
+    """A learning rate that is far too large is as severe as the first bad value after a rise, and comes first."""
+    (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
+    assert (large.rule, large.severity) == ("learning-rate-too-large", "warning")
+    bad = replace(large, rule="non-finite", severity="critical", module="head", first_step=5)
+    rose = replace(bad, numbers={ROSE: 1e6})
+    assert [each.rule for each in with_watched([large], [bad])] == ["non-finite", "learning-rate-too-large"]
+    found = with_watched([large], [rose])
+    assert [(each.rule, each.severity) for each in found] == [
+        ("learning-rate-too-large", "critical"),
+        ("non-finite", "critical"),
+    ]
+
+
+def test_a_loss_with_a_wrong_sign_is_why_it_falls_without_bound() -> None:
+    """The finding about the sign replaces the one of the watch."""
+    (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
+    fall = replace(large, rule="unbounded-loss", module="")
+    assert [each.rule for each in with_watched([large], [fall])] == ["unbounded-loss", "learning-rate-too-large"]
+    sign = replace(large, rule="maximized-loss", module="")
+    assert [each.rule for each in with_watched([sign], [fall])] == ["maximized-loss"]
 
 
 def test_findings_are_not_shown_at_a_parameter_of_the_model_itself() -> None:

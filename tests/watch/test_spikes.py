@@ -190,3 +190,31 @@ def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
     assert found.severity == severity
     assert ("2 of usually 64 samples" in found.verdict) == (rows == 2)
     assert ("wrong labels" in found.why) == (rows != 2)
+
+
+@pytest.mark.parametrize(
+    ("spikes", "is_low", "severity"),
+    [
+        ([("gradient norm", 6.0, 0.5)], True, "note"),
+        ([("gradient norm", 6.0, 0.5)], False, "warning"),
+        ([("gradient norm", 60.0, 0.5)], True, "warning"),  # no single sample makes as much
+        ([("loss", 30.0, 2.0), ("gradient norm", 6.0, 0.5)], True, "warning"),
+    ],
+)
+def test_a_large_gradient_at_a_low_loss_is_a_note(
+    spikes: list[tuple[str, float, float]], is_low: bool, severity: str
+) -> None:
+    """Where nearly all samples fit, a single one makes most of the gradient."""
+    reading = Reading(9, 2, None, None, [], [9])
+    assert finding_of_spike(spikes, reading, 9, factor=10, is_low=is_low).severity == severity
+
+
+def test_a_low_value_is_far_below_the_first_ones() -> None:
+    """Half of the largest of the first ten values is the limit, which is known after ten values."""
+    detector = SpikeDetector(10.0)
+    for value in [1.0, 2.0, *[1.5] * 7]:
+        detector.add(value)
+        assert not detector.is_low(0.1)
+    detector.add(3.0)
+    detector.add(8.0)
+    assert [detector.is_low(value) for value in (1.4, 1.6)] == [True, False]

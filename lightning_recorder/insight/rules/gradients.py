@@ -13,6 +13,7 @@ import numpy as np
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import Wiring
+from lightning_recorder.insight.recorded_step import step_of
 from lightning_recorder.insight.rule import rule
 from lightning_recorder.names import Site
 
@@ -139,6 +140,8 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
         if is_zero_from_the_loss:
             where = f"the gradient of the loss for the output of {frontier} is zero already"
+        elif _is_unread(evidence, frontier):
+            where = f"nothing uses the output of {frontier}{more}"
         verdict = f"{count}: {where}"
         others = tuple(each for each in names if each != frontier)
         found = evidence.view(evidence.parameters, frontier).found(verdict, others=others, modules=len(names))
@@ -151,6 +154,14 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
             following = f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
             found = replace(found, next=following)
         yield found
+
+
+def _is_unread(evidence: Evidence, name: str) -> bool:
+    """Return True if the recorded step computes the output of a module, and no operation takes it."""
+    step = step_of(evidence)
+    made = [node for node in step.operations if step.owner(node) == name and node.outputs]
+    inside = {node.id for node in made}
+    return bool(made) and not any(user.id not in inside for node in made for user in step.users(node))
 
 
 def _recorded_stops(evidence: Evidence, near: Set[str]) -> list[str]:

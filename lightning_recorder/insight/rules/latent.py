@@ -1,14 +1,16 @@
-"""The rule about random latent variables that do not depend on the sample."""
+"""The rules about random latent variables: whether they tell samples apart, and what the loss asks of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import PRIOR_PUSHED_AWAY, Finding
+from lightning_recorder.insight.recorded_step import RecordedStep, found_in, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 
 _NOISE = ("randn", "randn_like", "normal", "normal_")
@@ -32,8 +34,7 @@ def posterior_collapse(
     evidence: Evidence, *, records: int = 10, most_nats: float = 0.01, shrink: float = 0.3, most_scale: float = 0.5
 ) -> Iterator[Finding]:
     """Yield a random variable whose mean and scale are the same for all samples."""
-    learned = {each.module for each in evidence.tensors if evidence.output(each.module)} - {""}
-    pairs = list(dict.fromkeys(_latents(evidence.graph, learned)))
+    pairs = list(dict.fromkeys((mean, scale) for mean, scale, _ in _latents(evidence.graph, _learned(evidence))))
     outputs = [(evidence.output(mean), evidence.output(scale)) for mean, scale in pairs]
     since = [_collapse(mean, scale, records, most_nats, shrink, most_scale) for mean, scale in outputs]
     if not since or None in since:  # hierarchical models do not use all of their variables
@@ -47,8 +48,117 @@ def posterior_collapse(
     yield view.found(verdict, "std", since=first, others=others, std=view.std[-1])
 
 
-def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the modules of mean and logarithmic scale of each random variable: mean + noise * exp(scale)."""
+@rule(
+    "latent-without-prior",
+    statistic="what reads the mean and the logarithmic scale of a random variable that a decoder gets",
+    usual="the sample, and a term of the loss, such as the KL divergence",
+    why="Without a term for the mean and the scale, the loss is smallest without noise: the scale falls towards zero, "
+    "and samples of the prior do not look like the data.",
+    next="Add the KL term to the loss, and check that it is not detached or computed without being added.",
+    false_alarms="Another reader of the mean, the scale or the sample, such as an entropy, a log-probability or a "
+    "discriminator, counts as such a term. Samples that a loss gets without a layer in between are left out.",
+    needs=("parameters", GRAPH),
+    explains={"unlike-siblings": ("any",)},
+    is_lasting=True,
+)
+def latent_without_prior(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a random variable whose mean and scale the loss gets through its samples alone."""
+    step, graph = step_of(evidence), evidence.graph
+    latents = list(_latents(graph, _learned(evidence)))
+    used = _before(step, [node for node in graph.nodes if node.kind == "backward"], set())
+    ends = {sample.id for _, _, sample in latents}
+    # The operations from the layers to the samples. The noise has the shape of one of them.
+    known = _before(step, [sample for _, _, sample in latents], {name for pair in latents for name in pair[:2]})
+    readers = [user for each in known - ends for user in step.users(graph[each]) if user.name not in _NOISE]
+    if not latents or any(each.id in used - known for each in readers):
+        return
+    for mean, scale, sample in latents:
+        decoders = {step.owner(each) for each in step.readers(sample) if each.id in used}
+        if sample.id in used and len(decoders) == 1 and _is_decoded(step, sample):
+            scales = f" and {scale}" if scale != mean else ""
+            verdict = (
+                f"the loss gets the output of {mean}{scales} through the samples in {step.place(sample)} alone: no "
+                "term, such as a KL divergence, keeps their mean and scale near those of the prior"
+            )
+            yield replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
+            return
+
+
+@rule(
+    PRIOR_PUSHED_AWAY,
+    statistic="sign in the loss of the squared mean and of the exponential of the scale of a random variable",
+    usual="both are positive, as in a KL divergence",
+    why="The KL divergence has the wrong sign, so that the loss falls without bound while the random variable leaves "
+    "the prior.",
+    next="The term is -0.5 × (1 + log σ² - μ² - σ²), and it is added to the loss.",
+    false_alarms="Both must be negative, and reach the loss through sums and constant factors alone.",
+    needs=("parameters", GRAPH),
+    explains=dict.fromkeys(
+        (
+            *("exploding-gradient", "weight-drift", "sudden-change", "gradient-spike", "scale-jump", "saturation"),
+            *("unlike-siblings", "learning-rate-too-large", "learning-rate-outlier", "gradient-step"),
+        ),
+        ("any",),
+    ),
+    is_lasting=True,
+)
+def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a random variable whose squared mean and variance the loss rewards."""
+    step = step_of(evidence)
+    learned = _learned(evidence)
+    for mean, scale, sample in _latents(evidence.graph, learned):
+        squares, exponentials = (
+            [node for node in step.operations if node.name in names and step.signs.get(node.id)]
+            for names in (("pow", "square", "__pow__"), ("exp",))
+        )
+        of_mean = [node for node in squares if _owner_of(step, node, learned) == mean]
+        of_scale = [node for node in exponentials if _owner_of(step, node, learned) == scale]
+        signs = [step.signs[node.id] for node in (*of_mean, *of_scale)]
+        if of_mean and of_scale and all(each == {-1} for each in signs):
+            verdict = (
+                f"the loss falls with the square of {mean} and with the exponential of {scale}, the mean and the scale "
+                f"of the samples in {step.place(sample)}: the KL divergence is subtracted"
+            )
+            yield replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
+            return
+
+
+def _owner_of(step: RecordedStep, node: Node, learned: set[str]) -> str:
+    return _source(step.graph, step.sources(node)[:1], learned)[0]
+
+
+def _before(step: RecordedStep, nodes: Sequence[Node], layers: set[str]) -> set[int]:
+    """Return the ids of nodes and of the operations that they follow from, up to those of some layers."""
+    found, todo = set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node.id not in found and node.kind in ("op", "backward"):
+            found.add(node.id)
+            is_end = node.kind == "op" and step.owner(node) in layers
+            todo += [] if is_end else step.sources(node)
+    return found
+
+
+def _is_decoded(step: RecordedStep, sample: Node) -> bool:
+    """Return True if a loss compares a target with what layers make of a sample."""
+    seen, todo = {sample.id}, [sample]
+    while todo:
+        for user in step.users(todo.pop()):
+            if user.id not in seen:
+                seen.add(user.id)
+                todo.append(user)
+    behind = [step.graph[each] for each in seen]
+    has_layer = any(one.kind == "parameter" for each in behind for one in step.sources(each))
+    return has_layer and any(step.is_loss(each) for each in behind)
+
+
+def _learned(evidence: Evidence) -> set[str]:
+    """Return the names of the modules with parameters and a recorded output."""
+    return {each.module for each in evidence.tensors if evidence.output(each.module)} - {""}
+
+
+def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str, Node]]:
+    """Yield the modules of mean and logarithmic scale of each random variable, mean + noise * exp(scale), with it."""
     users: dict[int, list[Node]] = {}
     for edge in graph.edges:
         users.setdefault(edge.source, []).append(graph[edge.target])
@@ -57,15 +167,15 @@ def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str]]:
             continue
         products = [each for each in users.get(noise.id, ()) if each.name in ("mul", "mul_")]
         sums = [(each, total) for each in products for total in users.get(each.id, ()) if "add" in total.name]
-        pairs = [(_others(graph, total, each), _others(graph, each, noise)) for each, total in sums]
+        pairs = [(_others(graph, total, each), _others(graph, each, noise), total) for each, total in sums]
         given = [graph[edge.source] for edge in graph.into(noise)]
         if len(given) == 2:  # torch.normal(mean, std)
-            pairs.append((given[:1], given[1:]))
-        for means, scales in pairs:
+            pairs.append((given[:1], given[1:], noise))
+        for means, scales, sample in pairs:
             mean, _ = _source(graph, means, learned)
             scale, is_exponential = _source(graph, scales, learned)
             if mean and scale and is_exponential:
-                yield mean, scale
+                yield mean, scale, sample
 
 
 def _others(graph: Graph, node: Node, known: Node) -> list[Node]:

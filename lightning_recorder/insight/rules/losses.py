@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence
-from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.finding import MAXIMIZED, Finding
 from lightning_recorder.insight.recorded_step import (
     ELEMENTWISE,
+    LOSSES,
     RecordedStep,
     Shape,
     found_in,
@@ -134,6 +136,85 @@ def _dropout_before(step: RecordedStep, loss: Node) -> Node | None:
             return node
         node = next(iter(step.sources(node)), None)
     return None
+
+
+@rule(
+    MAXIMIZED,
+    statistic="sign that the comparisons with targets of the batch have in the loss",
+    usual="positive; negative for logarithms of the probabilities of the targets",
+    why="The loss has the wrong sign, so that training makes the predictions worse.",
+    next="Return the loss without the minus sign, or -log_prob.mean() for logarithms of probabilities.",
+    false_alarms="A loss that also has a comparison of the right sign, as in adversarial training, is left out, and so "
+    "are targets that the step makes itself.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(
+        (
+            *("exploding-gradient", "weight-drift", "sudden-change", "gradient-spike", "scale-jump", "saturation"),
+            *("unlike-siblings", "learning-rate-too-large", "learning-rate-outlier", "one-class-predicted"),
+            *("dead-output", "gradient-step", "train-differs"),
+        ),
+        _ANY,
+    ),
+    is_lasting=True,
+)
+def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the step maximizes the distance between all predictions and their targets."""
+    step = step_of(evidence)
+    found: list[tuple[Node, bool]] = []
+    for node in step.operations:
+        sources = step.sources(node)
+        if len(sources) < 2 or step.roots[sources[1].id] != {"input"} or "parameter" not in step.roots[sources[0].id]:
+            continue
+        is_likelihood = node.name == "gather" and (step.made_by(sources[0])).name == "log_softmax"
+        if (node.name in LOSSES or is_likelihood) and (signs := step.signs.get(node.id)):
+            found.append((node, signs == {1 if is_likelihood else -1}))
+    if found and all(is_wrong for _, is_wrong in found):
+        (node, _), *_ = found
+        what = "log-probability of the targets" if node.name == "gather" else f"{node.name} of predictions and targets"
+        verdict = f"training makes the {what} in {step.place(node)} {'smaller' if node.name == 'gather' else 'larger'}"
+        yield found_in(evidence, step.owner(node), f"{verdict}: the loss has the wrong sign")
+
+
+@rule(
+    "scaled-twice",
+    statistic="constant factors between the last layer and cross_entropy",
+    usual="at most one, such as a temperature",
+    why="The model and the training step both divide by the temperature, so that the probabilities stay close to each "
+    "other, or the other way round with a factor above 1.",
+    next="Scale the logits once: in the model or before the loss.",
+    false_alarms="Two different factors, and factors between 0.5 and 2, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding]:
+    """Yield the losses whose logits are multiplied with the same number twice."""
+    step = step_of(evidence)
+    for node in step.operations:
+        if node.name not in ("cross_entropy", "log_softmax"):
+            continue
+        scaled: list[tuple[Node, float]] = []
+        source = step.behind(node)
+        while source is not None and (scale := _factor_of(step, source)) is not None:
+            scaled.append((source, scale))
+            source = step.behind(source)
+        for (second, one), (first, other) in pairwise(scaled):
+            if math.isclose(one, other, rel_tol=1e-6) and max(one, 1 / one) > factor:
+                verdict = (
+                    f"the logits of {node.name} are multiplied with {one:.3g} in {step.place(first)} and again in "
+                    f"{step.place(second)}"
+                )
+                yield found_in(evidence, step.owner(first), verdict, factor=one)
+                return
+
+
+def _factor_of(step: RecordedStep, node: Node) -> float | None:
+    """Return the positive number that an operation multiplies its only tensor with; None if it does something else."""
+    kind = node.name.strip("_")
+    if kind not in ("mul", "div", "truediv") or len(step.sources(node)) != 1:
+        return None
+    text = setting(node, "other")
+    number = float(text) if re.fullmatch(r"[\d.]+(e[-+]?\d+)?", text) else 0.0
+    return None if number <= 0 else number if kind == "mul" else 1 / number
 
 
 @rule(

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.recorded_step import joined, setting, step_of
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Floats
@@ -139,3 +140,43 @@ def _distances(evidence: Evidence, name: str, feed: View) -> tuple[list[int], Fl
     known = np.sqrt(mean_rms**2 + variances)
     is_positive = bool((rms > 0).all() and (known > 0).all())
     return (steps, np.abs(np.log(known / rms))) if is_positive else ([], rms)
+
+
+@rule(
+    "norm-momentum",
+    statistic="argument momentum of batch_norm in the recorded graph, and the running statistics of its first record",
+    usual="0.01 to 0.1",
+    why="The momentum of torch is the share of the new batch. Other libraries name the share that is kept: their 0.99 "
+    "is 0.01 here.",
+    next="Set momentum to 0.1, or to 0.01 for small batches and long runs.",
+    false_alarms="A momentum of 1, which some methods ask for, statistics of a pretrained model, and layers in eval "
+    "mode are left out.",
+    needs=("parameters", GRAPH),
+    records=3,
+    explains=dict.fromkeys(("running-statistics", "train-differs"), ("any",)),
+)
+def norm_momentum(
+    evidence: Evidence, *, new: float = 0.9, small: float = 1e-3, share: float = 0.5, first_step: int = 50
+) -> Iterator[Finding]:
+    """Yield the layers whose running statistics are those of the last batch, or still the ones that they began with."""
+    step = step_of(evidence)
+    found = []
+    for node in step.operations:
+        text = setting(node, "momentum") if setting(node, "training") == "True" else ""
+        if node.name != "batch_norm" or not text or text == "None":
+            continue
+        name, momentum = step.owner(node), float(text)
+        mean, variance = (evidence.parameter(name, path) for path in RUNNING_STATISTICS)
+        (middle, spread), steps = variance.columns("mean", "std")
+        if not len(steps) or steps[-1] < first_step:
+            continue
+        kept = float((1 - momentum) ** (steps[-1] + 1))
+        # New statistics are 0 and 1, those of a pretrained model are not.
+        is_new = abs(middle[0] - 1) < share and spread[0] < share
+        if new <= momentum < 1:
+            verdict = f"the running statistics of {name} consist to {momentum:.0%} of the last batch"
+            found.append(mean.found(f"{verdict}: momentum is {momentum:.3g}", "rms", momentum=momentum))
+        elif momentum < small and kept > share and is_new:
+            verdict = f"after {int(steps[-1]) + 1} steps, the running statistics of {name} are to {kept:.0%} still the "
+            found.append(mean.found(f"{verdict}ones that it began with: momentum is {momentum:.3g}", "rms", kept=kept))
+    yield from joined(found)

@@ -112,7 +112,7 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     descriptions = [_of_classes]
     if step.batch:
-        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean, _of_whole]
+        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean, _of_whole, _of_normalize]
     found = []
     for node in step.operations:
         verdict = next(filter(None, (describe(step, node) for describe in descriptions)), "")
@@ -211,6 +211,18 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
         f"the normalization in {step.place(node)} divides {listed(shape)} by the standard deviation of all values of "
         "the batch"
     )
+
+
+def _of_normalize(step: RecordedStep, node: Node) -> str:
+    """Describe a division of each feature by its norm over the samples, between two layers."""
+    shape = shape_of(node)
+    if node.name != "normalize" or shape is None or len(shape) < 2 or shape[0] != step.batch:
+        return ""
+    if setting(node, "dim") not in ("0", str(-len(shape))) or not {"input", "parameter"} <= step.roots[node.id]:
+        return ""
+    if node.id > step.last_layer:
+        return ""
+    return f"the normalize in {step.place(node)} runs over dimension 0 of {listed(shape)}, which has the samples"
 
 
 def _of_position(step: RecordedStep, node: Node) -> str:
@@ -332,6 +344,49 @@ def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
         f"the mask in {step.place(fill)} leaves out the earlier positions and keeps the later ones: each position sees "
         "the tokens after it"
     )
+
+
+@rule(
+    "padding-is-read",
+    statistic="share of padding in the tokens of a recurrent layer, and batch_spread of what gets its last state",
+    usual="the last state of each sequence is read at its last token",
+    why="The last state comes after the padding, which has made the model forget the tokens before it.",
+    next="Read the output at position length - 1, or pack the sequences with pack_padded_sequence.",
+    false_alarms="Padding before the tokens, packed sequences and other means to choose positions: what gets the last "
+    "state must be nearly the same for all samples.",
+    needs=("activations", GRAPH),
+    records=8,
+    explains=dict.fromkeys(
+        ("one-class-predicted", "collapsed-embedding", "vanishing-gradient", "constant-input"), _ANY
+    ),
+)
+def padding_is_read(
+    evidence: Evidence, *, persistence: int = 8, padding: float = 0.3, spread: float = 0.1
+) -> Iterator[Finding]:
+    """Yield a finding if the state after the padding of a sequence is read, and says nothing about the sample."""
+    step = step_of(evidence)
+    for node in step.operations:
+        tokens, states = step.behind(node) if node.name in _RECURRENT else None, shape_of(node, 1)
+        if tokens is None or tokens.name != "embedding" or setting(tokens, "padding_idx") in ("", "None"):
+            continue
+        zeros = evidence.output(step.owner(tokens)).zero_fraction[-persistence:]
+        for user in step.users(node):
+            index = setting(user, "index").replace(" ", "") if user.name == "getitem" else ""
+            # The states at the end of all positions have a shape of their own, as in h[-1].
+            if not (index.startswith(":,-1") or (states is not None and shape_of(user) == states)):
+                continue
+            for name in dict.fromkeys(step.owner(each) for each in step.readers(user)):
+                spreads = evidence.output(name).batch_spread[-persistence:]
+                if min(len(zeros), len(spreads)) < persistence or zeros.min() < padding or spreads.max() > spread:
+                    continue
+                verdict = (
+                    f"{zeros[-1]:.0%} of the tokens that {step.owner(node)} reads are padding, {name} gets its state "
+                    f"after the padding, and its output is nearly the same for all samples (they differ by "
+                    f"{spreads[-1]:.2g} of its rms)"
+                )
+                view = evidence.output(name)
+                yield view.found(verdict, "batch_spread", others=(step.owner(node),), padding=zeros[-1])
+                return
 
 
 @rule(

@@ -237,7 +237,8 @@ def constant_weight(
         (values, spreads), _ = each.columns("rms", "std")
         # A token may not be used, as one for masks. A weight without a gradient of its own stays as it was initialized,
         # like the zeros of a LoRA whose gradient is lost: that is another finding.
-        is_used = bool(each.gradient.rms.any())
+        biases = [evidence.parameter(each.module, path).gradient for path in ("bias", "in_proj_bias")]
+        is_used = any(gradient.rms.any() for gradient in (each.gradient, *biases))
         if len(values) < persistence or each.numel < fewest or not is_used:
             continue
         flat = spreads <= std * values

@@ -80,6 +80,7 @@ def target_scale(
 
 
 _SQUARED = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_SEVERAL = 3  # classes
 _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -102,7 +103,7 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
     """Yield the losses whose targets are out of the range of their predictions."""
     step = step_of(evidence)
     for node in step.operations:
-        source = step.behind(node)
+        source = _values_behind(step, node)
         if node.name in _BINARY:
             low, high = 0.0, 1.0
         elif node.name in _SQUARED and source is not None and source.kind == "op" and source.name in _RANGES:
@@ -146,9 +147,18 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
         return
 
 
+def _values_behind(step: RecordedStep, node: Node) -> Node | None:
+    """Return the node that made the values of the first input, also through the selection of some of them."""
+    source = step.behind(node)
+    while source is not None and source.name in ("getitem", "select", "narrow"):
+        source = step.behind(source)
+    return source
+
+
 @rule(
     "classes-by-error",
-    statistic="targets of a squared or absolute error whose predictions are probabilities of classes",
+    statistic="targets of a squared or absolute error, or of a binary loss, whose predictions are probabilities of "
+    "classes",
     usual="cross_entropy for classes",
     why="A squared error of probabilities has hardly a gradient where a prediction is sure and wrong.",
     next="Use cross_entropy or binary_cross_entropy_with_logits, and give it the output of the last linear layer.",
@@ -162,9 +172,13 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
     step = step_of(evidence)
     for node in step.operations:
         source, shape = step.behind(node), shape_of(node)
-        if node.name not in _SQUARED or source is None or source.name not in ("softmax", "sigmoid") or not shape:
+        is_binary = node.name == "binary_cross_entropy"
+        if not (node.name in _SQUARED or is_binary) or source is None or not shape:
             continue
-        if source.name == "sigmoid" and prod(shape[1:]) != 1:
+        if source.name not in ("softmax", "sigmoid") or (source.name == "sigmoid" and prod(shape[1:]) != 1):
+            continue
+        # For two classes, both entries of a softmax have the same binary loss.
+        if is_binary and (source.name == "sigmoid" or shape[-1] < _SEVERAL):
             continue
         _, target = sides_of(evidence, step, node)
         (least, most, mean, size), steps = target.columns("min", "max", "mean", "rms")
@@ -172,11 +186,15 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
         # Values that are 0 or 1 are equal to their squares.
         are_binary = (least == 0) & (most == 1) & (np.abs(mean - size**2) < tolerance)
         if len(steps) >= persistence and are_binary[last].all():
-            verdict = (
+            compares = (
                 f"{node.name} in {step.place(node)} compares the output of the {source.name} in {step.place(source)} "
-                "with targets of 0 and 1, which are classes"
             )
-            yield replace(target.found(verdict), module=step.owner(source), path="")
+            verdict = f"{compares}with targets of 0 and 1, which are classes"
+            why = ""
+            if is_binary:
+                verdict = f"{compares}with targets of 0 and 1, entry by entry: a softmax is for one of several classes"
+                why = "The binary loss takes the classes for independent, but the entries of a softmax add up to 1."
+            yield replace(target.found(verdict), module=step.owner(source), path="", why=why)
             return
 
 

@@ -12,6 +12,7 @@ from lightning_recorder.functions import function_of
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.recorded_step import joined
 from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio
 
@@ -345,27 +346,40 @@ def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Findi
 
 @rule(
     "dropout-in-evaluation",
-    statistic="zero_fraction of a dropout function in validation",
+    statistic="zero_fraction of a dropout function in validation; that of an nn.Dropout, against its input",
     usual="a dropout in eval mode returns its input",
-    why="The argument training of the call is True, which is its default, or the module that calls it is in training "
-    "mode.",
-    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout.",
-    false_alarms="Models that drop values in evaluations on purpose, to estimate how sure they are. An nn.Dropout in "
-    "training mode is left out.",
+    why="The argument training of the call is True, which is its default, or the module is in training mode.",
+    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout; do not call train() in a validation.",
+    false_alarms="Models that drop values in evaluations on purpose, to estimate how sure they are.",
     needs=("activations", VALIDATION),
     records=1,
     explains={"train-differs": ("any",)},
     is_lasting=True,
 )
-def dropout_in_evaluation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the dropout functions that drop values in validation."""
-    # A dropout that drops nothing returns its input, and is not recorded.
+def dropout_in_evaluation(evidence: Evidence, *, share: float = 0.02) -> Iterator[Finding]:
+    """Yield the dropout functions and modules that drop values in validation."""
+    # A dropout function that drops nothing returns its input, and is not recorded.
+    modules = []
     for site in evidence.validation.places:
         view = View(evidence, evidence.validation, site)
         function = None if site.name in evidence.wiring.types else function_of(site.name)
         zeros = view.zero_fraction
         if function is not None and function.kind == "dropout" and len(zeros) and (zeros > 0).all():
             yield view.found(f"{site.name} drops values in validation, too", "zero_fraction", zero_fraction=zeros[-1])
+        elif _drops(view, share):
+            verdict = f"{site.name} drops values in validation, too: it is in training mode there"
+            modules.append(view.found(verdict, "zero_fraction", zero_fraction=zeros[-1]))
+    yield from joined(modules)
+
+
+def _drops(output: View, share: float) -> bool:
+    """Return True if the output of an nn.Dropout has more zeros than its input in each validation."""
+    feeds = output.evidence.wiring.inputs.get(output.module, []) if output.kind == "Dropout" else []
+    if len(feeds) != 1 or output.path != "out":
+        return False
+    before, at = output.evidence.view(output.table, feeds[0], "out").column("zero_fraction")
+    after, steps = output.column("zero_fraction")
+    return bool(len(steps)) and np.array_equal(steps, at) and bool((after > before + share).all())
 
 
 @rule(

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_recorder.graph import Unused
+from lightning_recorder.graph import Unused, capture_graph
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, brief, chain, network, run, trained
 
@@ -71,6 +72,30 @@ def test_parameters_alone_do_not_tell_where_a_gradient_stops() -> None:
     """If only parameters are recorded, it is unknown whether a module without a gradient was called."""
     (found,) = run(None, None, {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}})
     assert found.verdict == "extra gets no gradient: not called, or without effect on the loss"
+
+
+def test_an_output_that_nothing_uses() -> None:
+    """The gradient stops at a module whose output no operation takes, and the finding says so."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            memory = self.memory(x)
+            output: torch.Tensor = self.head(x if self.training else memory)
+            return output
+
+    still: Values = {"rms": 0.25, "update_ratio": 0.0}
+    for net, where in (
+        (Net(), "nothing uses the output of memory"),
+        (Net().eval(), "the gradient from head stops at memory"),
+    ):
+        graph = capture_graph(net, torch.randn(3, 4))
+        layers: dict[str, Values] = {"memory": {}, "head": {}}
+        found = run(layers, {"head": {"rms": 1e-3}}, {"memory/weight": still, **network("head")}, graph=graph)
+        assert [each.verdict.partition(": ")[2] for each in found if each.rule == "gradient-stops"] == [where]
 
 
 def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder import capture_graph
+from lightning_recorder.graph import GraphCapture
+from lightning_recorder.graph.model import Graph
 from tests.insight.records import Values, network, run
 
 
@@ -99,3 +101,80 @@ def test_a_random_variable_that_varies_or_began_as_constant(values: list[float])
 def test_a_scale_that_is_no_exponential() -> None:
     """Without the exponential, the size of the noise is unknown."""
     assert findings(Autoencoder(with_another_scale), COLLAPSED, COLLAPSED) == []
+
+
+class Training(nn.Module):
+    """A step of training of a variational autoencoder.
+
+    Args:
+        prior: A function from mean and scale to a term of the loss.
+        sample: A function from mean and scale to a sample.
+        decoder: The decoder; by default a layer.
+    """
+
+    def __init__(
+        self,
+        prior: Callable[[Tensor, Tensor], Tensor],
+        sample: Callable[[Tensor, Tensor], Tensor] = noise_times_scale,
+        decoder: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.prior, self.sample = prior, sample
+        self.mean, self.scale = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.decoder = nn.Linear(16, 16) if decoder is None else decoder
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean, scale = self.mean(inputs), self.scale(inputs)
+        found = self.decoder(self.sample(mean, scale))
+        return nn.functional.mse_loss(found, inputs) + self.prior(mean, scale)
+
+
+def divergence(mean: Tensor, scale: Tensor) -> Tensor:
+    return -0.5 * torch.sum(1 + scale - mean.pow(2) - scale.exp(), 1).mean()
+
+
+def subtracted(mean: Tensor, scale: Tensor) -> Tensor:
+    return -divergence(mean, scale)
+
+
+def not_added(mean: Tensor, scale: Tensor) -> Tensor:
+    divergence(mean, scale)
+    return torch.zeros(())
+
+
+def step_of(model: Training) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Return rule, module and others of each finding about one step of training."""
+    names = ("mean", "scale", "decoder")
+    found = run({name: {} for name in names}, None, network(*names), graph=graph_of(model))
+    return [(each.rule, each.module, each.others) for each in found]
+
+
+def graph_of(model: nn.Module) -> Graph:
+    """Return the graph of a step with its backward pass."""
+    inputs = torch.randn(4, 16)
+    with GraphCapture(model, inputs) as capture:
+        model(inputs).backward()
+    return capture.graph()
+
+
+def test_a_random_variable_without_a_prior() -> None:
+    """A KL divergence that is missing, or computed and not added, is a finding; one that is added is not."""
+    assert step_of(Training(not_added)) == [("latent-without-prior", "mean", ("scale",))]
+    assert step_of(Training(not_added, with_a_distribution)) == [("latent-without-prior", "mean", ("scale",))]
+    assert step_of(Training(divergence)) == []
+    assert step_of(Training(divergence, with_a_distribution)) == []
+
+
+def test_samples_without_a_prior_for_a_reason() -> None:
+    """A term of the mean alone, and samples that a loss gets without a layer between them, are fine."""
+    assert step_of(Training(lambda mean, scale: 0.1 * mean.pow(2).mean() + 0 * scale.mean())) == []
+    assert step_of(Training(not_added, decoder=nn.Tanh())) == []
+
+
+def test_a_divergence_with_the_wrong_sign() -> None:
+    """A KL divergence that is subtracted is a finding."""
+    assert step_of(Training(subtracted)) == [("prior-pushed-away", "mean", ("scale",))]
+    assert step_of(Training(lambda mean, scale: divergence(mean, scale) * -0.1)) == [
+        ("prior-pushed-away", "mean", ("scale",))
+    ]
+    assert step_of(Training(lambda mean, scale: scale.exp().mean() - mean.pow(2).mean())) == []

@@ -26,7 +26,8 @@ from tests.insight.records import Values, chain, examined, network, parts, recor
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
-from tests.insight.rules.test_operations import Codes, Step, mlp, rows
+from tests.insight.rules.test_normalization import momentum_of
+from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_targets import of_adversaries
 from tests.insight.test_odd_blocks import Stage
@@ -206,6 +207,33 @@ def _() -> Iterator[Evidence]:
         yield case(targets={"cross_entropy": {"zero_fraction": zeros}}, graph=graph, records=records)
 
 
+@cases("scaled-twice")
+def _() -> Iterator[Evidence]:
+    for factor in (3.0, 1.5):
+        net = mlp(3, Shaped(lambda y, factor=factor: y / factor / factor))  # type: ignore[misc]  # bound here
+        yield case(graph=capture_graph(Step(net, F.cross_entropy), rows, torch.arange(8) % 3))
+
+
+@cases("norm-momentum")
+def _() -> Iterator[Evidence]:
+    for momentum in (0.95, 0.6, 0.75e-3, 1.5e-3):
+        yield momentum_of(momentum).evidence()
+    for variance in (1.4, 1.7):
+        yield momentum_of(1e-4, variance=variance).evidence()
+    yield momentum_of(0.95, every=11).evidence()  # 77 steps
+    yield momentum_of(0.95, every=5).evidence()
+    yield momentum_of(0.9e-3, every=200).evidence()
+
+
+@cases("dropout-in-evaluation")
+def _() -> Iterator[Evidence]:
+    graph = chain("relu", "drop", "fc", relu="ReLU", drop="Dropout")
+    for more in (0.03, 0.015):
+        zeros: dict[str, Values] = {"relu": {"zero_fraction": 0.5}, "drop": {"zero_fraction": 0.5 + more}}
+        layers: dict[str, Values] = {"relu": {}, "drop": {}, "fc": {}}
+        yield case(layers, None, network("fc"), validation=zeros, graph=graph)
+
+
 @cases("label-smoothing")
 def _() -> Iterator[Evidence]:
     for smoothing in (0.9, 0.45):
@@ -254,6 +282,30 @@ def _() -> Iterator[Evidence]:
         yield heads({"max_logit": [10, 10, 10, 100, 100, last, last, last]})
     for records in (5, 6):
         yield heads({"max_logit": [10, 20, 60, 70, 80, 90]}, records=records)
+
+
+@cases("zero-projection")
+def _() -> Iterator[Evidence]:
+    joined = {("att", "in_proj_weight"): (48, 16)}
+    for records in (2, 3):
+        values: dict[str, Values] = {"att/in_proj_weight": {"zero_fraction": 1 / 3, "update_ratio": 1e-3}}
+        yield case(None, None, values, shapes=joined, records=records)
+
+
+@cases("padding-is-read")
+def _() -> Iterator[Evidence]:
+    def read(zeros: Sequence[float], spreads: Sequence[float]) -> Evidence:
+        graph = padded(lambda out, states: out[:, -1]).graph
+        values: dict[str, Values] = {
+            "net.tokens": {"zero_fraction": zeros},
+            "net.head": {"batch_spread": spreads},
+        }
+        return case(values, graph=graph, records=len(zeros))
+
+    for zero, spread, number in ((0.45, 0.07, 8), (0.25, 0.07, 8), (0.45, 0.15, 8), (0.45, 0.07, 7)):
+        yield read([zero] * number, [spread] * number)
+    yield read(last(8, 0.45, 0.0, 9), [0.07] * 9)
+    yield read([0.45] * 9, last(7, 0.07, 1.0, 9))
 
 
 @cases("dead-heads")

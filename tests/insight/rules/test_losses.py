@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph import GraphCapture, capture_graph
 from tests.insight.records import Examination, Values, brief, examined
-from tests.insight.rules.test_operations import Loss, Step, classes, examine, mlp, rows
+from tests.insight.rules.test_operations import NAMES, Function, Loss, Step, classes, examine, mlp, rows
 
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 
@@ -187,3 +187,61 @@ def test_a_loss_of_the_step_itself_of_unequal_shapes(loss: Loss) -> None:
     assert "the difference in training_step" in found.verdict
     for net, target in ((mlp(1), torch.randn(8, 1)), (mlp(3), torch.randn(3)), (mlp(1), torch.tensor(0.5))):
         assert examine(net, loss, rows, target) == []
+
+
+def step_with(loss: Loss, target: Tensor = classes, outputs: int = 3) -> list[str]:
+    """Return the rules of the findings about a step with its backward pass."""
+    step = Step(mlp(outputs), loss)
+    with GraphCapture(step, (rows, target)) as capture:
+        step(rows, target).backward()
+    return [each.rule for each in Examination(capture.graph()).findings() if each.rule in NAMES]
+
+
+def of_likelihood(y: Tensor, target: Tensor) -> Tensor:
+    return y.log_softmax(1).gather(1, target[:, None]).mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, target: -F.cross_entropy(y, target),
+        lambda y, target: 0.01 * y.pow(2).mean() - F.cross_entropy(y, target),
+        lambda y, target: F.cross_entropy(y, target, reduction="none").mean() * -2,
+        of_likelihood,
+    ],
+)
+def test_a_loss_with_the_wrong_sign(loss: Loss) -> None:
+    """A negative comparison with the targets, or a positive logarithm of their probabilities, is a finding."""
+    assert step_with(loss) == ["maximized-loss"]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        lambda y, target: F.cross_entropy(y, target) - 0.1 * F.cross_entropy(y, (target + 1) % 3),  # an adversary
+        lambda y, target: -of_likelihood(y, target),
+        lambda y, target: -F.cross_entropy(y, torch.zeros(8, dtype=torch.long)) + 0 * target.sum(),
+        lambda y, target: (-F.cross_entropy(y, target)).exp().neg(),  # what is not linear
+    ],
+)
+def test_negative_terms_that_are_meant(loss: Loss) -> None:
+    """Terms beside one of the right sign, targets of the step itself and functions of a loss are fine."""
+    assert step_with(loss) == []
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_wrong"),
+    [
+        (lambda y: y / 20 / 20, True),
+        (lambda y: y.mul(5).float() * 5.0, True),
+        (lambda y: y / 20, False),
+        (lambda y: y / 20 * 20, False),
+        (lambda y: y * 1.0 * 1.0, False),
+        (lambda y: (y / 20).tanh() / 20, False),
+    ],
+)
+def test_logits_that_are_scaled_twice(scale: Function, is_wrong: bool) -> None:
+    """The same factor twice before cross_entropy is a finding; one factor, or its inverse behind it, is not."""
+    found = examine(mlp(3), lambda y, target: F.cross_entropy(scale(y), target), rows, classes)
+    assert brief(found) == [("warning", "scaled-twice", "")] * is_wrong

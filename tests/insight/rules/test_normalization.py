@@ -6,8 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from tests.insight.records import Values, brief, chain, run, trained
+from lightning_recorder.graph import capture_graph
+from tests.insight.records import Examination, Values, brief, chain, examined, run, trained
 
 
 def test_a_normalization_without_effect() -> None:
@@ -67,3 +70,34 @@ def test_running_statistics_that_do_not_change(variances: list[list[float]], mod
     found = [each for each in run(layers, parameters=parameters, graph=graph) if each.rule == "running-statistics"]
     assert [each.module for each in found] == expected
     assert all(each.verdict.endswith("do not change, but those of 1 others do") for each in found)
+
+
+def momentum_of(
+    momentum: float | None, *, every: int = 20, variance: float = 1.0, training: bool = True
+) -> Examination:
+    """Return the examination of a run whose BatchNorm has a momentum."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum)).train(training)
+    known: dict[str, Values] = {
+        **trained("0"),
+        "1/running_mean": {"rms": 0.01},
+        "1/running_var": {"mean": variance, "std": 0.01, "rms": variance},
+    }
+    layers: dict[str, Values] = {"0": {"rms": 1.0}, "1": {"rms": 1.0}}
+    return examined(layers, parameters=known, graph=capture_graph(net, torch.randn(4, 3)), every=every)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.01, 1.0, None])
+def test_usual_momentum(momentum: float | None) -> None:
+    """The default, small ones, 1 and the mean of all batches are fine."""
+    assert momentum_of(momentum).findings() == []
+
+
+def test_momentum_that_means_the_opposite() -> None:
+    """Running statistics of the last batch, and those that stay as they began, are a finding in train mode."""
+    (found,) = momentum_of(0.99).findings()
+    assert brief([found]) == [("warning", "norm-momentum", "1")]
+    assert "consist to 99% of the last batch: momentum is 0.99" in found.verdict
+    (found,) = momentum_of(1e-4).findings()
+    assert "after 141 steps, the running statistics of 1 are to 99% still the ones that it began with" in found.verdict
+    assert momentum_of(0.99, training=False).findings() == []
+    assert momentum_of(1e-4, variance=3.0).findings() == []  # of a pretrained model

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, brief, run
+from tests.insight.records import Examination, Values, brief, examined, run
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith((".losses", ".operations"))}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
@@ -441,3 +441,65 @@ def test_a_softmax_before_a_loss_of_the_step_itself() -> None:
     assert examine(mlp(3), own_entropy, rows, classes) == []
     single = examine(mlp(1), lambda x, y: -(y[:, None] * x.log_softmax(1)).sum(), rows, classes)
     assert [each.rule for each in single] == ["one-class"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "is_wrong"),
+    [(0, True), (1, False)],
+)
+def test_a_normalization_along_the_batch(dim: int, is_wrong: bool) -> None:
+    """Features that are divided by their norm over the samples are a finding; samples divided by theirs are not."""
+    net = nn.Sequential(nn.Linear(5, 7), Shaped(lambda x: F.normalize(x, dim=dim)), nn.Linear(7, 3))
+    found = examine(net, F.cross_entropy, rows, classes)
+    assert brief(found) == [("warning", "along-batch", "net.1")] * is_wrong
+
+
+class Reader(nn.Module):
+    """A recurrent network that reads the state after the last token.
+
+    Args:
+        take: A function from the outputs and the states to what the last layer gets.
+    """
+
+    def __init__(self, take: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.take = take
+        self.tokens = nn.Embedding(11, 4, padding_idx=0)
+        self.recurrence, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.take(*self.recurrence(self.tokens(x))))
+        return output
+
+
+def padded(take: Callable[[Tensor, Tensor], Tensor], *, zeros: float = 0.6, spread: float = 0.01) -> Examination:
+    """Return the examination of a run on padded sequences."""
+    graph = capture_graph(Step(Reader(take), F.cross_entropy), tokens, classes)
+    layers: dict[str, Values] = {
+        "net.tokens": {"zero_fraction": zeros},
+        "net.recurrence": {},
+        "net.head": {"batch_spread": spread},
+    }
+    return examined(layers, graph=graph)
+
+
+@pytest.mark.parametrize(
+    "take", [lambda out, last: out[:, -1], lambda out, last: out[:, -1, :], lambda out, last: last[-1]]
+)
+def test_a_state_after_the_padding(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The last state of a padded sequence is a finding if it is the same for all samples."""
+    (found,) = padded(take).findings()
+    assert brief([found]) == [("warning", "padding-is-read", "net.head")]
+    assert "60% of the tokens that net.recurrence reads are padding" in found.verdict
+
+
+def test_states_of_padded_sequences_that_are_fine() -> None:
+    """States that differ between samples, chosen positions and little padding are fine."""
+
+    def last(out: Tensor, states: Tensor) -> Tensor:
+        return out[:, -1]
+
+    assert padded(last, spread=0.5).findings() == []
+    assert padded(last, zeros=0.1).findings() == []
+    assert padded(lambda out, states: out[torch.arange(8), 2]).findings() == []
+    assert padded(lambda out, states: out.mean(1)).findings() == []

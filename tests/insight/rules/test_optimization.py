@@ -357,3 +357,15 @@ def test_copies_that_do_not_follow(follow: Callable[[Tensor, Tensor], object], w
     found = [each for each in of_student(follow).findings() if each.rule == "copy-does-not-follow"]
     assert [each.module for each in found] == ["teacher"] * bool(what)
     assert all(each.verdict.endswith(what) for each in found)
+
+
+def test_a_weight_of_zeros_beside_a_trained_bias() -> None:
+    """A weight that stays zero is a finding if the bias beside it has a gradient."""
+    for gradient, expected in ((1e-3, [("warning", "constant-weight", "query")]), (0.0, [])):
+        layer: dict[str, Values] = {
+            "query/weight": {"rms": 0.0, "std": 0.0},
+            "query/bias": {"update_ratio": 1e-3},
+            "query/bias.grad": {"rms": gradient},
+        }
+        found = run(None, None, {**layer, **network("fc", "head")})
+        assert [each for each in brief(found) if each[1] == "constant-weight"] == expected

@@ -98,6 +98,24 @@ def test_an_error_of_probabilities_and_classes() -> None:
     assert with_targets(F.mse_loss, outputs=4, **zeros_and_ones) == []
 
 
+def test_a_binary_loss_of_a_softmax() -> None:
+    """A binary cross entropy of a softmax over several classes is a finding; over two, or of sigmoids, it is not."""
+    values: dict[str, Any] = {"min": 0.0, "max": 1.0, "mean": 0.25, "rms": 0.5}
+    target = torch.rand(8, 4)
+    (found,) = with_targets(F.binary_cross_entropy, nn.Softmax(-1), outputs=4, target=target, **values)
+    assert brief([found]) == [("warning", "classes-by-error", "net.3")]
+    assert "entry by entry" in found.verdict
+    assert with_targets(F.binary_cross_entropy, nn.Sigmoid(), outputs=4, target=target, **values) == []
+    half: dict[str, Any] = {**values, "mean": 0.5, "rms": 0.5**0.5}
+    assert with_targets(F.binary_cross_entropy, nn.Softmax(-1), outputs=2, target=torch.rand(8, 2), **half) == []
+
+
+def test_the_range_of_a_selected_column() -> None:
+    """A column of the outputs has the range of their activation."""
+    found = with_targets(lambda y, target: F.mse_loss(y[:, 0], target), nn.Sigmoid(), target=torch.rand(8), max=2.0)
+    assert brief(found) == [("warning", "output-range", "net.3")]
+
+
 def test_targets_that_are_all_equal() -> None:
     """Targets from the batch that are one class in every record are a finding; those that the step makes are not."""
     (found,) = with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=0.0)

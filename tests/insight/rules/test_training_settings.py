@@ -245,3 +245,13 @@ def test_a_dropout_function_in_validation(
         examination.add(record("activations", step, {("fc", "out"): {}}))
         examination.add(record("activations", step, {(name, "out"): {"zero_fraction": zeros}}, stage="validate"))
     assert brief(examination.findings()) == expected
+
+
+@pytest.mark.parametrize(("zeros", "is_wrong"), [(0.3, True), (0.0, False)])
+def test_a_dropout_module_in_validation(zeros: float, is_wrong: bool) -> None:
+    """An nn.Dropout that returns more zeros than it gets in a validation is in train mode there."""
+    validation: dict[str, Values] = {"relu": {"zero_fraction": 0.5}, "drop": {"zero_fraction": 0.5 + zeros / 2}}
+    graph = chain("relu", "drop", "fc", relu="ReLU", drop="Dropout")
+    layers: dict[str, Values] = {"relu": {}, "drop": {}, "fc": {}}
+    found = run(layers, None, network("fc"), validation=validation, graph=graph)
+    assert brief(found) == [("warning", "dropout-in-evaluation", "drop")] * is_wrong
