@@ -1,4 +1,4 @@
-"""Console output of the examples: progress and commands to copy."""
+"""Console output of the examples: progress, the verdict, and the command that opens the page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+
+from lightning_recorder.commands import main as lightning_recorder
 
 
 class EpochLines(ProgressBar):
@@ -31,33 +33,19 @@ def progress_bar() -> ProgressBar:
     return TQDMProgressBar() if sys.stdout.isatty() else EpochLines()
 
 
-def print_commands(folder: Path, log_dir: Path, look_at: str, site: str) -> None:
-    """Print the commands that show a run, using the Python environment of this program.
+def print_verdict(look_at: str, *runs: Path) -> None:
+    """Print what ``doctor`` says of a run, or ``diff`` of two, and the command that opens the page.
 
     Args:
-        folder: The folder of all runs.
-        log_dir: The folder of this run.
-        look_at: A description of the content in TensorBoard.
-        site: The module whose statistics the last command shows.
+        look_at: A sentence about what the page shows.
+        runs: The folders of the runs.
     """
-    python = _shortest(Path(sys.executable))
+    paths = [_shortest(run) for run in runs]
+    print("\nThe verdict:", flush=True)
+    lightning_recorder(["diff" if len(runs) > 1 else "doctor", *paths])
     # `python -m` works everywhere. The scripts are in the environment of nox, which may not be on the user's PATH.
-    print("\nTo see findings, graph and the history of every layer on one page:")
-    print(f"  {_command(python, '-m', 'lightning_recorder', 'view', _shortest(log_dir))}")
-    print("\nTo look inside with TensorBoard, run it and open the page that it names:")
-    print(f"  {_command(python, '-m', 'tensorboard.main', '--logdir', _shortest(folder))}")
-    print(look_at)
-    print("\nTo list what was recorded, and to see one layer's statistics in the terminal:")
-    print(f"  {_command(python, '-m', 'lightning_recorder', 'ls', _shortest(folder))}")
-    print(f"  {_command(python, '-m', 'lightning_recorder', 'show', _shortest(log_dir), site)}")
-
-
-def print_look_at(what: str, command: str, *runs: Path) -> None:
-    """Print what there is to see in runs, with the commands that show it in the terminal and on the page."""
-    python = _shortest(Path(sys.executable))
-    print(f"\n{what} To see it in the terminal, and on a page with every layer:")
-    for name in (command, "view"):
-        print(f"  {_command(python, '-m', 'lightning_recorder', name, *map(_shortest, runs))}")
+    command = _command(_shortest(Path(sys.executable)), "-m", "lightning_recorder", "view", *paths)
+    print(f"\n{look_at} To open the page:\n  {command}")
 
 
 def _shortest(path: Path) -> str:

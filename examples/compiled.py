@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _terminal import print_look_at, progress_bar
+from _terminal import print_verdict, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -49,7 +49,7 @@ class Compiled(LightningModule):
 
 
 def main(folder: Path, steps: int = 200, backend: str = "inductor") -> Path:
-    """Train, print what to look at, and return the folder of the run."""
+    """Train, print the verdict, and return the folder of the run."""
     seed_everything(7, verbose=False)
     trainer = Trainer(
         max_steps=steps,
@@ -62,7 +62,7 @@ def main(folder: Path, steps: int = 200, backend: str = "inductor") -> Path:
     )
     trainer.fit(Compiled(backend), digits())
     log_dir = Path(str(trainer.log_dir))
-    print_look_at("Layers inside the compiled network are recorded like any others.", "show", log_dir)
+    print_verdict("The page shows the layers inside the compiled network like any others.", log_dir)
     return log_dir
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _terminal import print_commands, progress_bar
+from _terminal import print_verdict, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -21,13 +21,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs
-
-LOOK_AT = """\
-The recordings are in the run that ends with /recorder. In the tab Images, look at
-  graph                            the execution graph of a training step; it is the last heading
-  activations_plots/heat_map/rms   the size of each layer's output at each recorded step
-  gradients_plots/heat_map/rms     the same of gradients: a dark row is a layer that learns little
-The tab Histograms has the distributions, the tab Scalars each statistic of each layer."""
 
 
 class ResidualBlock(nn.Module):
@@ -99,7 +92,7 @@ class Digits(LightningModule):
 
 
 def main(folder: Path) -> float:
-    """Train, print the location of the results, and return the accuracy on the 360 held-out images."""
+    """Train, print the verdict, and return the accuracy on the 360 held-out images."""
     print("Training a small convolutional network on 1,437 images of digits for 12 epochs, with its execution graph,")
     print("activations and gradients recorded. This takes about half a minute on two CPU cores.", flush=True)
     seed_everything(7, verbose=False)
@@ -128,7 +121,7 @@ def main(folder: Path) -> float:
     print(f"picture of the graph {log_dir / 'recorder' / 'graph.svg'}")
     for dump in sorted(log_dir.glob("checkpoints/*.safetensors")):
         print(f"dump                 {dump}")
-    print_commands(folder, log_dir, LOOK_AT, site="encoder.stem")
+    print_verdict("The page shows the graph and the history of every layer.", log_dir)
     return accuracy
 
 

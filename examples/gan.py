@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _terminal import print_look_at, progress_bar
+from _terminal import print_verdict, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -60,7 +60,7 @@ class GAN(LightningModule):
 
 
 def main(folder: Path, steps: int = 200) -> Path:
-    """Train, print what to look at, and return the folder of the run."""
+    """Train, print the verdict, and return the folder of the run."""
     seed_everything(7, verbose=False)
     trainer = Trainer(
         max_steps=2 * steps,  # Lightning counts the steps of both optimizers
@@ -72,7 +72,7 @@ def main(folder: Path, steps: int = 200) -> Path:
     )
     trainer.fit(GAN(), digits())
     log_dir = Path(str(trainer.log_dir))
-    print_look_at("The critic is called three times in a step, and each call has its own statistics.", "show", log_dir)
+    print_verdict("The critic is called three times in a step, and each call has a row on the page.", log_dir)
     return log_dir
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _terminal import print_look_at, progress_bar
+from _terminal import print_verdict, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -65,7 +65,7 @@ class FineTuned(LightningModule):
 
 
 def main(folder: Path, steps: int = 200) -> Path:
-    """Train, print what to look at, and return the folder of the run."""
+    """Train, print the verdict, and return the folder of the run."""
     seed_everything(7, verbose=False)
     trainer = Trainer(
         max_steps=steps,
@@ -77,7 +77,7 @@ def main(folder: Path, steps: int = 200) -> Path:
     )
     trainer.fit(FineTuned(), digits())
     log_dir = Path(str(trainer.log_dir))
-    print_look_at("The updates of net.1.up, net.3.up and net.5.up say which adapter learns most.", "show", log_dir)
+    print_verdict("The page shows the updates of net.1.up, net.3.up and net.5.up: which adapter learns most.", log_dir)
     return log_dir
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _terminal import print_look_at, progress_bar
+from _terminal import print_verdict, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -76,7 +76,7 @@ class ViT(LightningModule):
 
 
 def main(folder: Path, steps: int = 200) -> Path:
-    """Train, print what to look at, and return the folder of the run."""
+    """Train, print the verdict, and return the folder of the run."""
     seed_everything(7, verbose=False)
     trainer = Trainer(
         max_steps=steps,
@@ -88,7 +88,7 @@ def main(folder: Path, steps: int = 200) -> Path:
     )
     trainer.fit(ViT(), digits())
     log_dir = Path(str(trainer.log_dir))
-    print_look_at("The finding names blocks.2.relu: it is zero, and the other three blocks are not.", "doctor", log_dir)
+    print_verdict("The page shows blocks.2.relu, which is zero, beside the other three blocks.", log_dir)
     return log_dir
 
 

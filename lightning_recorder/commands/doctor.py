@@ -22,7 +22,6 @@ from lightning_recorder.recordings.examine import diagnose
 __all__ = ["bad_findings", "run"]
 
 _MOST_LINES = 6  # after the first finding, which is printed in full
-_MOST_RULES = 16  # that could not run
 _FEW = 5  # modules in a list
 _WIDTH = 110  # characters
 _INDENT, _LABEL = 2, 8  # characters before a row, and of its label
@@ -89,10 +88,8 @@ def _lines(found: Diagnosis, run: Run, arguments: Namespace, out: TextIO) -> lis
     for gap in found.gaps if in_full else found.open:
         kind = "note" if gap.is_expected else "warning"
         lines += _sentence("not examined", printable(gap.line, _LONGEST).removeprefix("not examined:"), out, kind)
-        more = 0 if in_full else len(gap.rules) - _MOST_RULES
-        names = ", ".join(gap.rules[:_MOST_RULES] if more > 0 else gap.rules)
-        names += f" and {more} more; --all lists them" if more > 0 else ""
-        lines += [f"  {line}" for line in _row("rules", names, out)]
+        if in_full:
+            lines += [f"  {line}" for line in _row("rules", ", ".join(gap.rules), out)]
     return [*lines, *_summary(found, run, out)]
 
 

@@ -195,7 +195,7 @@ def _add_doctor(commands: Any) -> None:
         "doctor lightning_logs/version_0",
         "Each finding has its rule, the numbers, the values in healthy runs, the usual cause and what to try. Notes\n"
         "describe what is usually intended, such as frozen layers; a run with notes only is healthy. If\n"
-        "too little was recorded to call a run healthy, the rules that could not run are listed with the reason.",
+        "too little was recorded to call a run healthy, it says why; --all names the rules that could not run.",
     )
     doctor.add_argument("path", metavar="PATH", help=_PATH)
     doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")

@@ -161,7 +161,7 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Map
 
     there = f"there {'is only 1 record' if most == 1 else f'are only {most} records'}"
     if 0 < most < FEWEST_RECORDS:
-        yield "the course of the run", there, False, is_short
+        yield "the course of the run", f"{there}: record more often, or train for longer", False, is_short
     for group, name in _GROUPS.items():
         if group not in recorded and not receipts[group]:
             yield group, f"there was no {name}", True, _reads(group)

@@ -26,6 +26,7 @@ from lightning_recorder.insight import (
     with_watched,
 )
 from lightning_recorder.insight.data_facts import DataFacts
+from lightning_recorder.insight.finding import RANKS_DIFFER
 from lightning_recorder.insight.rules.noise_scale import NOISE_SCALE
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
@@ -187,8 +188,7 @@ class RunFindings:
         self._watched.append(finding)
         self.named |= {finding.layer} - {""}
         if not finding.is_note:
-            self._said.add(_key(finding))
-            self._log(f"Found at step {finding.last_step}: {finding.line}")
+            self._say(finding, finding.last_step)
         self._write(self._examined())
 
     def note_step(self) -> None:
@@ -273,12 +273,18 @@ class RunFindings:
         bad = found.bad
         self.named = frozenset(each.layer for each in bad) - {""}
         for each in bad:
-            key = _key(each)
-            if key not in self._said and (key in self._before or each.rule in _LASTING):
-                self._said.add(key)
-                self._log(f"Found at step {self._last_step}: {each.line}")
+            if _key(each) in self._before or each.rule in _LASTING:
+                self._say(each, self._last_step)
         self._before = set(map(_key, bad))
         self._write(found)
+
+    def _say(self, finding: Finding, step: int) -> None:
+        """Log a finding once."""
+        # The watch and the records name the same ranks by other parameters, and one finding joins both.
+        key = (finding.rule, "", "") if finding.rule == RANKS_DIFFER else _key(finding)
+        if key not in self._said:
+            self._said.add(key)
+            self._log(f"Found at step {step}: {finding.line}")
 
     def _examined(self) -> Diagnosis:
         # The graph and the receipt change during the run. A resumed run has the graph of the first one.
@@ -319,7 +325,7 @@ class RunFindings:
         lines = [each.line for each in found.bad[:_MOST_LISTED]]
         lines += [f"and {more} more"] if more > 0 else []
         lines += [each.line for each in found.findings if each.rule == NOISE_SCALE]
-        lines += [each.line for each in found.open]
+        lines += [] if found.bad else [each.line for each in found.open]  # `doctor` prints them below the findings
         why = "" if report is not None else self._why_no_report()
         lines += [f"{REPORT} is not written, because {why}"] if why else []
         title = "; ".join(filter(None, [first.get(found.verdict, found.verdict), ", or ".join(see)]))
@@ -352,18 +358,10 @@ class RunFindings:
         return any(asked) if asked else _report_s(self._run) <= _SHARE * (self._clock() - self._began)
 
     def _why_no_report(self) -> str:
-        """Return why the page is not written; nothing if there is nothing to show, or if the settings leave it out."""
-        asked = [each for each in self._report_wanted if each is not None]
-        if self._run is None or not self._records or (asked and not any(asked)):
+        """Return why a page that a recorder asks for is not written; nothing if a warning has said so."""
+        if not any(self._report_wanted) or self._run is None or not self._records or self._are_files_complete:
             return ""
-        if not self._are_files_complete:
-            return "a recorder has records=False; remove this setting to get it"
-        if asked:
-            return ""  # a warning gives the reason
-        cost = (
-            f"it would take about {_report_s(self._run):.1f} s, more than {_SHARE * 100:.0f} % of the time of the fit"
-        )
-        return f"{cost}; set Outputs(report=True) to get it"
+        return "a recorder has records=False; remove this setting to get it"
 
     def _write(self, found: Diagnosis) -> None:
         if self._run is not None:
@@ -385,6 +383,7 @@ class ExaminedRecords(RecordConsumer):
     """
 
     takes_samples = True
+    reports_divergence = True
 
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group

@@ -37,6 +37,8 @@ class RecordConsumer(ABC):
 
     takes_samples: ClassVar[bool] = False
     """True to receive the records of the first batches of evaluations, too."""
+    reports_divergence: ClassVar[bool] = False
+    """True if it reports ranks that differ, so that the pipeline gives no warning about them."""
 
     def __str__(self) -> str:
         """Return the name for warnings, such as ``"the file of records"``."""
@@ -358,7 +360,7 @@ class RecordPipeline:
         for record, _, found in batch.records:
             table = (next(missing) if found is None else found).having(about=record.facts(self.formatter.group))
             record.snapshot.release()
-            if record.snapshot.diverged:
+            if record.snapshot.diverged and not any(each.reports_divergence for each in self.consumers):
                 self._warn_of_divergence(table)
             yield table if self._derive is None else self._derive(table)
 

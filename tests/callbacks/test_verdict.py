@@ -173,6 +173,8 @@ def test_too_little_to_examine(
     status, out, _ = run("doctor", tmp_path)
     assert (status, gap.line in out.splitlines(), "healthy:" in out) == (0, True, False)
     assert out.endswith(", but too little was examined to call the run healthy\n")
+    # Dozens of names of rules say little; --all has them.
+    assert ("  rules" in out, case.rule in run("doctor", tmp_path, "--all").out) == (False, True)
 
     stored = json.loads((tmp_path / "recorder" / "findings.json").read_text())
     (printed,) = json.loads(run("doctor", tmp_path, "--json").out)["runs"]
