@@ -144,6 +144,15 @@ class KnownTensors:
         known = self._tensors.get(id(tensor))
         return known.output if known is not None and known() is tensor else 0
 
+    def entry(self, tensor: Tensor) -> KnownTensor | None:
+        """Return what is known of a tensor that was bound itself, for :meth:`restore`."""
+        known = self._tensors.get(id(tensor))
+        return known if known is not None and known() is tensor else None
+
+    def restore(self, tensor: Tensor, known: KnownTensor) -> None:
+        """Bind a tensor again to the node that it was bound to before."""
+        self._tensors[id(tensor)] = known
+
     def move(self, tensor: Tensor, output: int) -> None:
         """Change the place of a bound tensor among the outputs of its node."""
         known = self._tensors.get(id(tensor))

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.builder import REENTRANT, GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
-from lightning_recorder.graph.capture.known_tensors import KnownTensors
+from lightning_recorder.graph.capture.known_tensors import KnownTensor, KnownTensors
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.model import Kind, TensorMeta
@@ -25,6 +25,19 @@ IGNORED = -1
 """The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassedTensor:
+    """A tensor that a call returned as it took it, as a dropout in eval mode does.
+
+    Args:
+        node: The node of that call.
+        before: The node that gave the tensor its values.
+    """
+
+    node: int
+    before: KnownTensor
+
+
 @dataclass(slots=True)
 class Call:
     """A module call in progress."""
@@ -34,6 +47,8 @@ class Call:
     start_s: float = 0.0
     inputs: tuple[TensorMeta, ...] | None = None
     """The tensors in its arguments as they were before, if these include containers that it may change."""
+    passed: list[PassedTensor] = field(default_factory=list)
+    """The tensors that calls inside it returned as they took them."""
 
 
 @dataclass
@@ -168,6 +183,32 @@ class TensorOrigins:
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
         return self.owners.sources(tensors)[0]
+
+    def passed(self, tensors: Iterable[Tensor], node: int) -> list[PassedTensor]:
+        """Return the tensors that the next node will return as it takes them.
+
+        Args:
+            tensors: Tensors whose nodes are known.
+            node: The id of that node.
+        """
+        known = map(self.known_tensors.entry, tensors)
+        return [PassedTensor(node, each) for each in known if each is not None]
+
+    def leave_passed(self, call: Call, around: Call, outputs: Iterable[Tensor]) -> None:
+        """Forget at the end of a call which tensors were passed inside it, except those that it returns.
+
+        The code around the call has the same tensor from elsewhere, such as the input of three projections, of which
+        the first one begins with a dropout.
+        """
+        returned = set(map(id, outputs))
+        for each in reversed(call.passed):
+            tensor = each.before()
+            if tensor is None:
+                continue
+            if id(tensor) in returned:
+                around.passed.append(each)
+            elif self.known_tensors.of(tensor) == each.node:  # else it was written to since
+                self.known_tensors.restore(tensor, each.before)
 
     def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
         """Return the node of a custom call in which a function was called; add the node if the call is new."""

@@ -241,6 +241,8 @@ class StepRecording:
         if empty or not all(map(self._origins.is_bound, given)):
             self._note_unseen(node, module, taken, given, empty=empty)
         calls.pop()
+        if call.passed:
+            self._origins.leave_passed(call, calls[-1], given)
 
     def leave_opaque_root(self, inputs: Any, output: Any) -> None:
         """Record a call of the model itself, if its computation is not observed at all."""
@@ -280,7 +282,11 @@ class StepRecording:
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
         elif empty and (passed := [tensor for tensor in given if id(tensor) in took]):
-            self._note("identity", passed, passed, (), of_model=True)
+            self._origins.of_each(passed)
+            node = len(self._builder.nodes)
+            before = self._origins.passed(passed, node)
+            if self._note("identity", passed, passed, (), of_model=True) == node:
+                self._calls[-1].passed += before
 
     def _note(
         self,

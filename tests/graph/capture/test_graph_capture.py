@@ -118,6 +118,44 @@ def test_module_that_returns_its_input() -> None:
     )
 
 
+def test_a_tensor_is_passed_only_inside_the_call_that_passes_it() -> None:
+    """What a module takes does not come from an identity inside the module before, which took the same tensor."""
+    query, key = (nn.Sequential(nn.Identity(), linear()) for _ in range(2))
+    net = Net(lambda net, x: (net.query(x), net.key(x), net.drop(x) + x), query=query, key=key, drop=nn.Dropout())
+    assert outline(capture_graph(net.eval(), X)) == text(
+        """
+        input
+        query: Sequential
+          query.0: Identity
+            identity <- input
+          query.1: Linear
+            linear <- identity
+        key: Sequential
+          key.0: Identity
+            identity#2 <- input
+          key.1: Linear
+            linear#2 <- identity#2
+        drop: Dropout
+          identity#3 <- input
+        add <- identity#3 ×2
+        """
+    )
+
+
+def test_a_tensor_that_was_written_to_comes_from_its_writer() -> None:
+    """After a module, its argument comes from the function that wrote into it there."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = x + 1
+        net.inner(y)
+        return net.last(y)  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    inner = Net(lambda net, y: net.same(y).relu_() * 2, same=nn.Identity())
+    graph = capture_graph(Net(forward, inner=inner, last=linear()), X)
+    last = next(node for node in graph.nodes if node.name == "linear")
+    assert graph[graph.into(last)[0].source].name == "relu"
+
+
 def test_nested_modules() -> None:
     """Calls inside calls are nested in the graph."""
     inner = nn.Sequential(linear(), nn.Tanh())
