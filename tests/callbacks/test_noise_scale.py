@@ -27,7 +27,8 @@ class Net(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return (self.head(x) - y).square().mean()
+        loss: Tensor = (self.head(x) - y).square().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
