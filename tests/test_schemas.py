@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
@@ -150,6 +151,31 @@ def test_each_schema_is_of_a_file_or_a_command() -> None:
     found = {path.relative_to(SCHEMAS).with_suffix("").as_posix() for path in SCHEMAS.rglob("*.json")}
     commands = {f"commands/{name}" for name in ("diff", "doctor", "ls", "precision", "scale", "show")}
     assert found == commands | {f"files/{name}" for name in FILES.values()}
+
+
+def properties(schema: Any) -> set[str]:
+    """Return the names of all properties in a schema."""
+    if isinstance(schema, list):
+        return set().union(*map(properties, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = schema["properties"].keys() if isinstance(schema.get("properties"), dict) else ()
+    return set(own).union(*map(properties, schema.values()))
+
+
+def test_the_documented_fields_are_in_the_schemas() -> None:
+    """Each field that the page for scripts promises is a property of a schema."""
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "scripts.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`\w+ --json`|a finding) \| (.+) \|$", page.partition("## Fields that stay")[2], re.MULTILINE
+    )
+    assert len(rows) == 6
+    known = properties([json.loads(path.read_text(encoding="utf-8")) for path in SCHEMAS.rglob("*.json")])
+    known |= {"true", "false", "null", "critical", "warning", "note"}
+    for row, text in rows:
+        named = set(re.findall(r"`(\w+)(?:\[\])?`", text))
+        assert named, row
+        assert named <= known, row
 
 
 def test_what_doctor_prints(log_dir: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_recorder.errors import RecorderError
 __all__ = ["main"]
 
 _PROGRAM = "lightning-recorder"
-_LONGEST_ERROR = 2000  # characters; some errors list all rules
+_LONGEST_ERROR = 4000  # characters; some errors list all rules
 _PATH = "the log_dir of a run, its recorder folder, or a parent folder of several runs"
 _TOLERANCE = """\
 Two numbers are equal if their difference is at most ATOL + RTOL * reference. The reference of mean, std, rms, min,

@@ -135,10 +135,12 @@ def _plain(found: list[_Found], conditions: list[_Condition], wanted: list[str] 
     """Return the runs as JSON values; NaN and infinities become strings, as in the record files."""
     plain = []
     for name, of_run in groupby(found, key=lambda each: each.run.name):
-        recorders = []
-        for label, group in groupby(of_run, key=lambda each: each.label):
+        all_chosen = list(of_run)
+        findings, recorders = bad_findings(all_chosen[0].run), []
+        for label, group in groupby(all_chosen, key=lambda each: each.label):
             chosen = list(group)
-            series, unusual = chosen[0].site.series, _unusual(chosen[0])
+            series = chosen[0].site.series
+            unusual = _unusual(series, findings)
             for statistic in wanted or ():
                 series.check_statistic(statistic)
             sites = [_values_of(each.site, conditions, wanted, unusual) for each in chosen]
@@ -148,9 +150,9 @@ def _plain(found: list[_Found], conditions: list[_Condition], wanted: list[str] 
     return plain
 
 
-def _unusual(found: _Found) -> dict[tuple[str, str], int]:
+def _unusual(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str], int]:
     """Return the places, beginning with 1, of the sites of a series that stand out, those of findings first."""
-    degrees = _degrees(found.site.series, bad_findings(found.run))
+    degrees = _degrees(series, findings)
     keys = list(degrees)
     return {keys[row]: place for place, row in enumerate(standing_out(np.array(list(degrees.values()))), 1)}
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
@@ -24,7 +24,8 @@ _TOOL = "lightning-recorder"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _LEVELS = {"critical": "error", "warning": "warning", "note": "note"}
 _RULES = {rule.name: rule for rule in RULES}
-_LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d+)")
+_LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d{1,9})(?!\d)")
+_LONGEST = 10_000  # characters in which a line of code is looked for; only those of a damaged file are longer
 _OF_SAMPLE = {"place", "row"}  # numbers of a finding that names a sample; without an index there is no row
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
@@ -122,7 +123,7 @@ def _rule(name: str, statistic: str, why: str, following: str, severity: str) ->
 
 def _result(run: ExaminedRun, finding: Finding, rule: int) -> dict[str, Any]:
     uri, line = _place(run, finding)
-    physical: dict[str, Any] = {"artifactLocation": {"uri": quote(uri)}}
+    physical: dict[str, Any] = {"artifactLocation": {"uri": quote(uri, errors="replace")}}
     if line:
         physical["region"] = {"startLine": line}
     location: dict[str, Any] = {"physicalLocation": physical}
@@ -202,11 +203,10 @@ def _place(run: ExaminedRun, finding: Finding) -> tuple[str, int]:
     The line is the one that the finding names, or else the one that calls its module. Without either, the file is the
     one with the finding.
     """
-    sources = {} if run.graph is None else {node.source: node for node in run.graph.nodes if node.source}
-    files = {source.rpartition(":")[0] for source in sources}
-    calls = [] if run.graph is None else [node for node in run.graph.nodes if node.kind == "module"]
-    called = [node.source for node in calls if node.source and finding.layer and node.name == finding.layer]
-    for file, line in [*_LINE.findall(finding.verdict), *_LINE.findall(" ".join(called))]:
+    nodes = [] if run.graph is None else [node for node in run.graph.nodes if node.source]
+    files = {node.source.rpartition(":")[0] for node in nodes}
+    called = [node.source for node in nodes if node.kind == "module" and finding.layer and node.name == finding.layer]
+    for file, line in _LINE.findall(" ".join([finding.verdict[:_LONGEST], *called])[: 2 * _LONGEST]):
         uri = _relative(file, files)
         if uri:
             return uri, int(line)
@@ -225,14 +225,23 @@ def _relative(file: str, known: Iterable[str]) -> str:
     """
     if Path(file).is_absolute():
         return _inside(Path(file))
-    if Path(file).is_file():
-        return PurePosixPath(file).as_posix()
+    if ".." in Path(file).parts:
+        return ""
+    if _is_file(file):
+        return file
     longer = {each for each in known if each == file or each.endswith(f"/{file}")}
     if len(longer) == 1:
         (only,) = longer
         return only if not Path(only).is_absolute() else _inside(Path(only))
     folder, _, name = file.rpartition("/")
-    return name if folder == Path.cwd().name and Path(name).is_file() else ""
+    return name if folder == Path.cwd().name and _is_file(name) else ""
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have, from a damaged file
+        return False
 
 
 def _inside(path: Path) -> str:

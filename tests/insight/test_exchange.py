@@ -272,6 +272,19 @@ def test_hostile_names() -> None:
     to_junit([run]).encode()
 
 
+@pytest.mark.parametrize(
+    "name", ["a" * 5000 + ".py:3", "\ud800.py:3", "net.py:" + "9" * 5000, "../net.py:3", "\0.py:1"]
+)
+def test_hostile_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot exist, as in a damaged recording, neither ends the command nor leads out of the folder."""
+    monkeypatch.chdir(tmp_path)
+    run = examined(replace(DEAD, verdict=f"log at {name}"), graph=graph(name), directory=tmp_path / "recorder")
+    uri, line = place_of(run)
+    assert ".." not in uri
+    assert line in (None, 1, 3)
+    to_junit([run]).encode()
+
+
 @pytest.mark.parametrize("numbers", [{"place": 1.0, "row": 17.0}, {"place": 1.0}])
 def test_texts_have_no_samples_and_folders(tmp_path: Path, numbers: dict[str, float]) -> None:
     """The values of a sample, folders and addresses are left out, as in a file of ``submit``."""

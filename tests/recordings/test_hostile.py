@@ -188,6 +188,10 @@ COMMANDS = [
     ("doctor",),
     ("doctor", "--json", "--all"),
     ("graph", "--format", "text"),
+    ("graph", "--json"),
+    ("show", "**", "--json"),
+    ("doctor", "--format", "sarif"),
+    ("doctor", "--format", "junit"),
 ]
 
 
