@@ -238,7 +238,7 @@ class SinkFormatter:
         by_site = {}
         for row in shown.tolist():
             first = row if row in by_row else leading.get(self._whole_of(found.sites[row]))
-            if first is not None:
+            if first in by_row:
                 by_site[found.sites[row]] = by_row[first]
         scalars = tuple(tags), (places[:, 0], places[:, 1]), by_site
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)

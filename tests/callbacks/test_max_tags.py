@@ -131,7 +131,9 @@ def test_a_resumed_run_shows_the_same_modules(tmp_path: Path) -> None:
 
     def recorder() -> tuple[MemorySink, ActivationRecorder]:
         sink = MemorySink()
-        return sink, ActivationRecorder(sinks=[sink], strict=True, outputs=Outputs(max_tags=700, plots=False))
+        return sink, ActivationRecorder(
+            sinks=[sink], strict=True, outputs=Outputs(curves="all", max_tags=700, plots=False)
+        )
 
     sink, whole = recorder()
     with pytest.warns(RecorderWarning, match="of 300 modules"):

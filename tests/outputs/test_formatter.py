@@ -166,6 +166,16 @@ def test_what_is_not_finite_has_a_curve_by_default() -> None:
     }
 
 
+def test_a_module_without_the_main_statistic_has_no_curve() -> None:
+    """If the leading site of a module has no rms, there is neither a curve nor an error."""
+    plain = SiteStatistics({"count": 1.0, "nan_count": 0.0, "inf_count": 0.0}, BINS)
+    found = {Site("a", "in[0]"): seen(), Site("a", "out"): plain, Site("b", "out"): seen()}
+    sink = MemorySink()
+    formatter = SinkFormatter("activations", DEFAULT_STATISTICS, histograms=False, budget=TagBudget(None))
+    formatter.write(sink, Table.of(found, record(1.0).facts("activations")))
+    assert list(sink.scalars) == ["activations/b/rms"]
+
+
 @pytest.mark.parametrize("place", [0, 11, 23])
 def test_a_large_model_has_one_curve_for_each_parameter_that_is_shown(place: int) -> None:
     """If parameters are chosen one by one, a sick one has its curve, also in a module with a larger one."""

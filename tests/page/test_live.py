@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from lightning_recorder.commands import view
 from lightning_recorder.errors import DumpError
@@ -246,10 +246,15 @@ def test_tensorboard_has_a_tab(runs: Path, tmp_path: Path) -> None:
         inner.get_by_label("run", exact=True).select_option(sick)
         expect(inner.locator(".findings")).to_contain_text("encoder.relu", timeout=30_000)
         # A link has the place on the page, and the tab says that it loads.
-        held: list[Any] = []
-        page.route("**/lightning_recorder/page*", held.append)
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route("**/lightning_recorder/page*", hold)
         page.goto("about:blank")
-        page.goto(f"{address}/#lightning_recorder&p.lightning_recorder.place=tab%3Dgraph")
+        with page.expect_request("**/lightning_recorder/page*", timeout=60_000):
+            page.goto(f"{address}/#lightning_recorder&p.lightning_recorder.place=tab%3Dgraph")
         expect(page.frame_locator("iframe").first.get_by_role("status")).to_have_text("Loading the recording …")
         held.pop().continue_()
         expect(inner.get_by_role("tab", name="graph")).to_have_attribute("aria-selected", "true", timeout=60_000)
