@@ -25,6 +25,9 @@ COMPILERS = {
     "aarch64": ["aarch64-linux-gnu-gcc", *(["gcc"] if platform.machine() == "aarch64" else [])],
 }
 
+# The dependencies without which a run still has its records.
+SPARED = ("google-crc32c", "graphviz", "pillow", "pygraphviz", "tensorboard")
+
 # The first use of an installed wheel.
 FIRST_FIT = """
 import torch
@@ -205,7 +208,8 @@ def minimums(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """Build the distributions, check them, and record a model with the wheel in a clean environment.
 
-    There is a wheel for any machine, and one with compiled code for each machine that a compiler here builds for.
+    There is a wheel for any machine, and one with compiled code for each machine that a compiler here builds for. A
+    commit with a tag of a version must have this version in its files.
     """
     folder = Path(session.create_tmp()).resolve()
     for name in ("dist", "lightning_logs"):
@@ -215,6 +219,9 @@ def package(session: nox.Session) -> None:
     session.install("build==1.6.1", "twine==7.0.0", "wheel>=0.46")
     session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
     (wheel,) = map(str, (folder / "dist").glob("*.whl"))
+    tags = str(session.run("git", "tag", "--points-at", "HEAD", "v*", external=True, silent=True)).split()
+    if wrong := [tag for tag in tags if tag[1:] != Path(wheel).name.split("-")[1]]:
+        session.error(f"{wrong[0]} is the tag of {Path(wheel).name}")
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([TORCH, *group("pins")]) + "\n")
     session.run(python, "-m", "pip", "install", "-c", str(constraints), wheel, external=True)
@@ -238,6 +245,8 @@ def package(session: nox.Session) -> None:
             external=True,
             success_codes=[0, 1],
         )
+        session.run(python, "-m", "pip", "uninstall", "--yes", *SPARED, external=True)
+        session.run(python, "train.py", external=True, env={"CC": "none"})
 
 
 def compiled_wheel(session: nox.Session, python: str, wheel: str, machine: str, compiler: str) -> str:

@@ -111,7 +111,7 @@ def test_the_page_for_assistants() -> None:
 def test_the_links_are_found() -> None:
     """The search for links finds pages, anchors and pictures."""
     found = {link for page in PAGES for link in links(page)}
-    assert {"docs/pictures/page.png", "how-to/large-models.md", "../troubleshooting.md#too-many-tags"} <= found
+    assert {"../pictures/stuck-loss-page.png", "how-to/large-models.md", "../troubleshooting.md#too-many-tags"} <= found
 
 
 @functools.cache
@@ -182,10 +182,13 @@ def test_the_pages_from_the_code_are_current() -> None:
 
 
 def test_the_readme_is_short_and_shows_a_picture_first() -> None:
-    """The README has at most 150 lines, and a picture before any other section."""
+    """The README has at most 150 lines, and a sick run, its answer and its picture before any other section."""
     text = PAGES["README.md"].read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    assert re.search(r"!\[.+\]\(docs/pictures/page\.png\)", text.partition("\n## ")[0])
+    first = text.partition("\n## ")[0]
+    assert len(first.splitlines()) <= 35
+    assert "\nwarning: net.6 returns only zeros" in first
+    assert re.search(r"!\[.+\]\(docs/pictures/stuck-loss-page\.png\)", first)
 
 
 def test_the_glossary_defines_the_words_of_the_package() -> None:

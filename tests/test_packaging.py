@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 import lightning_recorder
 
@@ -66,6 +68,29 @@ class Net(LightningModule):
 Trainer(max_epochs=1, accelerator="cpu", logger=False).fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2)))
 """
 
+# An entry of None makes the import of a module an error, as if it were not installed. Lightning is imported before,
+# since it imports pillow through matplotlib where that is installed.
+WITHOUT = """
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+missing = ("PIL", "google_crc32c", "graphviz", "pygraphviz", "tensorboard")
+for name in [each for each in sys.modules if each.partition(".")[0] in missing]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(missing))
+import torch
+import lightning_recorder
+
+torch.manual_seed(0)
+callbacks = lightning_recorder.default_recorders(every_n_train_steps=1)
+options = {"max_steps": 10, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+trainer = Trainer(callbacks=callbacks, logger=CSVLogger("logs"), **options)
+trainer.fit(BoringModel())
+print("steps", trainer.global_step)
+"""
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -117,12 +142,40 @@ def test_the_source_distribution_holds_the_fonts_and_their_licence(tmp_path: Pat
             assert packed.read() == (SOURCES / "fonts" / name).read_bytes()
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    """The package, CITATION.cff and the latest release of the changelog have the same version and date."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    releases = re.findall(r"^## \[(\d.*)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert releases[0] == (lightning_recorder.__version__, str(cited["date-released"]))
+    assert cited["version"] == lightning_recorder.__version__
+
+
 @pytest.mark.slow
 def test_the_installed_wheel_works(installed: Path, tmp_path: Path) -> None:
     """Installed from the wheel, away from the sources, the package records and has its callbacks."""
     where, count, callbacks = run("-c", SCRIPT, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
     assert Path(where) == installed / "lightning_recorder" / "__init__.py"
     assert (count, callbacks) == ("3.0", "[True, True, True]")
+
+
+@pytest.mark.slow
+def test_compiler_pictures_and_tensorboard_can_be_missing(tmp_path: Path) -> None:
+    """Without a compiler, Graphviz, pillow and TensorBoard, a run has its records and its graph, and one line each."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CC": "/nonexistent", "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["steps 10"]), done.stderr[-3000:]
+    folder = tmp_path / "logs" / "lightning_logs" / "version_0" / "recorder"
+    recorders = ("activations", "gradients", "parameters", "watch")
+    assert all((folder / "records" / f"{each}.jsonl").stat().st_size for each in recorders)
+    assert all((folder / each).exists() for each in ("findings.json", "graph.json"))
+    assert done.stderr.count("graph.json, without a picture: the package graphviz is missing, `pip install") == 1
+    assert done.stderr.count("/nonexistent did not build it") == 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import functools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_recorder.callbacks.lightning import Callback, Trainer
@@ -69,7 +70,9 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
                 raise
             warn(str(error))
         except Exception as error:
-            is_news = self._give_up()
+            is_news = True
+            with suppress(Exception):  # what has failed may fail again while it is released
+                is_news = self._give_up()
             if self.strict:
                 raise
             if is_news:

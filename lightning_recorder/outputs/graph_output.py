@@ -137,8 +137,9 @@ class GraphOutput:
     def _warn_of_no_picture(self, error: Exception) -> None:
         if self._strict:
             raise error
-        there = f"{self._directory}/{self._name}.dot and {self._name}.json"
-        warn(f"the graph is in {there}, without a picture: {error}")
+        names = [f"{self._name}.{each}" for each in ("dot", "json")]
+        there = [name for name in names if self._directory is not None and (self._directory / name).exists()]
+        warn(f"the graph is in {self._directory}/{' and '.join(there)}, without a picture: {error}")
 
 
 def _write(path: Path, data: bytes) -> None:

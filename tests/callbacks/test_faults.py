@@ -474,6 +474,19 @@ def test_a_write_error_that_passes_costs_what_was_not_written(comes_at: int, bar
     assert (tmp_path / "recorder" / "report.html").exists()
 
 
+def test_an_error_that_returns_at_the_release_is_one_warning(
+    bare: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that comes again while the recorder is released costs one warning, and not the run."""
+    monkeypatch.setattr("lightning_recorder.outputs.graph_output.GraphPicture", fails)
+    models: list[Small] = []
+    (message,) = warnings_by(lambda: models.append(trained(tmp_path, [GraphRecorder()])))
+    assert message.startswith(
+        "GraphRecorder is off for the rest of the run, on_train_batch_end failed: ZeroDivisionError"
+    )
+    assert_unharmed(models[0], bare)
+
+
 def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A renderer that hangs is ended after its time limit; the graph remains, without a picture or a process."""
     dot = tmp_path / "bin" / "dot"

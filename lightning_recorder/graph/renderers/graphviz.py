@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, RenderError
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.escape import dot_label
@@ -139,7 +139,12 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     @override
     def make_canvas(self) -> Digraph:
-        from graphviz import Digraph
+        try:
+            from graphviz import Digraph
+        except ImportError as error:
+            raise RenderError(
+                f"the package graphviz is missing, `pip install graphviz` installs it: {error}"
+            ) from error
 
         # The name of the file that the document's own methods write.
         canvas = Digraph("graph", filename=f"{re.sub(_NOT_IN_FILES, '_', self.graph.title) or 'graph'}.gv")
