@@ -138,7 +138,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "lightning_recorder.records/3"}', "records/3'; the supported formats"),
+        ('{"format": "lightning_recorder.records/4"}', "records/4'; the supported formats"),
         ("text", "no line of the format"),
     ],
 )
