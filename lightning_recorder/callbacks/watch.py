@@ -459,7 +459,7 @@ class StepWatch(RecorderCallback):
             if run is not None:
                 run.end_batch(is_last=is_last)
             if self._samples is not None:
-                self._samples.end_batch()
+                self._samples.end_batch(batch)
             if self._ranks is not None and is_last:
                 self._ranks.end_step(logged_step(trainer) + 1)
         finally:
