@@ -277,7 +277,12 @@ class StepWatch(RecorderCallback):
         shared = self._exchange
         if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
             self._ranks = WatchedRanks(
-                Replicas(pl_module, trainer.optimizers, trainer.global_rank),
+                Replicas(
+                    pl_module,
+                    trainer.optimizers,
+                    trainer.global_rank,
+                    lambda: getattr(trainer.strategy, "model", None),
+                ),
                 lambda value: shared.submit(NOTHING, scope="replicas", value=value),
                 self._report_written,
                 self.check_ranks_every_n_steps,
