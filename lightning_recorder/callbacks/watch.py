@@ -277,7 +277,12 @@ class StepWatch(RecorderCallback):
         shared = self._exchange
         if shared is not None and not isinstance(trainer.strategy, FSDPStrategy):  # its shards are plain tensors
             self._ranks = WatchedRanks(
-                Replicas(pl_module, trainer.optimizers, trainer.global_rank),
+                Replicas(
+                    pl_module,
+                    trainer.optimizers,
+                    trainer.global_rank,
+                    lambda: getattr(trainer.strategy, "model", None),
+                ),
                 lambda value: shared.submit(NOTHING, scope="replicas", value=value),
                 self._report_written,
                 self.check_ranks_every_n_steps,
@@ -459,7 +464,7 @@ class StepWatch(RecorderCallback):
             if run is not None:
                 run.end_batch(is_last=is_last)
             if self._samples is not None:
-                self._samples.end_batch()
+                self._samples.end_batch(batch)
             if self._ranks is not None and is_last:
                 self._ranks.end_step(logged_step(trainer) + 1)
         finally:

@@ -25,12 +25,14 @@ from lightning_recorder.insight.data_facts import (
     DataFacts,
     DrawFacts,
     EpochFacts,
+    EpochOfRanks,
     LoaderFacts,
     RankFacts,
     ValidationFacts,
 )
 from lightning_recorder.internals.loaders import (
     WATCHED,
+    base_rows,
     batch_number,
     forget_indices,
     indices_of,
@@ -40,14 +42,22 @@ from lightning_recorder.internals.loaders import (
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.worker_draws import draws_of
 from lightning_recorder.statistics import Exchange, PendingMerge
-from lightning_recorder.statistics.fingerprint import sample_fingerprints, values_of_each
+from lightning_recorder.statistics.fingerprint import (
+    different_values,
+    sample_fingerprints,
+    sample_numbers,
+    values_of_each,
+)
 from lightning_recorder.statistics.snapshot import NOTHING
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.temporary import write_whole
 from lightning_recorder.watch.epoch_samples import (
     BatchSamples,
     EpochSamples,
+    RankEpoch,
     RankSamples,
     Sketch,
+    compare_epochs,
     compare_ranks,
     compare_validation,
 )
@@ -63,6 +73,8 @@ _FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _COMPARED_SAMPLES = 16  # of a step
+_CHECKED = 32  # batches of an epoch that are looked at again after their step
+_WIDE = 4  # values of a sample from which on a tensor is an input
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -116,10 +128,16 @@ class WatchedSamples:
         self._next_compared = _FIRST_COMPARED
         self._pending: PendingMerge | None = None
         self._ranks: RankFacts | None = None
+        self._pending_epoch: PendingMerge | None = None
+        self._rank_epoch: EpochOfRanks | None = None
+        self._ended_epochs = 0
+        self._seen, self._passed = Sketch(), 0  # the samples of all epochs, if all are whole
+        self._before_step: tuple[np.ndarray[Any, Any], int] | None = None
         self._draws: DrawFacts | None = None
         self._drawn: dict[str, tuple[int, ...]] = {}  # the states of the epoch before, by the source
         self._noted: object = None  # what has noted the states of the latest epoch
         self._written = b""
+        self._rows: tuple[int, int] | None = None  # common to both data sets, and of that of validation
         self._wrap(trainer.strategy)
         publish(DataFacts())
 
@@ -183,6 +201,8 @@ class WatchedSamples:
             workers=loader.num_workers,
             samples=samples,
             is_overfit=is_overfit,
+            is_divided=hasattr(loader.sampler, "num_replicas") or hasattr(batches, "num_replicas"),
+            is_limited=getattr(self._trainer, "limit_train_batches", 1.0) != 1.0 or self._trainer.world_size > 1,
         )
 
     def name_row(self, pl_module: LightningModule, rows: list[int] | None, place: int) -> str:
@@ -208,6 +228,7 @@ class WatchedSamples:
         try:
             iterator, ahead = self._iterator()
             rows = None if iterator is None else indices_of(iterator, ahead)
+            self._before_step = None
             if not self._has_failed:
                 self._examine(batch, batch_idx, step, rows, batch_number(iterator, ahead))
         except Exception as error:  # noqa: BLE001 - a batch may be anything
@@ -238,7 +259,12 @@ class WatchedSamples:
         workers = 0 if self._loader is None or not self._loader.is_iterable else self._loader.workers
         worker = number % workers if workers > 1 and number is not None else None
         known = None if rows is None else np.array(rows, dtype=np.int64)
-        self._transfer(batch, partial(self._add, epoch, step, known, worker))
+        if self._batches == 1:
+            self._transfer(different_values(batch), self._add_values)
+        numbers = self._numbers(batch)
+        self._transfer(numbers, partial(self._add, epoch, step, known, worker))
+        if numbers is not None and numbers.is_cpu and epoch.checked < _CHECKED:
+            self._look_ahead(epoch, batch, numbers.numpy())
         if self._batches >= self._next_look:
             self._next_look = self._batches * _GROWTH
             self._show()
@@ -250,17 +276,38 @@ class WatchedSamples:
         if self._loader is None:
             self._loader = self._loader_facts()
         if self._epoch is not None:
-            self.end_epoch(ended=False)
+            self._close_epoch(ended=False)
         self._is_over = self._batches >= _FIRST_BATCHES and not self._is_cheap()
         workers = self._loader.workers if self._loader.is_iterable else 0
         self._epoch = EpochSamples(self._trainer.current_epoch, workers)
         self._epoch.is_whole = is_whole and not self._is_over
         return self._epoch
 
-    def _transfer(self, batch: Any, add: Callable[[np.ndarray[Any, Any]], object]) -> None:
-        """Compute the numbers of a batch, and add them when they have arrived, in the order of the batches."""
+    def _look_ahead(self, epoch: EpochSamples, batch: Any, numbers: np.ndarray[Any, Any]) -> None:
+        """Note what is in a batch before its step, and look whether the next one was already written over it."""
+        epoch.checked += 1
+        versions = _versions(batch)
+        if versions is not None:
+            self._before_step = numbers[0], versions
+        fetcher = getattr(getattr(self._trainer, "fit_loop", None), "_data_fetcher", None)
+        ahead = getattr(fetcher, "batches", ()) if versions is not None else ()
+        if ahead and epoch.has_changed and _places(batch) and _places(batch) == _places(ahead[0]):
+            epoch.overwritten += 1
+            self._before_step = None
+
+    def _look_again(self, batch: Any) -> None:
+        """Look whether a batch was written to during its step, and not by torch, which counts versions."""
+        before, self._before_step = self._before_step, None
+        epoch = self._epoch
+        if before is None or epoch is None or self._has_failed:
+            return
+        found = sample_fingerprints(batch, self._values)
+        is_changed = found is not None and not np.array_equal(found.cpu().numpy(), before[0])
+        epoch.overwritten += is_changed and _versions(batch) == before[1]
+
+    def _transfer(self, numbers: Tensor | None, add: Callable[[np.ndarray[Any, Any]], object]) -> None:
+        """Add some numbers of a batch when they have arrived, in the order of the batches."""
         with pause_recording():
-            numbers = self._numbers(batch)
             if numbers is None:
                 return
             if numbers.device.type not in ("cuda", "xpu"):
@@ -284,25 +331,30 @@ class WatchedSamples:
             first.add(first.host.numpy())
 
     def _numbers(self, batch: Any) -> Tensor | None:
-        """Return the fingerprints of the samples, and their classes if there are any, ``[1 or 2, samples]``."""
+        """Return the numbers of the samples, and their classes if there are any, ``[2 or 3, samples]``."""
         if not self._values:
             first = sample_fingerprints(batch)
             self._values = 0 if first is None else values_of_each(len(first))
-        keys = sample_fingerprints(batch, self._values) if self._values else None
-        if keys is None:
+        found = sample_numbers(batch, self._values) if self._values else None
+        if found is None:
             return None
         classes = batch[1] if isinstance(batch, (list, tuple)) and len(batch) == 2 else None
-        is_one_each = type(classes) is Tensor and classes.dtype in _INTEGERS and classes.shape == keys.shape
+        is_one_each = type(classes) is Tensor and classes.dtype in _INTEGERS and classes.shape == found.shape[1:]
         if not is_one_each:
-            return keys.unsqueeze(0)
-        return torch.stack([keys, classes.detach().to(keys.device, torch.int64)])  # type: ignore[union-attr]  # as checked
+            return found
+        classes = classes.detach().to(found.device, torch.int64)  # type: ignore[union-attr]  # as checked
+        return torch.cat([found, classes.unsqueeze(0)])
+
+    def _add_values(self, numbers: np.ndarray[Any, Any]) -> None:
+        if self._loader is not None and len(numbers):
+            self._loader = replace(self._loader, values=int(numbers.min()))
 
     def _add(
         self, epoch: EpochSamples, step: int, rows: Any, worker: int | None, numbers: np.ndarray[Any, Any]
     ) -> None:
         contents = np.ascontiguousarray(numbers[0])
         rows = rows if rows is not None and len(rows) == len(contents) else None
-        found = BatchSamples(contents, rows, worker, numbers[1] if len(numbers) > 1 else None)
+        found = BatchSamples(contents, rows, worker, numbers[2] if len(numbers) > 2 else None, numbers[1])
         epoch.add(found, step)
         if self._exchange is not None:
             self._recent.append((step, frozenset(np.sort(found.keys.view(np.uint64))[:_COMPARED_SAMPLES].tolist())))
@@ -316,7 +368,7 @@ class WatchedSamples:
         if batch_idx == 0:
             self._validation, self._validation_samples = Sketch(), 0
         try:
-            self._transfer(batch, self._add_validation)
+            self._transfer(self._numbers(batch), self._add_validation)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
         return True
@@ -332,19 +384,46 @@ class WatchedSamples:
 
     # Ranks.
 
-    def end_batch(self) -> None:
+    def end_batch(self, batch: Any) -> None:
         """End a batch of training. Every rank calls this equally often, and compares its samples now and then."""
+        try:
+            self._look_again(batch)
+        except Exception as error:  # noqa: BLE001 - a batch may be anything
+            self._fail(error)
         self._ended += 1
         if self._exchange is None or self._ended < self._next_compared:
             return
         self._next_compared *= _GROWTH_OF_RANKS
-        rank = int(self._trainer.distributed_sampler_kwargs["rank"]) if self._trainer.distributed_sampler_kwargs else 0
         steps = dict(self._recent)  # with accumulated gradients, the last batch of each step
-        own = RankSamples(rank, tuple(steps), tuple(steps.values()))
+        own = RankSamples(self._rank(), tuple(steps), tuple(steps.values()))
         self._take_ranks()
         self._pending = self._exchange.submit(NOTHING, scope="samples", value=own)
 
+    def _rank(self) -> int:
+        """Return the number of this rank among those that should have different samples."""
+        return int(self._trainer.distributed_sampler_kwargs["rank"]) if self._trainer.distributed_sampler_kwargs else 0
+
+    def _compare_epoch(self, epoch: EpochSamples | None) -> None:
+        """Compare the samples of an epoch between the ranks, in ever fewer epochs. Every rank calls this."""
+        number, self._ended_epochs = self._ended_epochs, self._ended_epochs + 1
+        if self._exchange is None or number & (number - 1):
+            return
+        own = None if epoch is None or self._has_failed or not epoch.is_whole else RankEpoch.of(self._rank(), epoch)
+        self._take_epoch(wait=True)
+        self._pending_epoch = self._exchange.submit(NOTHING, scope="samples of an epoch", value=own)
+
+    def _take_epoch(self, *, wait: bool = False) -> None:
+        pending = self._pending_epoch
+        if pending is None or not (wait or pending.is_done):
+            return
+        self._pending_epoch = None
+        values = [pickle.loads(each) for each in pending.result().values]
+        found = compare_epochs([each for each in values if each is not None]) if None not in values else None
+        if found is not None and (self._rank_epoch is None or found.shared > self._rank_epoch.shared):
+            self._rank_epoch = found
+
     def _take_ranks(self, *, wait: bool = False) -> None:
+        self._take_epoch(wait=wait)
         pending = self._pending
         if pending is not None and (wait or pending.is_done):
             self._pending = None
@@ -353,8 +432,13 @@ class WatchedSamples:
 
     # Facts.
 
-    def end_epoch(self, *, ended: bool = True) -> None:
-        """End an epoch."""
+    def end_epoch(self) -> None:
+        """End an epoch. Every rank calls this equally often."""
+        epoch = self._epoch
+        self._close_epoch(ended=True)
+        self._compare_epoch(epoch)
+
+    def _close_epoch(self, *, ended: bool) -> None:
         epoch, self._epoch = self._epoch, None
         if epoch is None or self._has_failed:
             return
@@ -362,12 +446,25 @@ class WatchedSamples:
         epoch.is_whole &= ended and not self._trainer.should_stop
         self._look_for_draws(epoch)
         if epoch.batches:
-            self._epochs.append(epoch.facts(self._before))
+            facts = epoch.facts(self._before)
+            self._epochs.append(replace(facts, **self._union(epoch)))
             self._before = epoch
         if len(self._epochs) > 2 * _MOST_EPOCHS:
             del self._epochs[_MOST_EPOCHS]
         if epoch.epoch < _MOST_EPOCHS or not epoch.epoch & (epoch.epoch - 1):
             self._show()
+
+    def _union(self, epoch: EpochSamples) -> dict[str, Any]:
+        """Return the number of samples of all epochs, if all are whole."""
+        is_next = self._passed >= 0 and epoch.is_whole
+        self._passed = self._passed + 1 if is_next and self._loader is not None and self._loader.has_rows else -1
+        if self._passed < 0:
+            return {}
+        limit, keys = epoch.keys.limit, np.array(list(epoch.keys.counts), dtype=np.uint64)
+        self._seen.limit = min(self._seen.limit, limit)
+        self._seen.add(keys.view(np.int64))
+        self._seen.counts = {key: count for key, count in self._seen.counts.items() if key < self._seen.limit}
+        return {"seen": self._seen.distinct, "passed": self._passed}
 
     def _look_for_draws(self, epoch: EpochSamples) -> None:
         """Compare the random numbers of the workers with each other and with those of the epoch before."""
@@ -391,7 +488,7 @@ class WatchedSamples:
         """End the fit: publish what is known, and give the loaders back as they were."""
         self._unwrap()
         if not self._has_failed:
-            self.end_epoch(ended=False)
+            self._close_epoch(ended=False)
             self._show(wait=True)
 
     def _show(self, *, wait: bool = False) -> None:
@@ -411,7 +508,7 @@ class WatchedSamples:
         if self._epoch is not None and self._epoch.batches:
             epochs.append(self._epoch.facts(self._before))
         loader = self._loader or LoaderFacts()
-        return DataFacts(loader, tuple(epochs), self._validation_facts(), self._ranks, self._draws)
+        return DataFacts(loader, tuple(epochs), self._validation_facts(), self._ranks, self._draws, self._rank_epoch)
 
     def _validation_facts(self) -> ValidationFacts | None:
         epochs = [each for each in (self._before, self._epoch) if each is not None and each.batches]
@@ -421,10 +518,33 @@ class WatchedSamples:
         found = [compare_validation(validation, samples, each.contents, each.last_step) for each in epochs]
         most = max(found, key=lambda each: each.common)
         is_same = any(validation.is_same_set(each.contents) for each in epochs)
-        return replace(most, is_same_data=is_same or self._has_same_dataset())
-
-    def _has_same_dataset(self) -> bool:
         loaders: Any = self._trainer.val_dataloaders
         first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
         own = getattr(self._trainer.train_dataloader, "dataset", None)
-        return own is not None and getattr(first, "dataset", None) is own
+        is_same |= own is not None and getattr(first, "dataset", None) is own
+        if self._rows is None:
+            self._rows = _common_rows(self._trainer.train_dataloader, first)
+        return replace(most, is_same_data=is_same, common_rows=self._rows[0], rows=self._rows[1])
+
+
+def _common_rows(training: object, validation: object) -> tuple[int, int]:
+    """Return how many rows of one data set two loaders have in common, and how many that of validation has."""
+    one, other = base_rows(training), base_rows(validation)
+    if one is None or other is None or one[0] is not other[0]:
+        return 0, 0
+    rows = set(other[1])
+    return len(rows.intersection(one[1])), len(rows)
+
+
+def _versions(batch: Any) -> int | None:
+    """Return the number of times that torch has written to the tensors of a batch; None if it is not counted."""
+    try:
+        return sum(each._version for _, each in iter_tensors(batch, unknown=ignore_unknown)) + 1
+    except RuntimeError:  # a tensor of inference mode
+        return None
+
+
+def _places(batch: Any) -> tuple[int, ...]:
+    """Return the addresses of the inputs in a batch."""
+    tensors = [each for _, each in iter_tensors(batch, unknown=ignore_unknown) if type(each) is Tensor and each.dim()]
+    return tuple(each.data_ptr() for each in tensors if each.is_cpu and each.numel() >= _WIDE * max(1, len(each)))

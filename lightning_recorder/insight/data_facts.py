@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_recorder.untrusted import check_fields
 
-__all__ = ["DataFacts", "DrawFacts", "EpochFacts", "LoaderFacts", "RankFacts", "ValidationFacts"]
+__all__ = ["DataFacts", "DrawFacts", "EpochFacts", "EpochOfRanks", "LoaderFacts", "RankFacts", "ValidationFacts"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class LoaderFacts:
         has_rows: True if the index of each sample is known. It is then the identity of a sample, whatever an
             augmentation makes of it.
         is_overfit: True for a trainer with ``overfit_batches``, which repeats batches on purpose.
+        is_divided: True for a sampler that gives each rank a part of the data set.
+        is_limited: True if an epoch of this rank has a part of the samples only, because there are several ranks or
+            because of ``limit_train_batches``.
+        values: The number of different values in the inputs of a sample, at most 64; 0 if it is not known.
     """
 
     sampler: str = ""
@@ -35,6 +39,9 @@ class LoaderFacts:
     samples: int | None = None
     has_rows: bool = False
     is_overfit: bool = False
+    is_divided: bool = False
+    is_limited: bool = False
+    values: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,22 @@ class EpochFacts:
         classes: The number of classes, if the batches are pairs with one whole number for each sample; otherwise 0.
         changes: The number of samples whose class differs from that of the sample before.
         random_changes: The same if the samples came in a random order.
+        contents: The number of samples with different values, also if the identity of a sample is its index.
+        equal: The number of batches whose samples have different indices and the same inputs, if these are others than
+            in the batch before.
+        overwritten: The number of batches that were written to while they were used, among ``checked`` ones.
+        checked: The number of batches that were looked at for it.
+        once: The share of samples that came once.
+        every: The number of times that each sample came, if it is the same for all; otherwise 0.
+        most: The number of times that the most frequent sample came.
+        first_repeat: The number of samples up to the batch in which one came again; 0 if none did, or among the first
+            8,192 samples.
+        near: The share of samples that were in one of the four batches before, if the indices are not known.
+        random_near: The same if the samples were drawn at random.
+        is_same_order: True if the samples came in the order of the epoch before, and both epochs are whole.
+        is_ascending: True if the indices ascend, or are not known.
+        seen: The number of different samples in this and all earlier epochs, if all are whole; otherwise 0.
+        passed: The number of these epochs.
     """
 
     epoch: int
@@ -74,6 +97,20 @@ class EpochFacts:
     classes: int = 0
     changes: int = 0
     random_changes: float = 0.0
+    contents: float = 0.0
+    equal: int = 0
+    overwritten: int = 0
+    checked: int = 0
+    once: float = 1.0
+    every: int = 0
+    most: int = 0
+    first_repeat: int = 0
+    near: float = 0.0
+    random_near: float = 0.0
+    is_same_order: bool = False
+    is_ascending: bool = True
+    seen: float = 0.0
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +124,9 @@ class ValidationFacts:
         common: The number of these that were found.
         step: The step at which they were compared.
         is_same_data: True if both loaders have the same data set object, or exactly the same samples.
+        common_rows: The number of rows of one data set object that are in the data sets of both loaders, whatever an
+            augmentation makes of them.
+        rows: The number of rows in that of validation.
     """
 
     samples: int
@@ -95,6 +135,8 @@ class ValidationFacts:
     common: int
     step: int
     is_same_data: bool = False
+    common_rows: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +158,27 @@ class RankFacts:
     keys: int
     shared: float
     same: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class EpochOfRanks:
+    """The samples of a whole epoch on all ranks.
+
+    Args:
+        ranks: The number of ranks that should have different samples.
+        epoch: The epoch.
+        samples: The smallest number of samples that a rank has in it.
+        compared: The number of different samples that are compared.
+        shared: The share of these that several ranks have.
+        distinct: The smallest share of different samples among those of a rank.
+    """
+
+    ranks: int
+    epoch: int
+    samples: int
+    compared: int
+    shared: float
+    distinct: float
 
 
 @dataclass(frozen=True)
@@ -145,6 +208,7 @@ class DataFacts:
         validation: The samples of validation, if there are any.
         ranks: The comparison of ranks, if there are several.
         draws: Random numbers that are equal in several workers or epochs, if there are any.
+        rank_epoch: The comparison of ranks in the epoch whose samples they share most, if there are several ranks.
     """
 
     loader: LoaderFacts = field(default_factory=LoaderFacts)
@@ -152,6 +216,7 @@ class DataFacts:
     validation: ValidationFacts | None = None
     ranks: RankFacts | None = None
     draws: DrawFacts | None = None
+    rank_epoch: EpochOfRanks | None = None
 
     @classmethod
     def from_json(cls, data: Any) -> DataFacts:
@@ -167,6 +232,7 @@ class DataFacts:
             None if data["validation"] is None else _made(ValidationFacts, data["validation"]),
             None if ranks is None else _made(RankFacts, {**ranks, "same": tuple(ranks["same"])}),
             None if data.get("draws") is None else _made(DrawFacts, data["draws"]),
+            None if data.get("rank_epoch") is None else _made(EpochOfRanks, data["rank_epoch"]),
         )
         check_fields(found)
         return found

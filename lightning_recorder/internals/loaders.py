@@ -7,13 +7,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 from torch.utils.data import dataloader as torch_loaders
 from typing_extensions import override
 
 from lightning_recorder.internals.worker_draws import WatchedCollate
 
-__all__ = ["WATCHED", "batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
+__all__ = ["WATCHED", "base_rows", "batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
 
 _MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
 WATCHED = "_lightning_recorder_collate"
@@ -86,6 +94,27 @@ def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
     except (IndexError, TypeError, ValueError):
         return None
     return found
+
+
+def base_rows(loader: object) -> tuple[object, list[int]] | None:
+    """Return the data set below each ``Subset`` of a loader, and the rows of it that the loader reads.
+
+    Returns:
+        None if they are not known: for other loaders, data sets and samplers than those of torch.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler, dataset = loader.sampler, loader.dataset
+    if isinstance(sampler, SubsetRandomSampler):
+        rows = list(map(int, sampler.indices))
+    elif isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+        rows = list(range(len(dataset)))  # type: ignore[arg-type]  # these samplers need its length, too
+    else:
+        return None
+    below = rows_of_base(dataset, rows)
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset, rows if below is None else below
 
 
 class _KeepsIndices(DataLoader[Any]):

@@ -14,7 +14,14 @@ from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 
-__all__ = ["batch_fingerprint", "exact_checksum", "sample_fingerprints", "values_of_each"]
+__all__ = [
+    "batch_fingerprint",
+    "different_values",
+    "exact_checksum",
+    "sample_fingerprints",
+    "sample_numbers",
+    "values_of_each",
+]
 
 _MOST_SAMPLES = 1024
 _MOST_VALUES = 64  # of a sample
@@ -24,6 +31,7 @@ _CHUNK = 1 << 22  # values that are read at once
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
 _HALF = 31  # bits
 _FEWEST_VALUES = 8  # of a sample of a large batch
+_WIDE = 4  # values of a sample from which on a tensor is an input, and no target or weight
 _MOST_OF_BATCH = 1 << 14  # values of a tensor whose samples are identified
 _FINAL = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of splitmix64 as int64
 
@@ -106,16 +114,45 @@ def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None
         the values have pseudorandom factors, so equal fingerprints of different samples are as rare as those of random
         numbers: among a million samples, one pair in 10⁵ runs.
     """
+    found = sample_numbers(batch, values)
+    return None if found is None else found[0]
+
+
+@torch.no_grad()
+def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
+    """Return two numbers of each sample, ``[2, samples]``: its fingerprint, and that of its inputs alone.
+
+    The inputs are the tensors with at least four values in each sample. Without any, the second number is 0 to n - 1.
+    See :func:`sample_fingerprints`.
+    """
     with pause_recording(), without_functions():
         tensors = _readable(batch)
         if len({len(each) for each in tensors}) != 1:
             return None
+        wide = [place for place, each in enumerate(tensors) if each.numel() >= _WIDE * len(each)]
         arrays = [array for each in tensors if (array := _as_array(each)) is not None]
         if len(arrays) == len(tensors):  # for few values, numpy takes much less time than torch
-            return torch.from_numpy(_combined([_rows_of_array(each, values) for each in arrays]))
+            found = [_rows_of_array(each, values) for each in arrays]
+            inputs = _joined([found[place] for place in wide]) if wide else np.arange(len(found[0]))
+            return torch.from_numpy(np.stack([_scrambled(_joined(found)), inputs]))
         rows = [_rows_of_tensor(each.detach(), values) for each in tensors]
-        found: Tensor = _combined([each.to(rows[0].device) for each in rows])
-        return found
+        rows = [each.to(rows[0].device) for each in rows]
+        own = _joined([rows[place] for place in wide]) if wide else torch.arange(len(rows[0]), device=rows[0].device)
+        return torch.stack([_scrambled(_joined(rows)), own])
+
+
+@torch.no_grad()
+def different_values(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
+    """Return the number of different values in the first input of each sample, ``[samples]``; None without an input.
+
+    At most ``values`` values of each sample are read. Samples with few different values may be equal by chance.
+    """
+    with pause_recording(), without_functions():
+        first = next((each for each in _readable(batch) if each.numel() >= _WIDE * len(each)), None)
+        if first is None:
+            return None
+        read = _integers(first.detach()[_selection(first.shape, len(first), values)]).flatten(1).sort(1).values
+        return (read[:, 1:] != read[:, :-1]).sum(1) + 1
 
 
 def values_of_each(samples: int) -> int:
@@ -147,15 +184,16 @@ def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
     return found
 
 
-def _combined(rows: list[Any]) -> Any:
-    """Return one number for each row of all tensors, spread evenly over 64 bits."""
+def _joined(rows: list[Any]) -> Any:
+    """Return one number for each row of some tensors."""
     found = rows[0]
     for each in rows[1:]:
         found = found * _MIX + each
-    return _scrambled(found)
+    return found
 
 
 def _scrambled(values: Any) -> Any:
+    """Return numbers that are spread evenly over 64 bits."""
     for shift, factor in zip((30, 27), _FINAL, strict=True):
         values = (values ^ (values >> shift)) * factor
     return values ^ (values >> _HALF)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recorder.insight.data_facts import EpochFacts, RankFacts, ValidationFacts
+from lightning_recorder.insight.data_facts import EpochFacts, EpochOfRanks, RankFacts, ValidationFacts
 
-__all__ = ["BatchSamples", "EpochSamples", "RankSamples", "Sketch", "compare_ranks", "compare_validation"]
+__all__ = [
+    "BatchSamples",
+    "EpochSamples",
+    "RankEpoch",
+    "RankSamples",
+    "Sketch",
+    "compare_epochs",
+    "compare_ranks",
+    "compare_validation",
+]
 
 _SAMPLES = 4096
 _BATCHES = 1024
@@ -18,6 +28,8 @@ _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
 _FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
+_NEAR = 4  # batches in which a sample comes again soon
+_MOST_SENT = 1024  # samples of an epoch that are compared between ranks
 
 Keys = NDArray[np.int64]
 
@@ -60,6 +72,11 @@ class Sketch:
         """The number of different keys, estimated if there are many."""
         return len(self.counts) * (_ALL / self.limit)
 
+    @property
+    def once(self) -> float:
+        """The share of keys that were counted once."""
+        return sum(count == 1 for count in self.counts.values()) / max(1, len(self.counts))
+
     def share_of_each_worker(self, workers: int) -> float:
         """Return the share of keys that came from each worker exactly once."""
         every = (1 << workers) - 1
@@ -87,12 +104,14 @@ class BatchSamples:
         rows: Their indices in the data set, ``[samples]``; None if they are not known.
         worker: The worker that made the batch; None if it is not known.
         classes: The class of each sample, ``[samples]``; None if there is none.
+        inputs: The fingerprints of the inputs alone, ``[samples]``; None if they are not known.
     """
 
     contents: Keys
     rows: Keys | None = None
     worker: int | None = None
     classes: Keys | None = None
+    inputs: Keys | None = None
 
     @property
     def keys(self) -> Keys:
@@ -122,6 +141,17 @@ class EpochSamples:
         self.contents = self.keys
         """The values of the samples, even if their indices are known."""
         self.is_whole = False
+        self.overwritten = self.checked = 0
+        """The number of batches that were written to while they were used, and of those that were looked at."""
+        self.order = 0
+        """A number that depends on the order of the samples."""
+        self._is_ascending = True
+        self._last_row = -1
+        self._first_repeat = 0  # the number of samples before it
+        self._recent: deque[Keys] = deque(maxlen=_NEAR)
+        self._near = self._equal = 0
+        self._is_repeat = False
+        self._equal_input: int | None = None
         self._sets = Sketch(_BATCHES)
         self._before: int | None = None
         self._seen: dict[int, int] = {}  # the set of indices by the values of a batch
@@ -137,19 +167,44 @@ class EpochSamples:
         keys = batch.keys
         self.samples += len(keys)
         self.keys.add(keys, batch.worker)
+        if not self._first_repeat and self.keys.limit == _ALL and len(self.keys.counts) < self.samples:
+            self._first_repeat = self.samples
         which = keys.sum()
+        self.order = (self.order * 31 + _ordered(keys)) % _ALL
+        self._look_for_equal_inputs(batch)
         self._sets.add(_spread(which.reshape(1)))
-        self._consecutive += self._before == int(which)
+        self._is_repeat = self._before == int(which)
+        self._consecutive += self._is_repeat
         self._before = int(which)
         if batch.rows is not None:
             if self.contents is self.keys:
                 self.contents = Sketch()
             self.contents.add(batch.contents)
             self._look_for_cache(batch.contents, int(which))
+            rows = batch.rows
+            self._is_ascending &= bool((np.diff(rows, prepend=self._last_row) > 0).all())
+            self._last_row = int(rows[-1]) if len(rows) else self._last_row
+        else:
+            self._look_for_near_repeats(keys)
         self._add_classes(batch.classes)
 
+    def _look_for_equal_inputs(self, batch: BatchSamples) -> None:
+        """Count batches whose samples have the same inputs, which are others than those of the batch before."""
+        inputs, rows, before = batch.inputs, batch.rows, self._equal_input
+        self._equal_input = None
+        if inputs is None or len(inputs) < 2 or not (inputs == inputs[0]).all():
+            return
+        if rows is None or len(np.unique(rows)) == len(rows):
+            self._equal_input = int(inputs[0])
+            self._equal += before != self._equal_input
+
+    def _look_for_near_repeats(self, keys: Keys) -> None:
+        if self._recent:
+            self._near += int(np.isin(keys, np.concatenate(self._recent)).sum())
+        self._recent.append(keys)
+
     def _look_for_cache(self, contents: Keys, which: int) -> None:
-        ordered = int((contents * (2 * np.arange(len(contents), dtype=np.int64) + 1)).sum())
+        ordered = _ordered(contents)
         if ordered in self._seen:
             is_other = self._seen[ordered] != which
             self._cached += is_other and len(np.unique(contents)) >= _FEWEST_CONTENTS
@@ -167,6 +222,11 @@ class EpochSamples:
         self._changes += int(np.count_nonzero(classes[1:] != classes[:-1])) + is_other
         self._last_class = int(classes[-1])
 
+    @property
+    def has_changed(self) -> bool:
+        """True if the latest batch has other samples than the one before."""
+        return self.batches > 1 and not self._is_repeat
+
     def facts(self, before: EpochSamples | None = None) -> EpochFacts:
         """Return what is known about the epoch so far.
 
@@ -175,7 +235,11 @@ class EpochSamples:
         """
         counts = np.zeros(0) if self._classes is None else self._classes[self._classes > 0]
         shares = counts / max(1, counts.sum())
-        is_same = before is not None and before.is_whole and self.is_whole and self.keys.is_same_set(before.keys)
+        are_whole = before is not None and before.is_whole and self.is_whole
+        is_same = before is not None and are_whole and self.keys.is_same_set(before.keys)
+        counts_of_keys = set(self.keys.counts.values())
+        every = min(counts_of_keys, default=0)
+        window = _NEAR * self.samples / max(1, self.batches)
         return EpochFacts(
             epoch=self.epoch,
             first_step=self.first_step,
@@ -192,7 +256,24 @@ class EpochSamples:
             classes=len(counts),
             changes=self._changes,
             random_changes=float(counts.sum() * (1 - (shares**2).sum())),
+            contents=self.contents.distinct,
+            equal=self._equal,
+            overwritten=self.overwritten,
+            checked=self.checked,
+            once=self.keys.once,
+            every=every if len(counts_of_keys) == 1 else 0,
+            most=max(counts_of_keys, default=0),
+            first_repeat=self._first_repeat,
+            near=self._near / max(1, self.samples),
+            random_near=min(1.0, window / max(1.0, self.keys.distinct)),
+            is_same_order=before is not None and are_whole and self.order == before.order,
+            is_ascending=self._is_ascending,
         )
+
+
+def _ordered(keys: Keys) -> int:
+    """Return a number that depends on the order of some keys."""
+    return int((keys * (2 * np.arange(len(keys), dtype=np.int64) + 1)).sum())
 
 
 def compare_validation(validation: Sketch, samples: int, training: Sketch, step: int) -> ValidationFacts:
@@ -244,3 +325,54 @@ def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float
     """Return the share of the samples of a rank that another one has in the same steps."""
     common = sum(len(one.at(step) & other.at(step)) for step in steps)
     return common / max(1, sum(len(one.at(step)) for step in steps))
+
+
+@dataclass(frozen=True)
+class RankEpoch:
+    """Some samples of an epoch of one rank.
+
+    Args:
+        rank: The number of the rank among those that should have different samples.
+        epoch: The epoch.
+        samples: The number of samples in it.
+        distinct: The number of different ones.
+        limit: The number below which the keys are complete.
+        keys: The different samples with keys below it.
+    """
+
+    rank: int
+    epoch: int
+    samples: int
+    distinct: float
+    limit: int
+    keys: frozenset[int]
+
+    @classmethod
+    def of(cls, rank: int, epoch: EpochSamples) -> RankEpoch:
+        """Return what is sent of an epoch."""
+        limit, found = epoch.keys.limit, sorted(epoch.keys.counts)
+        if len(found) > _MOST_SENT:
+            limit, found = found[_MOST_SENT], found[:_MOST_SENT]
+        return cls(rank, epoch.epoch, epoch.samples, epoch.keys.distinct, limit, frozenset(found))
+
+
+def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
+    """Compare the samples that ranks have in an epoch; None if there is nothing to compare."""
+    parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
+    if len(parts) < 2 or len({each.epoch for each in parts.values()}) > 1:
+        return None
+    limit = min(each.limit for each in parts.values())
+    counts: dict[int, int] = {}
+    for each in parts.values():
+        for key in each.keys:
+            if key < limit:
+                counts[key] = counts.get(key, 0) + 1
+    several = sum(count > 1 for count in counts.values())
+    return EpochOfRanks(
+        ranks=len(parts),
+        epoch=next(iter(parts.values())).epoch,
+        samples=min(each.samples for each in parts.values()),
+        compared=len(counts),
+        shared=several / max(1, len(counts)),
+        distinct=min(each.distinct / max(1, each.samples) for each in parts.values()),
+    )

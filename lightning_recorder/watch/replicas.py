@@ -20,17 +20,23 @@ from lightning_recorder.insight.rules.ranks import (
     NEXT_AFTER,
     NEXT_ALL,
     NEXT_BUFFERS,
+    NEXT_NO_SYNC,
     NEXT_OWN_BUFFERS,
     NEXT_SETTINGS,
     NEXT_SOME,
+    NEXT_STEPS,
+    NEXT_UNKNOWN,
     WHY_AFTER,
     WHY_ALL,
     WHY_BUFFERS,
     WHY_GRADIENTS,
+    WHY_NO_SYNC,
     WHY_OWN_BUFFERS,
     WHY_SOME,
+    WHY_UNKNOWN,
     listed,
 )
+from lightning_recorder.internals.data_parallel import averaged_parameters, has_no_sync
 from lightning_recorder.internals.module_tree import named_buffers_of, named_parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.names import RUNNING_STATISTICS
@@ -106,20 +112,31 @@ class Replicas:
         module: The model.
         optimizers: Its optimizers.
         rank: The rank.
+        wrapper: A function that returns what wraps the model, such as a ``DistributedDataParallel``.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Any], rank: int) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Iterable[Any], rank: int, wrapper: Callable[[], object] = lambda: None
+    ) -> None:
         self._module, self._optimizers, self._rank = module, list(optimizers), rank
+        self._wrapper = wrapper
         self.names: tuple[str, ...] = ()
         """The names of the tensors of the latest checksums."""
         self.kinds: tuple[str, ...] = ()
         """Their kinds."""
+        self.has_no_sync = False
+        """True if ``no_sync`` was active then."""
+        self.unknown: frozenset[str] = frozenset()
+        """The parameters whose gradients DDP did not average then."""
 
     @torch.no_grad()
     def values(self) -> object:
         """Return the checksums, as an object whose pickle is that of :class:`ReplicaValues`. Waits for no device."""
         with pause_recording():
-            found = list(self._tensors())
+            found, wrapper = list(self._tensors()), self._wrapper()
+            self.has_no_sync, known = has_no_sync(wrapper), averaged_parameters(wrapper)
+            parameters = () if known is None else named_parameters_of(self._module)
+            self.unknown = frozenset(name for name, each in parameters if known is not None and id(each) not in known)
             self.names, self.kinds = tuple(each.name for each in found), tuple(each.kind for each in found)
             device = next((each.values.device for each in found), torch.device("cpu"))
             numbers = [exact_checksum(each.values).to(device) for each in found]
@@ -142,14 +159,25 @@ class Replicas:
         for number, optimizer in enumerate(self._optimizers):
             where = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             for place, group in enumerate(optimizer.param_groups):
-                for key in sorted(key for key, value in group.items() if isinstance(value, float)):
-                    value = torch.tensor(group[key], dtype=torch.float64, device="cpu")
+                for key, value in _settings(group):
                     yield _Tensor(f"{key} of group {place}{where}", "setting", value, 0)
                 for parameter in group["params"]:
                     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
                     for key in sorted(state, key=str):
                         if isinstance(state[key], Tensor) and id(parameter) in names:
                             yield from _made(f"{names[id(parameter)]}.{key}", "state", state[key])
+
+
+def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers in a group of an optimizer, such as ``lr`` and ``betas[1]``."""
+    for key in sorted(key for key in group if key != "params"):
+        several = isinstance(group[key], (tuple, list))
+        for place, value in enumerate(group[key] if several else [group[key]]):
+            name = f"{key}[{place}]" if several else key
+            if type(value) is Tensor and value.numel() == 1:
+                yield name, value.detach()
+            elif isinstance(value, (int, float)):
+                yield name, torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _checksums(names: Sequence[str]) -> NDArray[np.uint32]:
@@ -198,6 +226,7 @@ class Differences:
         groups: The ranks in groups of equal values, for the first tensor that differs.
         settings: The settings of the optimizers that differ, with their values.
         idle: The ranks whose optimizers have no state, although those of other ranks have.
+        steps: The number of steps that the optimizer of each rank has counted, if they differ.
         strip: The distances of all ranks; None if nothing differs.
     """
 
@@ -208,6 +237,7 @@ class Differences:
     groups: tuple[tuple[int, ...], ...]
     settings: tuple[str, ...] = ()
     idle: tuple[int, ...] = ()
+    steps: tuple[tuple[int, int], ...] = ()
     strip: RankStrip | None = None
 
     def __bool__(self) -> bool:
@@ -247,6 +277,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
     differing = {kind: [at for at in columns if kinds[at] == kind] for kind in _KINDS}
     first: list[int] = next((differing[kind] for kind in ("parameter", "state", "buffer") if differing[kind]), [])
     states = [at for at, kind in enumerate(kinds) if kind == "state"]
+    counted = next((at for at in differing["state"] if names[at].endswith(".step")), None)
     return Differences(
         len(ranks),
         {kind: tuple(names[at] for at in places) for kind, places in differing.items()},
@@ -255,6 +286,7 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
         tuple(tuple(ranks[at].rank for at in same) for same in columns[first[0]].first) if first else (),
         tuple(_values_of(names[at], ranks, at) for at in differing["setting"]),
         tuple(each.rank for each in ranks if states and each.rank in without_own and (each.parts[states] < 0).all()),
+        () if counted is None else tuple((each.rank, int(each.values[counted, 0])) for each in ranks),
         _strip(names, kinds, [each.rank for each in ranks], parts, columns) if columns else None,
     )
 
@@ -338,13 +370,22 @@ def _strip(
     )
 
 
-def finding_of_differences(found: Differences, step: int, equal: int | None) -> Finding:
+def finding_of_differences(
+    found: Differences,
+    step: int,
+    equal: int | None,
+    *,
+    has_no_sync: bool = False,
+    unknown: frozenset[str] = frozenset(),
+) -> Finding:
     """Return the finding about tensors that differ between ranks.
 
     Args:
         found: The tensors that differ.
         step: The number of steps after which they were compared.
         equal: The same for the last comparison in which all were equal, if there was one.
+        has_no_sync: True if ``no_sync`` was active after the step.
+        unknown: The parameters whose gradients DDP does not average.
     """
     parameters, states, buffers = (found.names[kind] for kind in ("parameter", "state", "buffer"))
     first = next(names for names in (parameters, states, buffers) if names)[0]
@@ -375,6 +416,10 @@ def finding_of_differences(found: Differences, step: int, equal: int | None) -> 
     more = f"; so {'does' if len(states) == 1 else 'do'} {count}" if parameters and states else ""
     is_note = not parameters and not states
     why, following = _cause(found, is_note=is_note)
+    if has_no_sync and found.names["gradient"]:
+        why, following = WHY_NO_SYNC, NEXT_NO_SYNC
+    elif parameters and set(parameters) <= unknown:
+        why, following = WHY_UNKNOWN, NEXT_UNKNOWN
     return Finding(
         rule=RANKS_DIFFER,
         severity="note" if is_note else "critical",
@@ -409,6 +454,9 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
             f"The optimizer has no state on rank{'s' * (len(found.idle) > 1)} {idle}, so it has not stepped there.",
             "Call optimizer.step() on all ranks.",
         )
+    if found.steps:
+        counts = ", ".join(f"{count} (rank {rank})" for rank, count in found.steps[:8])
+        return f"The optimizer has counted other numbers of steps: {counts}.", NEXT_STEPS
     gradients = len(found.names["gradient"])
     if gradients and gradients == found.counts["gradient"] > 1:
         return WHY_ALL, NEXT_ALL
@@ -486,7 +534,10 @@ class WatchedRanks:
         if not found:
             self._equal = step
             return
-        finding = finding_of_differences(found, step, self._equal)
+        replicas = self._replicas
+        finding = finding_of_differences(
+            found, step, self._equal, has_no_sync=replicas.has_no_sync, unknown=replicas.unknown
+        )
         if self._found is None or (self._found.is_note and not finding.is_note):
             self._found = finding
             self._report(finding)

@@ -106,6 +106,44 @@ class OtherRate(Net):
         return torch.optim.AdamW([*groups, {"params": list(self.head.parameters()), "lr": rate}], 0.01)
 
 
+class TensorRate(Net):
+    """The learning rate is a tensor, with another value on rank 1."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), torch.tensor(0.02 if rank() == 1 else 0.01))
+
+
+class AddedLater(Net):
+    """A layer is added to the model after DDP has wrapped it."""
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(3)
+        self.extra = nn.Linear(6, 1)
+        self.trainer.optimizers[0].add_param_group({"params": list(self.extra.parameters())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) + self.extra(x)
+        return found
+
+
+class NotLeft(Net):
+    """From one step on, no_sync is never left."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            wrapper: Any = self.trainer.strategy.model
+            self.left_open = wrapper.no_sync()
+            self.left_open.__enter__()
+
+
+class ExtraStep(Net):
+    """At one step, the optimizer of rank 1 steps twice."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at and rank() == 1:
+            self.trainer.optimizers[0].step()
+
+
 class WrittenOnOne(Net):
     """Rank 0 alone writes to a weight after a step, as code for a checkpoint or a constraint may."""
 
@@ -138,8 +176,21 @@ FAULTS: dict[str, tuple[type[Net], str, str]] = {
     "lost message": (LostMessage, "head", "head.bias"),
     "unsynced step": (UnsyncedStep, "first", "all 6"),
     "other rate": (OtherRate, "head", "head.weight, head.bias"),
+    "tensor rate": (TensorRate, "first", "all 6"),
+    "added later": (AddedLater, "extra", "extra.weight, extra.bias"),
+    "no_sync not left": (NotLeft, "first", "all 6"),
+    "extra step": (ExtraStep, "first", "all 6"),
     "written on one rank": (WrittenOnOne, "first", "first.weight"),
     "other states": (OtherState, "head", "head.weight"),
+}
+CAUSES = {
+    "other rate": "The optimizers have other settings: lr of group 1: 0.01 (rank 0), 0.02 (rank 1).",
+    "tensor rate": "The optimizers have other settings: lr of group 0: 0.01 (rank 0), 0.02 (rank 1).",
+    "unsynced step": "The optimizer has counted other numbers of steps: 8 (rank 0), 7 (rank 1).",
+    "extra step": "The optimizer has counted other numbers of steps: 8 (rank 0), 9 (rank 1).",
+    "added later": "DDP does not average their gradients: they were added",
+    "not reduced": "DDP does not average their gradients: they were added",
+    "no_sync not left": "DDP does not average the gradients: no_sync is still active after the step.",
 }
 LATER = ("lost message", "unsynced step", "written on one rank", "other states")
 HEALTHY: dict[str, type[Net]] = {"plain": Net, "running statistics": Normalized}
@@ -207,6 +258,8 @@ def test_a_planted_fault_is_named_first(name: str, way: str, runs: Path) -> None
     else:
         assert found.verdict.startswith((what, f"the gradients or updates of {what}")), found.verdict
     assert "compared differences is" in found.verdict
+    if way == "watch" and name in CAUSES:
+        assert found.why.startswith(CAUSES[name])
     if way == "watch" and name in LATER:
         assert "and all were equal after step 6; " in found.verdict
     assert f"between the 2 ranks {'after step' if way == 'watch' else ''}" in found.verdict

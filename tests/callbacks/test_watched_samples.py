@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -66,6 +67,13 @@ def sorted_by_class() -> TensorDataset:
     x, classes = dataset().tensors
     order = classes.argsort()
     return TensorDataset(x[order], classes[order])
+
+
+class Two(Net):
+    """Sums the losses of two loaders."""
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Tensor:
+        return super().training_step(batch[0], batch_idx) + super().training_step(batch[1], batch_idx)
 
 
 class Stream(IterableDataset[Any]):
@@ -124,6 +132,155 @@ def endless(epoch: int) -> Iterator[int]:
         yield from torch.randperm(640).tolist()
 
 
+class Reused(Dataset[Any]):
+    """Fills one array for each sample.
+
+    Args:
+        copies: Return a copy of it.
+    """
+
+    def __init__(self, *, copies: bool) -> None:
+        self.samples, self.copies, self.array = dataset(), copies, np.zeros(8, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        self.array[:] = x
+        return torch.from_numpy(self.array.copy() if self.copies else self.array), y
+
+
+class Batches(IterableDataset[Any]):
+    """A stream of batches, each in the same tensors, which Lightning reads ahead.
+
+    Args:
+        copies: Return a copy of them.
+    """
+
+    def __init__(self, *, copies: bool) -> None:
+        self.samples, self.copies = dataset(320), copies
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        x, y = self.samples.tensors
+        own = x[:16].clone(), y[:16].clone()
+        for first in range(0, len(x), 16):
+            own[0].copy_(x[first : first + 16])
+            own[1].copy_(y[first : first + 16])
+            yield tuple(each.clone() for each in own) if self.copies else own
+
+
+class Repeating(Dataset[Any]):
+    """Has more indices than samples, as data sets that compute an index may.
+
+    Args:
+        samples: The number of samples.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = dataset(samples)
+
+    def __len__(self) -> int:
+        return 640
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
+class Buffered(IterableDataset[Any]):
+    """Shuffles with a buffer.
+
+    Args:
+        takes: Replace a sample that was given, and not another one.
+    """
+
+    def __init__(self, *, takes: bool) -> None:
+        self.samples, self.takes = dataset(2560), takes
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        rng, buffer = random.Random(3), [self.samples[index] for index in range(16)]
+        for index in range(16, len(self.samples)):
+            place = rng.randrange(16)
+            yield buffer[place]
+            buffer[place if self.takes else rng.randrange(16)] = self.samples[index]
+        yield from rng.sample(buffer, 16)
+
+
+class Loader:
+    """A loader of the user's own that joins the streams of two readers.
+
+    Args:
+        shares: Give each reader a part.
+    """
+
+    def __init__(self, *, shares: bool) -> None:
+        self.samples, self.shares = dataset(320), shares
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = self.samples.tensors
+        parts = [range(0, 320, 2), range(1, 320, 2)] if self.shares else [range(320), range(0, -320, -1)]
+        rows = [row for pair in zip(*parts, strict=True) for row in pair]
+        for first in range(0, len(rows), 16):
+            yield x[rows[first : first + 16]], y[rows[first : first + 16]]
+
+
+def overlapping(epoch: int) -> list[list[int]]:
+    order = random.sample(range(640), 640)
+    return [order[first : first + 32] for first in range(0, 640, 30)]
+
+
+def permuted(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(640), 640)
+
+
+def full_only(epoch: int) -> list[list[int]]:
+    """Return a full batch of each bucket of 37 samples, without the rest."""
+    found = [list(range(first, first + 32)) for first in range(0, 629, 37)]
+    return random.sample(found, len(found))
+
+
+def repeated(epoch: int) -> list[int]:
+    return [row for row in random.sample(range(640), 213) for _ in range(3)]
+
+
+def oversampled(epoch: int) -> list[int]:
+    rare = [row for row, label in enumerate(dataset().tensors[1].tolist()) if label == 0]
+    return random.sample([*range(640), *rare * 4], 640 + 4 * len(rare))
+
+
+def too_long_left_out(epoch: int) -> list[int]:
+    return random.sample([row for row in range(640) if row % 40], 624)
+
+
+class Noise(Dataset[Any]):
+    """Adds noise of torch to the samples."""
+
+    def __init__(self) -> None:
+        self.samples = dataset()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + torch.randn(8), y
+
+
+def augmented(first: int) -> dict[str, Any]:
+    """Return loaders of parts of one data set; the part of validation begins at a row."""
+    data = Noise()
+    training = DataLoader(Subset(data, range(480)), 32, shuffle=True)
+    return {"train": training, "validation": DataLoader(Subset(data, range(first, 640)), 32)}
+
+
+def with_grid() -> TensorDataset:
+    """Return samples that all have the same grid as a second input."""
+    x, classes = dataset().tensors
+    return TensorDataset(x, classes, torch.linspace(0, 1, 16).expand(640, 16))
+
+
 class Cached:
     """Collates a new batch at each 40th call only."""
 
@@ -159,7 +316,7 @@ def fit(
     )
     trained = model()
     trainer.fit(trained, train, validation)
-    return open_recording(folder).run if model is Net and trainer.is_global_zero else trained
+    return open_recording(folder).run if model in (Net, Two) and trainer.is_global_zero else trained
 
 
 def findings(run: Any) -> list[tuple[str, str, str]]:
@@ -187,6 +344,37 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
     "endless stream": lambda: {"train": DataLoader(Stream(repeats=True), 16), "limit_train_batches": 50},
     "overfit": lambda: {"train": DataLoader(dataset(), 32), "overfit_batches": 1, "max_epochs": 20},
     "one batch": lambda: {"train": DataLoader(dataset(32), 32), "max_epochs": 20},
+    "copies": lambda: {"train": DataLoader(Reused(copies=True), 32, shuffle=True)},
+    "copies of batches": lambda: {"train": DataLoader(Batches(copies=True), None)},
+    "an array that is no stream": lambda: {"train": DataLoader(Repeating(640), 32, shuffle=True)},
+    "shuffle buffer": lambda: {"train": DataLoader(Buffered(takes=True), 16), "max_epochs": 1},
+    "readers with parts": lambda: {"train": Loader(shares=True)},
+    "other validation, augmented": lambda: augmented(480),
+    "another order in each epoch": lambda: {
+        "train": DataLoader(dataset(), 32, sampler=Drawn(permuted)),
+        "max_epochs": 3,
+    },
+    "repeated augmentation": lambda: {"train": DataLoader(dataset(), 30, sampler=Drawn(repeated, 639))},
+    "oversampling": lambda: {"train": DataLoader(dataset(), 64, sampler=Drawn(oversampled, len(oversampled(0))))},
+    "few are left out": lambda: {"train": DataLoader(dataset(), 32, sampler=Drawn(too_long_left_out, 624))},
+    "a part is chosen": lambda: {
+        "train": DataLoader(dataset(), 32, sampler=SubsetRandomSampler(range(500))),
+        "validation": DataLoader(dataset(), 32, sampler=SubsetRandomSampler(range(500, 640))),
+    },
+    "a grid": lambda: {"train": DataLoader(with_grid(), 32, shuffle=True)},
+    "passes in an epoch": lambda: {
+        "train": DataLoader(Stream(samples=160, repeats=True), 16),
+        "limit_train_batches": 30,
+    },
+    "two loaders": lambda: {
+        "train": [DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(320, 1), 32)],
+        "model": Two,
+    },
+    "a part of each epoch": lambda: {
+        "train": DataLoader(dataset(), 32, shuffle=True),
+        "limit_train_batches": 0.3,
+        "max_epochs": 4,
+    },
     "other validation": lambda: {
         "train": DataLoader(Subset(dataset(), range(500)), 32, shuffle=True),
         "validation": DataLoader(Subset(dataset(), range(500, 640)), 32),
@@ -195,8 +383,9 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_samplers_are_silent(name: str, tmp_path: Path) -> None:
+def test_healthy_samplers_are_silent(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeats that are meant are no finding."""
+    monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: True)
     assert findings(fit(tmp_path, **HEALTHY[name]())) == []
 
 
@@ -243,6 +432,67 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         ),
     ),
 }
+
+
+FAULTS |= {
+    "an array for all samples": (
+        lambda: {"train": DataLoader(Reused(copies=False), 32, shuffle=True)},
+        "reused-buffer",
+        "all samples of a batch have the same inputs, in 20 of 20 batches of epoch 0, although their indices differ",
+    ),
+    "a tensor for all batches": (
+        lambda: {"train": DataLoader(Batches(copies=False), None)},
+        "reused-buffer",
+        "18 of 20 batches of epoch 0 got other values after they had left the loader, which torch has not written",
+    ),
+    "parts that overlap, augmented": (
+        lambda: augmented(400),
+        "validation-in-training",
+        "80 of the 240 samples of validation are rows of the data set that are also samples of training",
+    ),
+}
+NOTES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
+    "indices with the same samples": (
+        lambda: {"train": DataLoader(Repeating(10), 32, shuffle=True)},
+        "few-samples",
+        "640 indices of the data set gave 10 different samples in epoch 0",
+    ),
+    "a buffer that keeps its samples": (
+        lambda: {"train": DataLoader(Buffered(takes=False), 16), "max_epochs": 1},
+        "repeated-samples",
+        "were in one of the four batches before; it has",
+    ),
+    "readers without parts": (
+        lambda: {"train": Loader(shares=False)},
+        "repeated-samples",
+        "each of the 320 samples comes exactly 2 times in epoch 0",
+    ),
+    "batches that overlap": (
+        lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(overlapping, 22))},
+        "repeated-samples",
+        "% of the samples of epoch 0 come twice, and the others once",
+    ),
+    "batches that are left out": (
+        lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(full_only, 17))},
+        "unused-samples",
+        "of the 640 samples came in none of 2 epochs",
+    ),
+    "the same order in each epoch": (
+        lambda: {"train": DataLoader(dataset(), 32, sampler=Drawn(lambda _: permuted(0)))},
+        "same-order",
+        "epoch 1 has its 640 samples in the same shuffled order as the epoch before",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_faults_that_may_be_meant_are_notes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some programs do on purpose is a note, and the repaired twin is silent."""
+    monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: True)
+    make, rule, verdict = NOTES[name]
+    ((found, severity, what),) = findings(fit(tmp_path, **make()))
+    assert (found, severity) == (rule, "note")
+    assert verdict in what
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -28,9 +28,17 @@ WHY_GRADIENTS = (
 NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
 WHY_AFTER = (
     "The latest gradients are equal on all ranks, so something else changes the values: another initialization or "
-    "checkpoint, a step that one rank leaves out, or code that writes to them on one rank or from its own batches."
+    "checkpoint, another optimizer, a step that one rank leaves out, or code that writes to them on one rank or from "
+    "its own batches."
 )
 NEXT_AFTER = "Look for code that runs on one rank only, and for writes to parameters outside of the optimizer."
+NEXT_STEPS = "Let all ranks step or none. A GradScaler must see an overflow on all of them."
+WHY_NO_SYNC = "DDP does not average the gradients: no_sync is still active after the step."
+NEXT_NO_SYNC = "Leave no_sync before the last backward pass of each step."
+WHY_UNKNOWN = (
+    "DDP does not average their gradients: they were added to the model after DDP had wrapped it, or DDP ignores them."
+)
+NEXT_UNKNOWN = "Make all parameters in __init__ or configure_model, and look at _ddp_params_and_buffers_to_ignore."
 NEXT_SETTINGS = (
     "Give all ranks the same settings. A scheduler needs a metric that is equal on all of them (sync_dist=True)."
 )
@@ -38,8 +46,8 @@ _WHY_GRAD = "The step computes its gradients with torch.autograd.grad, which DDP
 _NEXT_GRAD = "Use manual_backward, or average the gradients with all_reduce before the optimizer step."
 WHY_BUFFERS = "Each rank updates them from its own batches. Without SyncBatchNorm, this is expected."
 WHY_OWN_BUFFERS = (
-    "Each rank updates them from its own batches. DDP copies those of the first rank to all before the next forward "
-    "pass, unless broadcast_buffers=False, so the updates of the others are lost."
+    "Each rank updates them on its own, or one rank alone does. DDP copies those of the first rank to all before the "
+    "next forward pass, unless broadcast_buffers=False, so the updates of the others are lost."
 )
 NEXT_OWN_BUFFERS = "Reduce the update over the ranks, if the model uses these values."
 NEXT_BUFFERS = "Use sync_batchnorm=True if the batch of one rank is small."

@@ -25,6 +25,12 @@ def _epochs(evidence: Evidence) -> tuple[EpochFacts, ...]:
     return () if evidence.data.loader.is_overfit else evidence.data.epochs
 
 
+_NEXT_STREAM = (
+    "Shuffle the shards with the same seed on all ranks, and divide them by the rank and then by the worker, such as "
+    "with nodesplitter=wds.split_by_node or split_dataset_by_node."
+)
+
+
 @rule(
     "same-samples-on-ranks",
     statistic="share of the samples of a rank that another rank has in the same step",
@@ -33,22 +39,53 @@ def _epochs(evidence: Evidence) -> tuple[EpochFacts, ...]:
     "with use_distributed_sampler=False.",
     next="Divide an iterable data set by the rank, with torch.utils.data.distributed or split_dataset_by_node; use "
     "a DistributedSampler for a map-style one.",
-    false_alarms="Ranks of one tensor-parallel group, overfit_batches, and fewer than 16 samples do not count.",
+    false_alarms="Ranks of one tensor-parallel group, overfit_batches, fewer than 16 samples, and draws with "
+    "replacement do not count. Ranks that share samples of an epoch in other steps are a note, unless a sampler or a "
+    "stream should divide them.",
     needs=(DATA,),
-    explains={"same-samples-by-workers": ("any",), "batch-repeats": ("any",)},
+    explains={"same-samples-by-workers": ("any",), "batch-repeats": ("any",), "repeated-samples": ("any",)},
     is_lasting=True,
 )
 def same_samples_on_ranks(
-    evidence: Evidence, *, share: float = 0.9, steps: int = 4, samples: int = 16
+    evidence: Evidence,
+    *,
+    share: float = 0.9,
+    steps: int = 4,
+    samples: int = 16,
+    overlap: float = 0.05,
+    compared: int = 64,
+    distinct: float = 0.98,
 ) -> Iterator[Finding]:
-    """Yield ranks that get the same samples in the same steps."""
-    found = evidence.data.ranks
-    if found is None or evidence.data.loader.is_overfit or found.shared < share:
+    """Yield ranks that get the same samples in the same steps, or in the same epoch."""
+    found, loader = evidence.data.ranks, evidence.data.loader
+    if loader.is_overfit:
         return
-    if found.steps >= steps and found.keys >= samples:
+    if found is not None and found.shared >= share and found.steps >= steps and found.keys >= samples:
         which = "all" if len(found.same) >= found.ranks else "ranks " + ", ".join(map(str, found.same)) + " of"
         verdict = f"{which} {found.ranks} ranks get the same samples in each of {found.steps} compared steps"
         yield _found(evidence, verdict, found.step, found.step, share=found.shared, ranks=found.ranks)
+        return
+    whole = evidence.data.rank_epoch
+    if whole is None or whole.shared < overlap or whole.compared < compared or whole.distinct < distinct:
+        return
+    is_whole = loader.samples is not None and whole.samples >= share * loader.samples
+    if not loader.is_iterable and not loader.is_divided and not is_whole:  # such as an infinite sampler on each rank
+        return
+    verdict = (
+        f"{whole.shared:.0%} of the samples of epoch {whole.epoch} come on several of the {whole.ranks} ranks, in "
+        "other steps"
+    )
+    one = _found(evidence, verdict, 0, 0, share=whole.shared, ranks=whole.ranks)
+    if loader.is_iterable and whole.shared >= share:
+        yield replace(one, why="Each rank reads the whole stream, in an order of its own.", next=_NEXT_STREAM)
+    elif loader.is_iterable:
+        yield replace(one, severity="note", why="The ranks read parts of the stream that overlap.", next=_NEXT_STREAM)
+    elif loader.is_divided:
+        why = "Each rank takes its part of another permutation: the seed of the sampler, or its epoch, differs."
+        yield replace(one, why=why, next="Give it the same seed on all ranks, and call set_epoch on all of them.")
+    else:
+        why = "Each rank goes through the whole data set, since no sampler divides it."
+        yield replace(one, severity="note", why=why, next="Use a DistributedSampler if this is not meant.")
 
 
 @rule(
@@ -59,7 +96,7 @@ def same_samples_on_ranks(
     next="Use torch.utils.data.get_worker_info() in __iter__, and yield every n-th sample.",
     false_alarms="Random draws: each sample would come from each worker a different number of times.",
     needs=(DATA,),
-    explains={"batch-repeats": ("any",)},
+    explains={"batch-repeats": ("any",), "repeated-samples": ("any",)},
     is_lasting=True,
 )
 def same_samples_by_workers(evidence: Evidence, *, share: float = 0.8, samples: int = 16) -> Iterator[Finding]:
@@ -84,14 +121,19 @@ def same_samples_by_workers(evidence: Evidence, *, share: float = 0.8, samples: 
     false_alarms="overfit_batches, and data sets that have hardly more samples than the batches, do not count. A "
     "loader that is no DataLoader is a note.",
     needs=(DATA,),
-    explains={"few-samples": ("any",), "sorted-by-class": ("any",), "constant-input": ("any",)},
+    explains={
+        "few-samples": ("any",),
+        "sorted-by-class": ("any",),
+        "constant-input": ("any",),
+        "repeated-samples": ("any",),
+    },
     is_lasting=True,
 )
 def batch_repeats(
     evidence: Evidence,
     *,
     batches: int = 8,
-    times: float = 4.0,
+    times: float = 3.0,
     unused: float = 4.0,
     cached: float = 0.5,
     consecutive: float = 0.9,
@@ -129,6 +171,10 @@ def batch_repeats(
             return
 
 
+_WHY_INDICES = "Several indices give the same sample: the data set is repeated, or computes another index."
+_NEXT_INDICES = "Compare the samples of two indices of the data set."
+
+
 @rule(
     "few-samples",
     statistic="number of different samples in an epoch, against that of the data set and of the draws",
@@ -136,14 +182,32 @@ def batch_repeats(
     why="A sampler that draws from a few indices only.",
     next="Print some indices of the sampler, and compare them with the length of the data set.",
     false_alarms="Weights, a curriculum or episodes: it is a note unless the same few samples come in the next epoch, "
-    "too.",
+    "too. Indices with the values of others are a note. Samples with fewer than 6 different values are equal by "
+    "chance.",
     needs=(DATA,),
     is_lasting=True,
 )
-def few_samples(evidence: Evidence, *, unused: float = 20.0, times: float = 10.0) -> Iterator[Finding]:
+def few_samples(
+    evidence: Evidence,
+    *,
+    unused: float = 20.0,
+    times: float = 10.0,
+    indices: float = 8.0,
+    drawn: int = 64,
+    values: int = 6,
+) -> Iterator[Finding]:
     """Yield an epoch that has a few samples of its data set alone."""
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
+        many = loader.has_rows and each.distinct >= drawn and loader.values >= values
+        if many and 0 < each.contents * indices <= each.distinct and not each.equal and not each.cached:
+            verdict = (
+                f"{each.distinct:.0f} indices of the data set gave {each.contents:.0f} different samples in epoch "
+                f"{each.epoch}"
+            )
+            found = _of_epoch(evidence, each, verdict, distinct=each.contents, indices=each.distinct)
+            yield replace(found, severity="note", why=_WHY_INDICES, next=_NEXT_INDICES)
+            return
         if loader.samples is None or not loader.has_rows or not each.is_whole:
             continue
         if each.distinct * unused <= loader.samples and each.distinct * times <= each.samples:
@@ -174,7 +238,18 @@ def validation_in_training(
 ) -> Iterator[Finding]:
     """Yield samples of validation that are also samples of training."""
     found = evidence.data.validation
-    if found is None or evidence.data.loader.is_overfit or found.common < samples:
+    if found is None or evidence.data.loader.is_overfit:
+        return
+    if found.common_rows >= max(samples, share * found.rows):
+        # An augmentation changes the values of a sample, and no row.
+        verdict = (
+            f"{found.common_rows} of the {found.rows} samples of validation are rows of the data set that are also "
+            "samples of training"
+        )
+        one = _found(evidence, verdict, found.step, found.step, common=found.common_rows, compared=found.rows)
+        yield replace(one, severity="note") if found.is_same_data else one
+        return
+    if found.common < samples:
         return
     measured = found.common / max(1, found.compared)
     # Samples with few possible values, such as three bits, are equal by chance.
@@ -235,3 +310,146 @@ def same_augmentation(evidence: Evidence) -> Iterator[Finding]:
     where += [f"{found.epochs} epochs in a row"] if found.epochs > 1 else []
     verdict = f"the samples draw the same random numbers in {' and in '.join(where)}, from {found.source}"
     yield _found(evidence, verdict, found.step, found.step, workers=found.workers, epochs=found.epochs)
+
+
+@rule(
+    "reused-buffer",
+    statistic="batches whose samples have different indices and the same inputs, and batches that are written to while "
+    "they are used",
+    usual="each sample has inputs of its own, which stay as they are during a step",
+    why="The data set fills the same array for each sample, so that all samples of a batch are the last one.",
+    next="Return a copy: array.copy() or tensor.clone().",
+    false_alarms="Inputs that never change, such as a grid, do not count, nor do writes by torch. Without indices, a "
+    "batch of one sample may be meant, and is a note.",
+    needs=(DATA,),
+    explains={"constant-input": ("any",), "batch-repeats": ("any",), "few-samples": ("any",)},
+    is_lasting=True,
+)
+def reused_buffer(
+    evidence: Evidence, *, batches: int = 8, share: float = 0.9, overwritten: int = 2
+) -> Iterator[Finding]:
+    """Yield an epoch whose samples or batches are overwritten."""
+    loader = evidence.data.loader
+    for each in _epochs(evidence):
+        if each.batches >= batches and each.equal >= share * each.batches:
+            verdict = (
+                f"all samples of a batch have the same inputs, in {each.equal} of {each.batches} batches of epoch "
+            )
+            verdict += f"{each.epoch}" + (", although their indices differ" if loader.has_rows else "")
+            found = _of_epoch(evidence, each, verdict, equal=each.equal, batches=each.batches)
+            yield found if loader.has_rows else replace(found, severity="note")
+            return
+        if each.overwritten >= overwritten:
+            verdict = (
+                f"{each.overwritten} of {each.checked} batches of epoch {each.epoch} got other values after they had "
+                "left the loader, which torch has not written"
+            )
+            found = _of_epoch(evidence, each, verdict, overwritten=each.overwritten, checked=each.checked)
+            yield replace(found, why=_WHY_OVERWRITTEN)
+            return
+
+
+_WHY_OVERWRITTEN = "The loader, a collate_fn or a stream fills a buffer again while the batch in it is still used."
+_NAMES = ("Weighted", "Distributed")
+"""Samplers that repeat or leave out samples on purpose have one of these in their names."""
+
+
+@rule(
+    "repeated-samples",
+    "note",
+    statistic="number of times that each sample comes in an epoch",
+    usual="once, or a few passes over all samples one after the other",
+    why="Several workers or readers read the same part of a stream, a shuffle buffer keeps what it has given, or the "
+    "batches of a sampler overlap.",
+    next="Count the samples of an epoch without the training.",
+    false_alarms="Passes over all samples, draws with replacement, weights and samples that come more than twice do "
+    "not count.",
+    needs=(DATA,),
+    is_lasting=True,
+)
+def repeated_samples(
+    evidence: Evidence,
+    *,
+    samples: int = 64,
+    before: float = 0.95,
+    near: float = 0.05,
+    times: float = 3.0,
+    least: float = 0.01,
+    most: float = 0.3,
+) -> Iterator[Finding]:
+    """Yield an epoch in which samples come again before all others have come."""
+    loader = evidence.data.loader
+    for each in _epochs(evidence):
+        if not each.is_whole or each.distinct < samples or not 0 < each.first_repeat <= before * each.distinct:
+            continue
+        numbers = {"samples": each.samples, "distinct": each.distinct}
+        verdict = ""
+        if not loader.has_rows and each.every > 1:
+            verdict = f"each of the {each.distinct:.0f} samples comes exactly {each.every} times in epoch {each.epoch}"
+        elif not loader.has_rows and each.near >= max(near, times * each.random_near):
+            verdict = (
+                f"{each.near:.0%} of the samples of epoch {each.epoch} were in one of the four batches before; it has "
+                f"{each.distinct:.0f} different ones in {each.samples}"
+            )
+        elif loader.has_rows and each.most == 2 and least <= 1 - each.once <= most and not _is_named(loader.sampler):
+            verdict = f"{1 - each.once:.0%} of the samples of epoch {each.epoch} come twice, and the others once"
+        if verdict:
+            yield _of_epoch(evidence, each, verdict, **numbers)
+            return
+
+
+def _is_named(sampler: str) -> bool:
+    return any(each in sampler for each in _NAMES)
+
+
+@rule(
+    "unused-samples",
+    "note",
+    statistic="number of samples of the data set that come in no epoch",
+    usual="none, or less than a batch",
+    why="A batch sampler drops the batches that are not full, always with the same samples, or leaves samples out.",
+    next="Compare the indices of an epoch with the length of the data set. Leaving samples out may be meant, such as "
+    "those that are too long.",
+    false_alarms="A part that is chosen by SubsetRandomSampler, weights, several ranks, limit_train_batches, and less "
+    "than 5 % or more than 30 % of the data set do not count.",
+    needs=(DATA,),
+    is_lasting=True,
+)
+def unused_samples(
+    evidence: Evidence, *, epochs: int = 2, samples: int = 64, least: float = 0.05, most: float = 0.3
+) -> Iterator[Finding]:
+    """Yield samples that come in no epoch."""
+    loader = evidence.data.loader
+    each = next((each for each in reversed(_epochs(evidence)) if each.passed >= epochs), None)
+    if each is None or loader.samples is None or loader.samples < samples or loader.is_limited:
+        return
+    unused = loader.samples - each.seen
+    per_batch = each.samples / max(1, each.batches)
+    is_meant = _is_named(loader.sampler) or "Subset" in loader.sampler or each.once != 1.0
+    if not is_meant and max(per_batch, least * loader.samples) < unused <= most * loader.samples:
+        verdict = f"about {unused:.0f} of the {loader.samples} samples came in none of {each.passed} epochs"
+        yield _of_epoch(evidence, each, verdict, unused=unused, epochs=each.passed)
+
+
+@rule(
+    "same-order",
+    "note",
+    statistic="the order of the indices in an epoch and in the one before",
+    usual="another order in each epoch, or ascending indices without a shuffle",
+    why="The sampler shuffles with the same seed in each epoch.",
+    next="Draw a new order in each call of __iter__, or call set_epoch before each epoch.",
+    false_alarms="Ascending indices do not count.",
+    needs=(DATA,),
+    is_lasting=True,
+)
+def same_order(evidence: Evidence, *, batches: int = 8, samples: int = 64) -> Iterator[Finding]:
+    """Yield an epoch that has the shuffled order of the one before."""
+    loader = evidence.data.loader
+    for each in _epochs(evidence):
+        is_shuffled = loader.has_rows and not each.is_ascending
+        if is_shuffled and each.is_same_order and each.batches >= batches and each.distinct >= samples:
+            verdict = (
+                f"epoch {each.epoch} has its {each.samples} samples in the same shuffled order as the epoch before"
+            )
+            yield _of_epoch(evidence, each, verdict, samples=each.samples)
+            return

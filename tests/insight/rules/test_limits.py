@@ -18,7 +18,14 @@ from torch.nn import functional as F
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import RULES, Finding, Rule
-from lightning_recorder.insight.data_facts import DataFacts, EpochFacts, LoaderFacts, RankFacts, ValidationFacts
+from lightning_recorder.insight.data_facts import (
+    DataFacts,
+    EpochFacts,
+    EpochOfRanks,
+    LoaderFacts,
+    RankFacts,
+    ValidationFacts,
+)
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
@@ -1110,6 +1117,9 @@ def of_samples(*epochs: EpochFacts, loader: LoaderFacts | None = None, **facts: 
 def _() -> Iterator[Evidence]:
     for share, steps, keys in ((1.0, 4, 16), (0.5, 4, 16), (1.0, 3, 16), (1.0, 4, 15)):
         yield of_samples(ranks=RankFacts(2, steps, 0, keys, share, (0, 1)))
+    for shared, compared, distinct in ((0.06, 64, 1.0), (0.03, 64, 1.0), (0.06, 40, 1.0), (0.06, 64, 0.9)):
+        of_ranks = EpochOfRanks(2, 0, 100, compared, shared, distinct)
+        yield of_samples(loader=LoaderFacts(is_divided=True), rank_epoch=of_ranks)
 
 
 @cases("same-samples-by-workers")
@@ -1138,6 +1148,9 @@ def _() -> Iterator[Evidence]:
     for there, drawn in ((300, 150), (150, 150), (300, 75)):
         each = epoch(distinct=10.0, distinct_batches=1.0, samples=drawn, is_whole=True, is_same_set=True)
         yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=there))
+    for indices, contents, values in ((64, 8, 6), (64, 12, 6), (63, 4, 6), (64, 8, 5)):
+        each = epoch(distinct=float(indices), distinct_batches=8.0, contents=float(contents))
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=indices, values=values))
 
 
 @cases("validation-in-training")
@@ -1156,6 +1169,46 @@ def _() -> Iterator[Evidence]:
             distinct=9, distinct_batches=9, batches=batches, classes=classes, changes=changes, random_changes=by_chance
         )
         yield of_samples(each)
+
+
+@cases("reused-buffer")
+def _() -> Iterator[Evidence]:
+    for batches, equal, overwritten in ((8, 8, 0), (7, 7, 0), (8, 6, 0), (8, 0, 2), (8, 0, 1)):
+        each = epoch(batches=batches, equal=equal, overwritten=overwritten, distinct=64.0, distinct_batches=8.0)
+        yield of_samples(each)
+
+
+@cases("repeated-samples")
+def _() -> Iterator[Evidence]:
+    usual = {"is_whole": True, "distinct_batches": 8.0, "samples": 128, "first_repeat": 16}
+    stream, rows = LoaderFacts(is_iterable=True), LoaderFacts(has_rows=True)
+    for distinct, first in ((64.0, 16), (60.0, 16), (64.0, 63), (64.0, 40)):
+        yield of_samples(epoch(**{**usual, "distinct": distinct, "first_repeat": first}, every=2), loader=stream)
+    for near, by_chance in ((0.07, 0.0), (0.03, 0.0), (0.5, 0.12), (0.5, 0.2)):
+        yield of_samples(epoch(**usual, distinct=80.0, near=near, random_near=by_chance), loader=stream)
+    for once in (0.9, 0.985, 0.993, 0.8, 0.6):
+        yield of_samples(epoch(**usual, distinct=80.0, most=2, once=once), loader=rows)
+
+
+@cases("unused-samples")
+def _() -> Iterator[Evidence]:
+    for samples, seen, passed in ((64, 54, 2), (64, 54, 1), (63, 54, 2), (64, 40, 2), (64, 62, 2), (64, 58, 2)):
+        each = epoch(samples=seen, batches=seen, seen=float(seen), passed=passed, distinct=1.0, distinct_batches=1.0)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=samples))
+
+
+@cases("same-order")
+def _() -> Iterator[Evidence]:
+    for batches, distinct in ((8, 64), (7, 64), (8, 63)):
+        yield of_samples(
+            epoch(
+                batches=batches,
+                distinct=float(distinct),
+                distinct_batches=8.0,
+                is_same_order=True,
+                is_ascending=False,
+            )
+        )
 
 
 def other_values(value: float) -> Iterator[float]:
