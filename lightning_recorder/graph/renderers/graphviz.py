@@ -23,7 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import short_name, shown_times
+from lightning_recorder.graph.renderers.labels import short_name, shown_shapes, shown_times
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
@@ -271,7 +271,12 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
-        return short_name(node, self.graph) or shown_times(node) or node.kind
+        name = short_name(node, self.graph) or shown_times(node) or node.kind
+        if node.kind == "module" and name.isdecimal():
+            return ".".join(node.name.split(".")[-2:])
+        alike = [each for each in self._styles if self.graph[each].kind == "op" and self.graph[each].name == node.name]
+        # Where several functions have the name, such as the concatenations of a U-Net, the shape tells them apart.
+        return f"{name} {shown_shapes(node)}".strip() if node.kind == "op" and len(alike) > 1 else name
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""
