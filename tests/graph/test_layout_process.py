@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_recorder.graph.layout_process import Frame, crossings, keep_inside, line_of, lines_of, place, points_of
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
@@ -86,7 +88,11 @@ def test_a_line_inside_a_frame_stays_there() -> None:
         {"name": "n4"},
         {"name": "n5"},
     ]
-    edges = [{"tail": 2, "head": 3, "pos": leaving}, {"tail": 2, "head": 4, "pos": leaving}, {"tail": 2, "head": 3}]
+    edges: list[dict[str, Any]] = [
+        {"tail": 2, "head": 3, "pos": leaving},
+        {"tail": 2, "head": 4, "pos": leaving},
+        {"tail": 2, "head": 3},
+    ]
     keep_inside({"objects": boxes, "edges": edges})
     inside = "e,50.00,20.00 50.00,80.00 117.00,80.00 117.00,20.00 50.00,20.00"
     assert [each.get("pos") for each in edges] == [inside, leaving, None]
