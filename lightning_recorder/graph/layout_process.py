@@ -27,6 +27,7 @@ from typing import Any
 _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
+_POINT = re.compile(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)")
 _SHEET = "cluster_sheet_"
 _BETWEEN = 24.0  # points between two sheets
 _TITLE = 36.0  # points of the title and the caption of the page
@@ -34,6 +35,7 @@ _LONGEST = 5000.0  # points of a page that gets margins
 _NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
+_INSIDE = 3.0  # points between a line inside a frame and its border
 _WIDER = 1.05  # Without the font, Graphviz takes a text for up to 4 % narrower than it is.
 _REMEDY = "install Graphviz, on Debian and Ubuntu with apt-get install graphviz; its dot is then used"
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time of the processor.
@@ -177,6 +179,7 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
         # Dot ignores the attribute, by which the layout tells edges with the same ends.
         marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
         source, layout = arranged(renderer, "\n\t".join([*untitled, *part, *marked]) + "\n}\n", start)
+        keep_inside(layout)
         left, bottom, right, top = map(float, layout["bb"].split(","))
         flat = direction in ("LR", "RL")
         along = max(along, right - left if flat else top - bottom)
@@ -191,6 +194,28 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
     width, height = (along, across) if direction in ("LR", "RL") else (across, along)
     settings = with_margins("\n\t".join(sheets.settings), width, height + _TITLE)
     return "\n\t".join([settings, *document]) + "\n}\n"
+
+
+def keep_inside(layout: Any) -> None:
+    """Move the lines between two nodes of a frame that leave the frame, such as that of a skip connection, into it."""
+    frames = [
+        (set(each.get("nodes", ())), [float(side) for side in each["bb"].split(",")])
+        for each in layout.get("objects", ())
+        if each["name"].startswith("cluster") and "bb" in each
+    ]
+    for edge in layout.get("edges", ()):
+        around = [box for nodes, box in frames if edge["tail"] in nodes and edge["head"] in nodes]
+        if not around or "pos" not in edge:
+            continue
+        left, bottom = (max(box[side] for box in around) + _INSIDE for side in (0, 1))
+        right, top = (min(box[side] for box in around) - _INSIDE for side in (2, 3))
+
+        def inside(point: re.Match[str], x: Interval = (left, right), y: Interval = (bottom, top)) -> str:
+            at = min(max(float(point[1]), x[0]), x[1]), min(max(float(point[2]), y[0]), y[1])
+            return f"{at[0]:.2f},{at[1]:.2f}"
+
+        # A curve lies inside the convex hull of its control points.
+        edge["pos"] = _POINT.sub(inside, edge["pos"])
 
 
 def with_margins(source: str, width: float, height: float) -> str:
@@ -239,7 +264,7 @@ def moved(places: str, move: Point) -> str:
     def further(point: re.Match[str]) -> str:
         return f"{float(point[1]) + move[0]:.2f},{float(point[2]) + move[1]:.2f}"
 
-    return re.sub(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)", further, places)
+    return _POINT.sub(further, places)
 
 
 def _with(statement: str, **attributes: str) -> str:

@@ -16,7 +16,7 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.untrusted import check_fields
 
-__all__ = ["RECOMPUTED", "VMAPPED", "Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
+__all__ = ["IN_PLACE", "RECOMPUTED", "VMAPPED", "Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer", "port"]
 """The kind of a node:
@@ -62,8 +62,9 @@ Without such a word, each repetition takes the tensor of a source outside, and a
 last repetition.
 """
 
-RECOMPUTED, VMAPPED = "recomputed", "vmapped"
-"""The notes of calls that a checkpoint repeats in the backward pass, and of those inside ``torch.vmap``."""
+RECOMPUTED, VMAPPED, IN_PLACE = "recomputed", "vmapped", "in place"
+"""The notes of calls that a checkpoint repeats in the backward pass, of those inside ``torch.vmap``, and of functions
+that write into a tensor that they take."""
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
 
@@ -159,7 +160,8 @@ class Node:
         note: ``frozen``, ``no gradient`` or ``not registered`` for a parameter, ``stops the gradient: detach`` for a
             function, with the reason, ``never called`` for a module of :func:`show_unused`, ``recomputed`` for a call
             that a checkpoint repeats in the backward pass, ``vmapped ×3`` for one that ``torch.vmap`` runs for three
-            samples at once; ignored in comparisons.
+            samples at once, ``in place`` for a function that writes into a tensor that it takes, and for a call that
+            does nothing else; ignored in comparisons.
     """
 
     id: int

@@ -153,7 +153,8 @@ def main() -> None:
     """Train both runs, and save their pictures and what the page shows of them."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        healthy, sick = (train(Path(folder), sick=each) for each in (False, True))
+        # The header of the page has the last two folders.
+        healthy, sick = (train(Path(folder, "runs"), sick=each) for each in (False, True))
         for run in (healthy, sick):
             save_images(run)
         command(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_recorder.graph.layout_process import Frame, crossings, line_of, lines_of, place, points_of
+from typing import Any
+
+from lightning_recorder.graph.layout_process import Frame, crossings, keep_inside, line_of, lines_of, place, points_of
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
 FRAME = Frame(left=0, right=200, middle=35, width=62, bottom=80, top=100)
@@ -75,3 +77,22 @@ def test_a_wide_frame_with_nearly_enough_room_gets_wider() -> None:
     # The inner border is at 594, and the gap begins 2 points behind the edge: 52 of the 60 points are there.
     assert place(wide, WIDTHS, [long], 0) == {"left": 1, "right": 588 - 60 + 2 * 8 + 24}
     assert place(wide, WIDTHS, [longer], 0) == WIDTHS
+
+
+def test_a_line_inside_a_frame_stays_there() -> None:
+    """A line between two nodes of a frame that bends out of it is moved into it; others keep their places."""
+    leaving = "e,50,20 50,80 150,80 150,20 50,20"
+    boxes = [
+        {"name": "cluster_1", "bb": "0,0,120,100", "nodes": [2, 3]},
+        {"name": "n3"},
+        {"name": "n4"},
+        {"name": "n5"},
+    ]
+    edges: list[dict[str, Any]] = [
+        {"tail": 2, "head": 3, "pos": leaving},
+        {"tail": 2, "head": 4, "pos": leaving},
+        {"tail": 2, "head": 3},
+    ]
+    keep_inside({"objects": boxes, "edges": edges})
+    inside = "e,50.00,20.00 50.00,80.00 117.00,80.00 117.00,20.00 50.00,20.00"
+    assert [each.get("pos") for each in edges] == [inside, leaving, None]

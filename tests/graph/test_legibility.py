@@ -256,9 +256,10 @@ def test_a_tensor_that_changes_its_sheet_is_named_at_both_ends(tmp_path: Path) -
     assert len(outs) > 2
     assert [outs[each][0] for each in outs] == [ins[each][0] for each in outs]
     assert len({color for color, _ in outs.values()}) == len(outs)
-    assert {name for _, name in ins.values()} <= {f"down.{at}" for at in range(6)} | {f"up.{at}" for at in range(6)} | {
-        "add"
-    }
+    blocks_of = {part: {f"{part}.{at}" for at in range(6)} for part in ("down", "up")}
+    sums = {f"add before {name}" for name in blocks_of["up"]}
+    assert {name for _, name in ins.values()} <= blocks_of["down"] | blocks_of["up"] | sums
+    assert {each for _, name in outs.values() for each in name.split(", ") if each.startswith("add")} <= sums
     assert_every_edge(read_svg(drawing.save(tmp_path / "graph.svg")), with_ports(drawing.view))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.autograd import without_class
 from lightning_recorder.internals.storage import is_uninitialized
@@ -95,6 +95,8 @@ class GraphBuilder:
         """The nodes for a custom ``autograd.Function`` after the modules that it has called."""
         self.written: dict[str, list[int]] = {}
         """The functions that take a parameter whose values another function has written, by its name."""
+        self.in_place: list[int] = []
+        """The functions that wrote into a tensor that they took."""
         self._detached: set[int] = set()
         """The edges that pass no gradient back, since no tensor on them requires one."""
 
@@ -316,10 +318,19 @@ class GraphBuilder:
         for place, key in enumerate(self._edges) if self._outputs else ():
             if key in self._outputs:
                 edges[place].outputs = self._outputs[key]
+        self._note_in_place(drafts)
         used = {each.source for each in edges}
         # A tensor that only callbacks took has no edge.
         drafts = [each for each in drafts if each.id in used or each.kind not in _FROM_OUTSIDE]
         return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
+
+    def _note_in_place(self, drafts: Sequence[Draft]) -> None:
+        """Note the functions that wrote into a tensor that they took, and the calls that did nothing else."""
+        for number in self.in_place:
+            around = drafts[number].parent or 0
+            alone = number == around + 1 and (number + 1 == len(drafts) or drafts[number + 1].parent != around)
+            for each in (number, around) if alone and around else (number,):
+                drafts[each].note = drafts[each].note or IN_PLACE
 
 
 _TARGET = 0xFFFFFFFF

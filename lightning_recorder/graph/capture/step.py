@@ -346,6 +346,8 @@ class StepRecording:
             self._builder.nodes[node].note = "no_grad"
         for place, (tensor, meta) in enumerate(zip(outputs, metas, strict=False)):
             tensors.bind(tensor, node, meta=meta, output=0 if inside else place)
+        if written and inside is None:
+            self._builder.in_place.append(node)
         for tensor in written:
             tensors.bind(tensor, node, wrote=True)
         return node

@@ -23,7 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import short_name, shown_times
+from lightning_recorder.graph.renderers.labels import short_name, shown_shapes, shown_times
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
@@ -276,7 +276,28 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
-        return short_name(node, self.graph) or shown_times(node) or node.kind
+        name = self._name(node)
+        alike = [each for each in self._styles if self.graph[each].kind == "op" and self.graph[each].name == node.name]
+        if node.kind != "op" or len(alike) == 1:
+            return name
+        # Several functions have the name, such as the concatenations of a U-Net.
+        behind = self._module_behind(node)
+        return f"{name} before {self._name(behind)}" if behind else f"{name} {shown_shapes(node)}".strip()
+
+    def _name(self, node: Node) -> str:
+        name = short_name(node, self.graph) or shown_times(node) or node.kind
+        return ".".join(node.name.split(".")[-2:]) if node.kind == "module" and name.isdecimal() else name
+
+    def _module_behind(self, node: Node) -> Node | None:
+        """Return the largest call that takes the result of a function and does not contain it, if it has a name."""
+        around = {each.id for each in self.graph.ancestors(node)}
+        for edge in self.graph.edges:
+            if edge.source == node.id and not edge.relates("next"):
+                target = self.graph[edge.target]
+                outer = [each for each in (target, *self.graph.ancestors(target)) if each.id not in around]
+                if outer and outer[-1].kind == "module" and outer[-1].name:
+                    return outer[-1]
+        return None
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""

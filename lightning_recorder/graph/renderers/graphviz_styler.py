@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 from lightning_recorder.fonts import FAMILY
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
@@ -69,6 +69,7 @@ PAPER: dict[Kind, dict[str, str]] = {
 }
 # The sum and the product of two tensors, as they are drawn by hand.
 _SIGNS = {"add": "+", "mul": "×"}
+_ALWAYS_IN_PLACE = ("setitem", "set_data")
 _SIGN = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
 
 LOSS = "loss"  # prefix of the scopes of losses
@@ -176,7 +177,8 @@ class GraphvizStyler:
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
-        lines = (node.type_name, labels.size(node), labels.repetition(node, graph), labels.tied_to(node))
+        about = (labels.shown_class(node), labels.size(node))
+        lines = (*about, labels.same_weights(node, graph), labels.repetition(node, graph), labels.tied_to(node))
         return {
             # Short lines, since the layout looks for a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
@@ -222,19 +224,26 @@ def _sign(node: Node, graph: Graph) -> str:
     """Return the sign of a function that adds or multiplies two tensors and has nothing else to show, else ""."""
     into = graph.into(node)
     several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
-    is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.note)
+    is_plain = (
+        node.kind == "op" and several and node.repeats == 1 and not node.parameters and node.note in ("", IN_PLACE)
+    )
     text = _SIGNS.get(node.name, "") if is_plain else ""
+    text += "=" if text and node.note == IN_PLACE else ""
     return text and f'<<font point-size="{SIGN_PT}">{text}</font>>'
 
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
+    # As torch names it.
+    name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if about := labels.class_and_size(node) if node.kind in ("module", "op") else node.type_name:
         lines.append(small(about))
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
+    if again := labels.same_weights(node, graph):
+        lines.append(small(again))
     if (again := labels.repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
     if node.failed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_recorder.graph.model import RECOMPUTED, VMAPPED, Edge, Graph, Node
+from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
 
 __all__ = [
     "caption",
@@ -10,9 +10,11 @@ __all__ = [
     "full_name",
     "own_name",
     "repetition",
+    "same_weights",
     "short_count",
     "short_name",
     "shown_across",
+    "shown_class",
     "shown_shapes",
     "shown_times",
     "size",
@@ -40,9 +42,19 @@ def caption(graph: Graph) -> str:
 def short_name(node: Node, graph: Graph) -> str:
     """Return a name relative to the call around it, with the number of the call; empty for a frame of repeated nodes.
 
-    A name of more than 60 characters is cut in the middle, since names differ at their beginning or their end.
+    A name of more than 60 characters is cut in the middle, since names differ at their beginning or their end. The
+    number of the call is left out inside a call with the same number, if that has no other call of the module.
     """
-    return _with_call(own_name(node, graph), node)
+    name = own_name(node, graph)
+    return _shortened(name) if _follows_around(node, graph) else _with_call(name, node)
+
+
+def _follows_around(node: Node, graph: Graph) -> bool:
+    """Return True if a call is the only one of its module inside a call with the same number, except the first."""
+    around = next((each for each in graph.ancestors(node) if each.name), graph.root)
+    if node.call == 1 or node.call != around.call:
+        return False
+    return sum(each.name == node.name for each in graph.children(graph[node.parent or graph.root.id])) == 1
 
 
 def full_name(node: Node) -> str:
@@ -80,9 +92,16 @@ def own_name(node: Node, graph: Graph) -> str:
 def class_and_size(node: Node) -> str:
     """Return a module's class with the number of its parameters, open or closed; see :func:`size`.
 
-    Of a function, only the number of parameters is returned, if it has any.
+    Of a function, only the number of parameters is returned, if it has any. A class that is the name of the module is
+    left out, and a call that only writes into a tensor that it takes is marked.
     """
-    return " · ".join(part for part in (node.type_name, size(node)) if part)
+    mark = node.note if node.kind == "module" and node.note == IN_PLACE else ""
+    return " · ".join(part for part in (shown_class(node), size(node), mark) if part)
+
+
+def shown_class(node: Node) -> str:
+    """Return the class of a module, unless the name of the module is the same word."""
+    return "" if node.type_name == node.name.partition("#")[0].rpartition(".")[2] else node.type_name
 
 
 def size(node: Node) -> str:
@@ -108,6 +127,12 @@ def repetition(node: Node, graph: Graph) -> str:
     """Return ``recomputed`` or ``vmapped ×3`` for a call, unless it holds for the whole call around it."""
     around = "" if node.parent is None else graph[node.parent].note
     return node.note if node.note.startswith((RECOMPUTED, VMAPPED)) and node.note != around else ""
+
+
+def same_weights(node: Node, graph: Graph) -> str:
+    """Return ``same weights as call 1`` for a later call of a module, unless that is true of the call around it."""
+    known = node.kind == "module" and node.call > 1 and not _follows_around(node, graph)
+    return "same weights as call 1" if known and (node.total_parameters or node.parameters) else ""
 
 
 def tied_to(node: Node) -> str:

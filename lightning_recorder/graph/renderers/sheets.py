@@ -6,7 +6,7 @@ import html
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
 from lightning_recorder.graph.model import Graph, Node
@@ -15,7 +15,8 @@ __all__ = ["label_size", "rows", "sheets"]
 
 _PAGE = 1800.0  # points; a shorter picture is one sheet
 _RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
-_GOAL = 1.7  # the same for several sheets
+_GOAL = 1.7  # the same for several rows
+_SHEETS_GOAL = 2.5  # the same for several sheets, whose frames the estimated breadth leaves out
 _MOST = 8  # sheets
 _WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
 _RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
@@ -119,15 +120,16 @@ class _Plan:
         """Return the length along the flow and the breadth."""
         return max(self._end.values(), default=0.0), self._across()
 
-    def _across(self) -> float:
-        """Return the estimated breadth, in points."""
+    def _across(self, inside: Container[int] | None = None) -> float:
+        """Return the estimated breadth of some nodes, or of all, in points."""
+        inside = self._start if inside is None else inside
         changes: list[tuple[float, float]] = []
-        for node in self._nodes:
+        for node in (each for each in self._nodes if each.id in inside):
             width, height = self._sizes.get(node.id, (0.0, 0.0))
             wide = (height if self._flat else width) + _NODE_GAP
             changes += [(self._start[node.id], wide), (self._end[node.id], -wide)]
         lanes: dict[int, float] = {}
-        for edge in self._onward:
+        for edge in (each for each in self._onward if each.source in inside and each.target in inside):
             lanes[edge.source] = max(lanes.get(edge.source, 0.0), self._start[edge.target])
         for source, last in lanes.items():
             if last - self._end[source] > 3 * _RANK_GAP:
@@ -143,13 +145,21 @@ class _Plan:
         if long <= _PAGE or long <= min(_RATIO * broad, 2 * _PAGE):
             return dict.fromkeys((node.id for node in self._nodes), 0)
         most = min(_MOST, math.ceil(2 * long / _PAGE))
-        number = next((n for n in range(2, most) if long / n <= _GOAL * n * broad), most)
         self._start, self._end = self._places(in_turn=True)
         long = max(self._end.values())
-        options = (self._divided(long, each) for each in (number, number + 1, number + 2))
+        options = [self._divided(long, number) for number in range(2, most + 1)]
         # A block that cannot be divided may be nearly as long as the picture.
-        found = (sheet for sheet in options if self._longest(sheet) <= _WORTHWHILE * long)
-        return next(found, dict.fromkeys((node.id for node in self._nodes), 0))
+        found = [each for each in options if self._longest(each) <= _WORTHWHILE * long]
+        fitting = (each for each in found if self._longest(each) <= _SHEETS_GOAL * self._breadth(each))
+        one = dict.fromkeys((node.id for node in self._nodes), 0)
+        return next(fitting, min(found, key=self._longest, default=one))
+
+    def _breadth(self, sheet: Mapping[int, int]) -> float:
+        """Return the estimated breadth of all sheets beside each other, in points."""
+        on: dict[int, set[int]] = {}
+        for node, number in sheet.items():
+            on.setdefault(number, set()).add(node)
+        return sum(map(self._across, on.values()))
 
     def _longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""

@@ -131,12 +131,18 @@ function textWidth(text: string, font: string): number { canvas.font = font; ret
 
 export function shortName(name: string): string { return name.slice(name.lastIndexOf(".") + 1); }
 
-function box(id: string, nodes: NodeData[], open: boolean, root: boolean, hasParts: boolean, graph: GraphData): Box {
-  const first = nodes[0]!, last = nodes[nodes.length - 1]!;
-  const call = (first.call ?? 1) > 1 ? ` (call ${first.call})` : "";
-  let title = root ? graph.title : first.kind === "module" || first.kind === "parameter" || first.kind === "buffer"
-    ? shortName(first.name) + call : first.name;
-  if (nodes.length > 1) title = `${shortName(first.name)} … ${shortName(last.name)}  ×${nodes.length}`;
+/** The name of a module or its tensor relative to the call around it, with the number of the call if that is another one. */
+function ownName(node: NodeData, around: NodeData | undefined): string {
+  const outer = around?.name ? `${around.name}.` : "";
+  const call = (node.call ?? 1) > 1 && node.call !== around?.call ? ` (call ${node.call})` : "";
+  return (node.name.startsWith(outer) ? node.name.slice(outer.length) : node.name) + call;
+}
+
+function box(id: string, nodes: NodeData[], open: boolean, root: boolean, hasParts: boolean, tree: Tree): Box {
+  const first = nodes[0]!, last = nodes[nodes.length - 1]!, around = tree.byId.get(first.parent ?? -1);
+  let title = root ? tree.data.title : first.kind === "module" || first.kind === "parameter" || first.kind === "buffer"
+    ? ownName(first, around) : first.name;
+  if (nodes.length > 1) title = `${ownName(first, around)} … ${shortName(last.name)}  ×${nodes.length}`;
   const tensors = first.outputs ?? [];
   const shape = tensors.length ? tensors[0]!.split(" ")[0]! + (tensors.length > 1 ? ` +${tensors.length - 1}` : "") : "";
   const detail = [first.type_name, shape].filter(Boolean).join(" · ");
@@ -159,7 +165,7 @@ export function view(tree: Tree, open: Set<number>): View {
   const build = ({ nodes, between }: Part): Box => {
     const first = nodes[0]!, isRoot = first === tree.root;
     const isOpen = nodes.length === 1 && open.has(first.id) && tree.inside(first).length > 0;
-    const made = box(`n${first.id}`, nodes, isOpen, isRoot, !isRoot && tree.inside(first).length > 0, tree.data);
+    const made = box(`n${first.id}`, nodes, isOpen, isRoot, !isRoot && tree.inside(first).length > 0, tree);
     boxes.set(made.id, made);
     if (isOpen) { owner.set(first.id, made.id); made.children = tree.parts(first, open).map(build); }
     else for (const node of [...nodes, ...between]) claim(node, made.id);

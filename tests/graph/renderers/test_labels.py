@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Edge, Graph, Node, capture_graph, fit_view
+from lightning_recorder.graph import Edge, Graph, GraphvizStyler, Node, capture_graph, fit_view
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
+    same_weights,
     short_count,
     short_name,
     shown_across,
@@ -157,3 +158,46 @@ def test_a_module_of_another_call_has_its_whole_name() -> None:
     graph = capture_graph(nn.Sequential(nn.ReLU(), shared, around), X)
     inside = [node for node in graph.module_calls() if node.depth == 2]
     assert [short_name(node, graph) for node in inside] == ["Sequential.1 (call 2)", "1", "Tanh"]
+
+
+def test_a_module_inside_a_later_call_is_numbered_once() -> None:
+    """Only the outermost call has its number and says that its weights are those of call 1."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y: Tensor = net.encoder(net.encoder(x))
+        return net.encoder[0](y)  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    view = fit_view(capture_graph(Net(forward, encoder=nn.Sequential(linear(), nn.ReLU())), X), fold=False)
+    shown = [(short_name(call, view), same_weights(call, view)) for call in view.module_calls()]
+    again = "same weights as call 1"
+    first, second = [("encoder", ""), ("0", ""), ("1", "")], [("encoder (call 2)", again), ("0", ""), ("1", "")]
+    assert shown == [*first, *second, ("encoder.0 (call 3)", again)]
+
+
+def test_a_class_is_not_repeated() -> None:
+    """A module that has the name of its class does not show the class."""
+    named = {"bert.LayerNorm": "LayerNorm", "Softmax#2": "Softmax", "norm": "LayerNorm"}
+    modules = [Node(1, "module", name, 0, 1, type_name=kind) for name, kind in named.items()]
+    assert [class_and_size(each) for each in modules] == ["", "", "LayerNorm"]
+
+
+def test_functions_in_place_are_marked() -> None:
+    """A function that writes into its argument ends with ``_``, a sum in place is ``+=``, and a module says so."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.one(x).relu_()
+        y += x
+        return net.two(y)  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    view = fit_view(capture_graph(Net(forward, one=linear(), two=nn.ReLU(inplace=True)), X))
+    styled = [GraphvizStyler().style_node(node, view)["label"] for node in view.nodes]
+    assert [word for word in ("relu_<", ">+=<", "ReLU · in place") if any(word in each for each in styled)] == [
+        "relu_<",
+        ">+=<",
+        "ReLU · in place",
+    ]
+    unmarked = fit_view(
+        capture_graph(Net(lambda net, x: net.two(net.one(x).relu() + x), one=linear(), two=nn.ReLU()), X)
+    )
+    assert {node.note for node in unmarked.nodes} == {""}
+    assert view.structural_hash() == unmarked.structural_hash()

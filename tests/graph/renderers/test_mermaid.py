@@ -204,14 +204,15 @@ def test_a_captured_model() -> None:
 def test_hostile_names_are_shown_as_they_are(name: str) -> None:
     """Any name of a model, module, class, function or tensor is shown literally and has no other effect."""
     sketch = Sketch(name, scope="forward")
-    call = sketch.call(name, name, repeats=2)
+    kind = f"of {name}"
+    call = sketch.call(name, kind, repeats=2)
     x = sketch.add("input", name, inside=call)
     one = sketch.add("op", name, x, inside=call)
-    sketch.call(f"{name}.{name}", name, one, inside=call)
+    sketch.call(f"{name}.{name}", kind, one, inside=call)
     chart = read(sketch.graph())
     assert chart.title == f"{name}.forward".removeprefix(".")
-    assert chart.frames[1].lines == [f"{name} ×2 {name}"]
-    assert [item.lines for item in chart.nodes.values()] == [[name, "2×4"], [name, "2×4"], [name, name, "2×4"]]
+    assert chart.frames[1].lines == [f"{name} ×2 {kind}"]
+    assert [item.lines for item in chart.nodes.values()] == [[name, "2×4"], [name, "2×4"], [name, kind, "2×4"]]
     assert [item.classes for item in chart.nodes.values()] == [["input"], ["op"], ["module"]]
     assert chart.edges == [(2, 3, ""), (3, 4, "")]
 
@@ -220,10 +221,10 @@ def test_hostile_names_are_shown_as_they_are(name: str) -> None:
 def test_what_cannot_be_printed_is_replaced(name: str) -> None:
     """The printable part of an unprintable name is shown, and the document is valid."""
     sketch = Sketch(name)
-    sketch.call(name, name)
+    sketch.call(name, f"of {name}")
     chart = read(sketch.graph())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
-    assert chart.nodes[1].lines == [shown, shown, "2×4"]
+    assert chart.nodes[1].lines == [shown, f"of {shown}", "2×4"]
     assert chart.title == f"{shown}.forward"
 
 
