@@ -88,7 +88,7 @@ def test_without_torch(tmp_path: Path) -> None:
         (path / "recorder" / "graph.json").write_text(graph)
     one, other = map(str, runs)
     commands = ["|".join(each) for each in (("ls", one), ("show", one), ("doctor", one), ("diff", one, other))]
-    exact = "|".join(("diff", one, other, "--exact", "--json"))
+    exact = f"diff|{one}|{other}|--exact|--json"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *commands, exact], capture_output=True, text=True, check=False
     )
