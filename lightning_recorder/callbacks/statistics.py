@@ -35,6 +35,7 @@ from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_settings
 from lightning_recorder.callbacks.trainer import (
     LossScale,
+    calls_closure_once,
     decline,
     device_of,
     is_automatic,
@@ -396,6 +397,11 @@ class StatisticsCallback(ResumingCallback):
             return
         if not is_automatic(pl_module):  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
+        elif calls_closure_once(pl_module, optimizer):
+            # The recorders share a function mode, under which the hooks of the callbacks between them would run, too.
+            for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+                if isinstance(each, StatisticsCallback) and each._run is not None:
+                    each._run.recorder.end_of_model()
         self._pipeline.find_gradients()
 
     @guarded

@@ -24,6 +24,7 @@ from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecor
 __all__ = [
     "LossScale",
     "averaged_ranks",
+    "calls_closure_once",
     "claimed_directory",
     "decline",
     "device_of",
@@ -254,6 +255,13 @@ def gradient_factor(trainer: Trainer, scale: float) -> float:
     The factor undoes both. In manual optimization, Lightning accepts no number but 1.
     """
     return trainer.accumulate_grad_batches / scale
+
+
+def calls_closure_once(pl_module: LightningModule, optimizer: object) -> bool:
+    """Return True if a step of the optimizer is known to run the training step a single time, at its beginning."""
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ != "LBFGS"
+    return is_known and type(pl_module).optimizer_step is LightningModule.optimizer_step
 
 
 def is_automatic(pl_module: LightningModule) -> bool:

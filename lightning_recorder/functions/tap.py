@@ -218,27 +218,27 @@ class _FunctionMode(TorchFunctionMode):
             self._counts.clear()
         if tap not in self._taps:
             self._taps.append(tap)
-        self._update()
+        self.update()
 
     def discard(self, tap: _FunctionTap) -> None:
         """Stop to pass results to a tap."""
         if tap in self._taps:
             self._taps.remove(tap)
-            self._update()
+            self.update()
 
     def hold(self) -> None:
         """Remove the mode until :meth:`release`."""
         self._holds += 1
-        self._update()
+        self.update()
 
     def release(self) -> None:
         """End a :meth:`hold`."""
         self._holds -= 1
-        self._update()
+        self.update()
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """Enter or leave the mode. In another thread, where that is impossible, the mode stays without effect."""
-        is_wanted = bool(self._taps) and not self._holds
+        is_wanted = not self._holds and any(not tap.rests for tap in self._taps)
         if is_wanted is not self._is_entered and self._thread == get_ident():
             self._is_entered = is_wanted
             if is_wanted:
@@ -340,6 +340,8 @@ class _FunctionTap(Tap):
         """The functions to record."""
         self.unseen = ""
         """The part of the model in which no functions were recorded, with the reason; empty if there is none."""
+        self.rests = False
+        """True if no function of the model is called until the tap is attached again."""
         self._mode: _FunctionMode | None = None
 
     @override
@@ -375,10 +377,17 @@ class _FunctionTap(Tap):
         super().remove()
         self._leave()
 
+    def rest(self) -> None:
+        """Leave the mode until the tap is attached again, because every function of torch takes longer under a mode."""
+        if self._mode is not None:
+            self.rests = True
+            self._mode.update()
+
     def _leave(self) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.discard(self)
+        self.rests = False
 
     @override
     def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:

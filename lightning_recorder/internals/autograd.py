@@ -95,7 +95,6 @@ _function_modes: Any = getattr(torch.overrides, "_get_current_function_mode_stac
 _pop_mode: Any = getattr(torch.overrides, "_pop_mode", None)
 _push_mode: Any = getattr(torch.overrides, "_push_mode", None)
 
-_set_grad_enabled: Any = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _will_execute: Callable[[Node], bool] = getattr(torch._C, "_will_engine_execute_node", lambda _: True)
 
 try:
@@ -286,12 +285,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
 
 
-def set_grad_enabled(enabled: bool) -> None:
-    """Enable or disable autograd in this thread. Takes a twentieth of the time of ``torch.set_grad_enabled``.
+set_grad_enabled: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+"""Enable or disable autograd in this thread. Takes a twentieth of the time of ``torch.set_grad_enabled``.
 
-    Fallback: ``torch.set_grad_enabled``.
-    """
-    _set_grad_enabled(enabled)
+Fallback: ``torch.set_grad_enabled``.
+"""
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -233,12 +233,24 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+_REPEATED = ("calls", "order", "stage")  # facts that are the same in nearly all records
+
+
 class SchemaCache:
-    """The schemas of the records read so far, so that equal schemas share one object."""
+    """The schemas of the records read so far, so that equal schemas share one object; the same for some other facts."""
 
     def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
         self._known: dict[tuple[Any, ...], Schema] = {}
         self._last: tuple[list[Any], tuple[str, ...], Schema] | None = None
+
+    def fact_of(self, name: str, value: Any) -> Any:
+        """Return the fact of a record, the same object as in the record before if it is equal there."""
+        if name in _REPEATED:
+            if self._facts.get(name) == value:
+                return self._facts[name]
+            self._facts[name] = value
+        return value
 
     def schema_of(self, entries: list[Any], columns: tuple[str, ...]) -> Schema:
         """Return the schema for the sites in a parsed line.
@@ -285,8 +297,9 @@ def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
-    # Parsing makes new strings for each line, which take more memory than the values of a few sites.
-    return Table(schema, numbers, about={sys.intern(name): value for name, value in found.items()}, lacking=lacking)
+    # Parsing makes new strings and lists for each line, which take more memory than the values of a few sites.
+    about = {sys.intern(name): known.fact_of(name, value) for name, value in found.items()}
+    return Table(schema, numbers, about=about, lacking=lacking)
 
 
 def _numbers(found: dict[str, Any], sites: int, columns: int) -> tuple[Floats, dict[int, dict[str, float]]]:

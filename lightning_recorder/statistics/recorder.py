@@ -100,6 +100,9 @@ class BaseStatisticsRecorder(ABC):
     def observe_batch(self, batch: Any) -> None:  # noqa: B027 - most recorders do not record batches
         """Record the tensors of the batch of a step, after :meth:`attach`."""
 
+    def end_of_model(self) -> None:  # noqa: B027 - most recorders do not observe the optimizer
+        """Expect no call of the model until the next :meth:`attach`. The optimizer then runs as without a recorder."""
+
     def revive(self) -> None:
         """Record the failed modules and the skipped reductions again."""
         self.states.revive()
@@ -292,6 +295,12 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         for tap in self.taps:
             if isinstance(tap, BatchTap):
                 tap.observe(batch)
+
+    @override
+    def end_of_model(self) -> None:
+        for tap in self.taps:
+            if isinstance(tap, _OF_FUNCTIONS):
+                tap.rest()
 
     def _receive_scores(self, site: Site, tensor: Tensor, block: Tensor) -> None:
         """Update the statistics of the scores inside of a function, and those of each head or expert."""

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -175,3 +176,35 @@ def test_unknown_functions_raise() -> None:
     """A wrong name raises at construction and names the closest one."""
     with pytest.raises(ArgumentError, match=r"functions must be .*did you mean 'relu'"):
         ActivationRecorder(functions="relo")
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates the loss again after its step."""
+
+    @override
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        closure()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "modes", "names"), [(torch.optim.SGD, 0, {"gelu"}), (Twice, 1, {"gelu", "gelu#2"})]
+)
+def test_an_optimizer_that_steps(optimizer: type[torch.optim.SGD], modes: int, names: set[str], tmp_path: Path) -> None:
+    """An optimizer of torch steps without the function mode; what another one calls after its step is recorded."""
+    seen: list[int] = []
+
+    class Model(Net):
+        """Notes the number of function modes after a step."""
+
+        @override
+        def configure_optimizers(self) -> Any:
+            found = optimizer(self.parameters(), 0.01)
+            found.register_step_post_hook(lambda *_: seen.append(torch._C._len_torch_function_stack()))
+            return found
+
+    activations, gradients = (kind(every_n_train_steps=1) for kind in (ActivationRecorder, GradientRecorder))
+    fit(tmp_path, Model(F.relu), activations, gradients, steps=2)
+    assert set(seen) == {modes}
+    assert {site.name for site in activations.latest if site.name.startswith("gelu")} == names

@@ -75,6 +75,8 @@ _PORTABLE = {
 """For each machine of a wheel, the flag of the compiler, and the features that the processor then must have."""
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST_CONVERTED = 1 << 18  # values, as a piece of :class:`Values`
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
@@ -140,9 +142,13 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
 
     Returns:
         True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
-        on the CPU, is not float32, float64 or bfloat16, or is not a plain dense array.
+        on the CPU, is not float32, float64, bfloat16 or a small one of integers, or is not a plain dense array.
     """
-    if not _add(row, values.raw, values.factor, sample):
+    tensor = values.raw
+    is_whole = tensor.dtype in _WHOLE and tensor.is_cpu and type(tensor) in PLAIN_TYPES
+    if is_whole and _Loaded.kernel is not None and tensor.numel() <= _MOST_CONVERTED:
+        tensor = tensor.double()  # a single operation, where the other functions need about 15
+    if not _add(row, tensor, values.factor, sample):
         return False
     for part in _Loaded.missing:
         part.add(row, values)
