@@ -63,7 +63,8 @@ def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterato
     usual="1e-4 to 0.02",
     why="The learning rate is far too high for the size of the weights.",
     next="Lower the learning rate of all groups, or warm it up.",
-    false_alarms="Weights that begin at zero, and weights that a strong weight decay shrinks, do not count.",
+    false_alarms="Weights that begin at zero, weights that a strong weight decay shrinks, and models of a single layer "
+    "do not count.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -95,7 +96,9 @@ def learning_rate_too_large(
         and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # by weight decay, not by the learning rate
     }
     rates = [rate for each in evidence.weights for rate in each.learning_rate]
-    if not sizes or not rates:
+    # A linear model may take large steps: nothing behind it is spoilt, and if they are too large, it diverges.
+    is_linear = len(evidence.weights) == 1 and evidence.weights[0].is_last
+    if not sizes or not rates or is_linear:
         return
     later = {each: float(np.median(found[1:])) for each, found in sizes.items()}
     at_first = {each: float(found[0]) for each, found in sizes.items() if np.isfinite(found[0])}
