@@ -347,12 +347,17 @@ def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Findi
             return
 
 
+_WHY_TRAINS = "Something called train() in the validation, or after Lightning has called eval()."
+_NEXT_TRAINS = "Look for train() in validation_step and in the hooks of the validation."
+
+
 @rule(
     "dropout-in-evaluation",
     statistic="zero_fraction of a dropout function in validation; that of an nn.Dropout, against its input",
     usual="a dropout in eval mode returns its input",
-    why="The argument training of the call is True, which is its default, or the module is in training mode.",
-    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout; do not call train() in a validation.",
+    why="The argument training of the call is True, which is its default, or the module that calls it is in training "
+    "mode.",
+    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout.",
     false_alarms="Models that drop values in evaluations on purpose, to estimate how sure they are.",
     needs=("activations", VALIDATION),
     records=1,
@@ -371,7 +376,8 @@ def dropout_in_evaluation(evidence: Evidence, *, share: float = 0.02) -> Iterato
             yield view.found(f"{site.name} drops values in validation, too", "zero_fraction", zero_fraction=zeros[-1])
         elif _drops(view, share):
             verdict = f"{site.name} drops values in validation, too: it is in training mode there"
-            modules.append(view.found(verdict, "zero_fraction", zero_fraction=zeros[-1]))
+            found = view.found(verdict, "zero_fraction", zero_fraction=zeros[-1])
+            modules.append(replace(found, why=_WHY_TRAINS, next=_NEXT_TRAINS))
     yield from joined(modules)
 
 
