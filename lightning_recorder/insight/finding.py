@@ -69,6 +69,9 @@ ROSE = "rose"
 CAUSES_OF_RISE = ("input-scale", "target-scale", "learning-rate-too-large", "learning-rate-outlier")
 """The rules about what makes a training diverge."""
 
+CAUSES_OF_BAD_LOSS = ("double-activation", "no-log-softmax", "output-range")
+"""The rules about what a loss is not defined for."""
+
 USUAL_UNTIL = "usual_until"
 """The number of a finding that gives the last step that was recorded before a change."""
 
@@ -264,7 +267,8 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
-    that is probably the cause. So does a training that diverged, if the records show why. If the records show a spike
+    that is probably the cause. So does a training that diverged, or a loss that is not
+    finite, if the records show why. If the records show a spike
     of the gradients at the same step, it is part of the finding of the watch. A loss that falls without bound is left
     out if the one about the first bad value says so, or the records show a wrong sign, and the
     values that are not finite are if the records show that the loss has no target.
@@ -301,6 +305,10 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
                 watched[place] = _with_distance(recorded_one, each)
     diverged = next((each for each in watched if ROSE in each.numbers), None)
     reasons = [each for each in findings if each.rule in CAUSES_OF_RISE and not each.is_note]
+    of_loss = [each for each in findings if each.rule in CAUSES_OF_BAD_LOSS and not each.is_note]
+    if diverged is None and of_loss:  # a bad value that arises behind all modules
+        diverged = next((each for each in watched if each.rule == NON_FINITE and not each.module), None)
+        reasons = of_loss
     if diverged is not None and reasons:
         # The first one is as severe as what follows from it.
         findings = [replace(each, severity=diverged.severity) if each is reasons[0] else each for each in findings]

@@ -262,6 +262,14 @@ def test_what_made_a_training_diverge_is_named_before_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(("module", "first"), [("", "double-activation"), ("fc", "non-finite")])
+def test_what_a_loss_is_not_defined_for_is_named_before_its_nan(module: str, first: str) -> None:
+    """A loss that gets the wrong kind of numbers is named before the NaN that arises in it, but not in a module."""
+    (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
+    twice, bad = replace(large, rule="double-activation"), replace(large, rule="non-finite", severity="critical")
+    assert with_watched([twice], [replace(bad, module=module)])[0].rule == first
+
+
 def test_a_loss_with_a_wrong_sign_is_why_it_falls_without_bound() -> None:
     """The finding about the sign replaces the one of the watch."""
     (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)

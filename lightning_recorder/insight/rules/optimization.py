@@ -18,6 +18,8 @@ from lightning_recorder.insight.recorded_step import keeps_values, setting, step
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
 
+_NORMS_OF_WEIGHTS = ("weight_g", "parametrizations.weight.original0")
+
 
 @rule(
     "not-in-optimizer",
@@ -108,8 +110,9 @@ def _about_left_out(evidence: Evidence, nodes: list[Node], what: str) -> Finding
 )
 def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     """Yield the parameters without ``requires_grad`` among trained ones."""
-    # Positions are often fixed sines.
+    # Positions are often fixed sines, and the norm of a weight that is normalized may be fixed on purpose.
     parts = [each for each in _left_out(evidence) if each.note == "frozen" and not is_position(each.name)]
+    parts = [each for each in parts if not each.name.endswith(_NORMS_OF_WEIGHTS)]
     if parts:
         found = _about_left_out(evidence, parts, "is frozen")
         # Some methods of fine-tuning train the biases alone.

@@ -77,6 +77,37 @@ def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
 
 
 @rule(
+    "set-back",
+    statistic="statistics of a weight in all records, against its updates",
+    usual="a weight that gets updates has other values in each record",
+    why="Something writes the old values into the weight after each step, such as a copy that is loaded in a hook.",
+    next="Look for load_state_dict, copy_, .data and deepcopy in the hooks of the step.",
+    false_alarms="None are known: mean, rms, least and largest value must all be equal to the bit.",
+    needs=("parameters",),
+    records=4,
+    explains=dict.fromkeys(("unlike-siblings", "barely-moves", "learning-rate-outlier"), ("any",)),
+)
+def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
+    """Yield the weights that have the same values in all records although each step changes them."""
+    found = []
+    for each in evidence.weights:
+        values, steps = each.columns("mean", "rms", "min", "max")
+        updates = each.update.rms
+        # A weight of zeros, or of one value and its negative, may be meant to stay as it is.
+        is_same = len(steps) >= persistence and values[0].all() and all(np.ptp(column) == 0 for column in values)
+        if is_same and len(updates) >= persistence and (updates > 0).all():
+            found.append(each)
+    if found:
+        first = found[0]
+        verdict = (
+            f"{first.name} has the same values in each of {len(first.rms)} records, although each step changes it by "
+            f"{np.median(first.update_ratio):.2g} of its size: something sets it back"
+        )
+        others = tuple(dict.fromkeys(each.module for each in found[1:]))
+        yield first.found(verdict, "rms", others=others)
+
+
+@rule(
     "barely-moves",
     statistic="median update_ratio of the layer that moves most",
     usual="1e-4 to 1e-2",

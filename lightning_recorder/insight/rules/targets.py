@@ -205,7 +205,7 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
     why="The labels are lost on the way: a wrong column, a division of whole numbers, or a cast.",
     next="Print the targets of some batches, and compare them with the data set.",
     false_alarms="Targets that the step makes without the batch, such as those of a discriminator, of contrastive "
-    "learning or of a penalty, and fewer than 64 targets, are left out.",
+    "learning against a queue or of a penalty, and fewer than 64 targets, are left out.",
     needs=("activations", GRAPH),
     records=8,
     explains=dict.fromkeys(
@@ -217,9 +217,9 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node)
-        if node.name not in LOSSES or len(sources) < 2 or "input" not in step.roots[sources[1].id]:
+        if node.name not in LOSSES or len(sources) < 2 or "parameter" in step.roots[sources[1].id]:
             continue
-        if "parameter" in step.roots[sources[1].id]:
+        if "input" not in step.roots[sources[1].id] and not _compares_pairs(step, node):
             continue
         _, target = sides_of(evidence, step, node)
         (least, most), steps = target.columns("min", "max")
@@ -231,6 +231,17 @@ def constant_target(evidence: Evidence, *, persistence: int = 8, targets: int = 
             )
             yield replace(target.found(verdict, "max"), module=step.owner(node), path="")
             return
+
+
+def _compares_pairs(step: RecordedStep, loss: Node) -> bool:
+    """Return True if a loss gets the products of all pairs of two outputs, whose classes are the pairs' places."""
+    shape, source = shape_of(loss), step.behind(loss) if loss.name == "cross_entropy" else None
+    while source is not None and source.name in ("mul", "div"):  # the temperature
+        source = step.behind(source)
+    if source is None or source.name not in ("matmul", "mm", "__matmul__") or not shape or len(shape) != 2:
+        return False
+    are_outputs = [{"input", "parameter"} <= step.roots[each.id] for each in step.sources(source)]
+    return shape[0] == shape[1] and are_outputs == [True, True]
 
 
 @rule(

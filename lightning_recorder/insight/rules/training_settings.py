@@ -63,7 +63,8 @@ def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterato
     usual="1e-4 to 0.02",
     why="The learning rate is far too high for the size of the weights.",
     next="Lower the learning rate of all groups, or warm it up.",
-    false_alarms="Weights that begin at zero, and weights that a strong weight decay shrinks, do not count.",
+    false_alarms="Weights that begin at zero, weights that a strong weight decay shrinks, and models of a single layer "
+    "do not count.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -95,7 +96,9 @@ def learning_rate_too_large(
         and not (each.rms[-1:] < shrinks * each.rms[:1]).any()  # by weight decay, not by the learning rate
     }
     rates = [rate for each in evidence.weights for rate in each.learning_rate]
-    if not sizes or not rates:
+    # A linear model may take large steps: nothing behind it is spoilt, and if they are too large, it diverges.
+    is_linear = len(evidence.weights) == 1 and evidence.weights[0].is_last
+    if not sizes or not rates or is_linear:
         return
     later = {each: float(np.median(found[1:])) for each, found in sizes.items()}
     at_first = {each: float(found[0]) for each, found in sizes.items() if np.isfinite(found[0])}
@@ -344,12 +347,17 @@ def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Findi
             return
 
 
+_WHY_TRAINS = "Something called train() in the validation, or after Lightning has called eval()."
+_NEXT_TRAINS = "Look for train() in validation_step and in the hooks of the validation."
+
+
 @rule(
     "dropout-in-evaluation",
     statistic="zero_fraction of a dropout function in validation; that of an nn.Dropout, against its input",
     usual="a dropout in eval mode returns its input",
-    why="The argument training of the call is True, which is its default, or the module is in training mode.",
-    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout; do not call train() in a validation.",
+    why="The argument training of the call is True, which is its default, or the module that calls it is in training "
+    "mode.",
+    next="Write F.dropout(x, p, training=self.training), or use nn.Dropout.",
     false_alarms="Models that drop values in evaluations on purpose, to estimate how sure they are.",
     needs=("activations", VALIDATION),
     records=1,
@@ -368,7 +376,8 @@ def dropout_in_evaluation(evidence: Evidence, *, share: float = 0.02) -> Iterato
             yield view.found(f"{site.name} drops values in validation, too", "zero_fraction", zero_fraction=zeros[-1])
         elif _drops(view, share):
             verdict = f"{site.name} drops values in validation, too: it is in training mode there"
-            modules.append(view.found(verdict, "zero_fraction", zero_fraction=zeros[-1]))
+            found = view.found(verdict, "zero_fraction", zero_fraction=zeros[-1])
+            modules.append(replace(found, why=_WHY_TRAINS, next=_NEXT_TRAINS))
     yield from joined(modules)
 
 

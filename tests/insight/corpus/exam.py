@@ -484,6 +484,113 @@ def weight_decay_of_one(is_faulty: bool) -> Task:
     )
 
 
+class Variational(nn.Module):
+    """A variational autoencoder that returns the reconstruction and the KL divergence of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(64, 32, 32), stack(4, 32, 64)
+        self.mean, self.scale = nn.Linear(32, 4), nn.Linear(32, 4)
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(x).relu()
+        mean, scale = self.mean(hidden), self.scale(hidden)
+        sample = mean + torch.randn_like(mean) * (0.5 * scale).exp()
+        return self.decoder(sample), -0.5 * (1 + scale - mean.pow(2) - scale.exp()).sum(1)
+
+
+def variational(weight: float | None) -> Task:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        x, divergence = net(batch[0])
+        error = F.mse_loss(x, batch[0], reduction="sum") / len(x)
+        return error if weight is None else error + weight * divergence.mean()
+
+    return Task(Variational(), digits, loss)
+
+
+@program("latent-without-prior", "the KL divergence is computed and not added", _FORUM)
+def divergence_not_added(is_faulty: bool) -> Task:
+    return variational(None if is_faulty else 1.0)
+
+
+@program("prior-pushed-away", "the KL divergence is subtracted", "Unakar/Logic-RL#58, kind of fault")
+def divergence_subtracted(is_faulty: bool) -> Task:
+    return variational(-1.0 if is_faulty else 1.0)
+
+
+@program("maximized-loss", "the mean logarithm of the probabilities without a minus", _FORUM)
+def likelihood_without_minus(is_faulty: bool) -> Task:
+    def loss(y: Tensor, classes: Tensor) -> Tensor:
+        found = y.log_softmax(1).gather(1, classes[:, None]).mean()
+        return found if is_faulty else -found
+
+    return on_digits(loss)
+
+
+@program("scaled-twice", "logits divided by the temperature in the model and in the loss", _FORUM)
+def temperature_twice(is_faulty: bool) -> Task:
+    return on_digits(lambda y, classes: F.cross_entropy(y / 20 / 20 if is_faulty else y / 20, classes))
+
+
+@program("norm-momentum", "momentum of BatchNorm as in Keras", _FORUM)
+def momentum_of_keras(is_faulty: bool) -> Task:
+    net = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32, momentum=0.99 if is_faulty else 0.01), nn.ReLU())
+    return on_digits(F.cross_entropy, net.append(nn.Linear(32, 10)))
+
+
+def padded(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sequences of 3 to 11 tokens with padding behind them, ``[32, 40]``, their lengths and classes."""
+    generator = random(step)
+    ids = torch.randint(1, 12, (32, 40), generator=generator)
+    lengths = torch.randint(3, 12, (32,), generator=generator)
+    classes = ids[torch.arange(32), lengths - 1] % 4
+    return ids.masked_fill(torch.arange(40) >= lengths[:, None], 0), lengths, classes
+
+
+class LastState(nn.Module):
+    """A classifier of sequences by the output of an LSTM at their end."""
+
+    def __init__(self, is_after_padding: bool) -> None:
+        super().__init__()
+        self.is_after_padding = is_after_padding
+        self.tokens, self.recurrence = nn.Embedding(12, 16, padding_idx=0), nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 4)
+
+    @override
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        states, _ = self.recurrence(self.tokens(ids))
+        last = states[:, -1] if self.is_after_padding else states[torch.arange(len(ids)), lengths - 1]
+        output: Tensor = self.head(last)
+        return output
+
+
+@program("padding-is-read", "the output of an LSTM after the padding", "ray-project/ray#21392")
+def state_after_padding(is_faulty: bool) -> Task:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(net(*batch[:2]), batch[2])
+
+    return Task(LastState(is_faulty), padded, loss, optimizer=adam(3e-3))
+
+
+@program("constant-target", "pairs that all have class 0", _FORUM)
+def class_of_all_pairs(is_faulty: bool) -> Task:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        one, other = (F.normalize(net(batch[0] + 0.3 * torch.randn_like(batch[0])), dim=1) for _ in range(2))
+        places = torch.zeros(len(one), dtype=torch.long) if is_faulty else torch.arange(len(one))
+        return F.cross_entropy(one @ other.T / 0.1, places)
+
+    return Task(stacked(outputs=16), digits, loss)
+
+
+@program("set-back", "old weights are loaded before each step", "TrainCheck (OSDI 25), kind of fault")
+def weights_loaded_again(is_faulty: bool) -> Task:
+    task = Task(stacked())
+    old = copy.deepcopy(task.net.state_dict())
+    task.events = dict.fromkeys(range(task.steps) if is_faulty else (), lambda: task.net.load_state_dict(old))
+    return task
+
+
 # Faults that the findings do not see: their programs are here so that this is known, and noticed when it changes.
 
 

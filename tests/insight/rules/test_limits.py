@@ -291,6 +291,12 @@ def _() -> Iterator[Evidence]:
         yield heads({"max_logit": [10, 20, 60, 70, 80, 90]}, records=records)
 
 
+@cases("set-back")
+def _() -> Iterator[Evidence]:
+    for records in (3, 4):
+        yield case(None, None, weight(rms=1.0, mean=0.1), records=records)
+
+
 @cases("zero-projection")
 def _() -> Iterator[Evidence]:
     joined = {("att", "in_proj_weight"): (48, 16)}

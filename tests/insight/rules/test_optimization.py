@@ -250,6 +250,8 @@ def test_a_weight_that_is_frozen_alone() -> None:
     assert brief(run(None, None, few, graph=graph)) == [("warning", "frozen", "a")]
     biases: dict[str, Values] = {"a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}
     assert brief(run(None, None, biases, graph=graph)) == [("note", "frozen", "a")]
+    norm = with_parameters("b.weight", "a.bias", "a.weight_g", note="frozen")  # as in the head of DINO
+    assert run(None, None, few, graph=norm) == []
 
 
 @pytest.mark.parametrize(

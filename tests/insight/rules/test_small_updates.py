@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_recorder.graph import Edge
-from tests.insight.records import Values, chain, network, run, trained
+from tests.insight.records import Values, brief, chain, network, run, trained
 
 
 def test_a_parameter_that_does_not_move() -> None:
@@ -106,3 +106,15 @@ def test_a_slow_last_layer(slow: tuple[str, ...], factor: float, found: tuple[st
     assert [(each.rule, each.module, each.others) for each in findings] == (
         [] if found is None else [("slow-last-layer", *found)]
     )
+
+
+@pytest.mark.parametrize(
+    ("means", "update", "is_wrong"),
+    [([0.1] * 8, 1e-3, True), ([0.1, 0.1 + 1e-9] * 4, 1e-3, False), ([0.1] * 8, 0.0, False)],
+)
+def test_a_weight_that_is_set_back(means: list[float], update: float, is_wrong: bool) -> None:
+    """A weight whose values are equal in all records, although steps change it, is a finding."""
+    layers = network("fc", "head", fc={**trained("fc", update=update)})
+    layers["fc/weight"] = {**layers["fc/weight"], "mean": means}
+    found = [each for each in brief(run(None, None, layers)) if each[1] == "set-back"]
+    assert found == [("warning", "set-back", "fc")] * is_wrong

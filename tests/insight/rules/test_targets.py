@@ -126,6 +126,17 @@ def test_targets_that_are_all_equal() -> None:
         return F.cross_entropy(y, torch.zeros(8, dtype=torch.long)) + 0 * target.sum()
 
     assert with_targets(discriminated, outputs=3, target=classes, min=0.0, max=0.0) == []
+
+    def of_pairs(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y @ y.T / 0.1, torch.zeros(8, dtype=torch.long)) + 0 * target.sum()
+
+    def of_queue(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y @ torch.randn(8, 3).T, torch.zeros(8, dtype=torch.long)) + 0 * target.sum()
+
+    (found,) = with_targets(of_pairs, outputs=3, target=classes, min=0.0, max=0.0)
+    assert found.rule == "constant-target"
+    assert with_targets(of_pairs, outputs=3, target=classes, min=0.0, max=7.0) == []
+    assert with_targets(of_queue, outputs=3, target=classes, min=0.0, max=0.0) == []
     assert with_targets(F.cross_entropy, outputs=3, target=classes, min=0.0, max=2.0) == []
 
 

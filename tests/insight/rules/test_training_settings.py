@@ -255,3 +255,13 @@ def test_a_dropout_module_in_validation(zeros: float, is_wrong: bool) -> None:
     layers: dict[str, Values] = {"relu": {}, "drop": {}, "fc": {}}
     found = run(layers, None, network("fc"), validation=validation, graph=graph)
     assert brief(found) == [("warning", "dropout-in-evaluation", "drop")] * is_wrong
+
+
+@pytest.mark.parametrize(("names", "is_wrong"), [(("fc",), False), (("fc", "head"), True)])
+def test_a_large_first_step_of_a_linear_model(names: tuple[str, ...], is_wrong: bool) -> None:
+    """A model of a single layer may begin with a large step, as on targets far from zero; a deeper one may not."""
+    fast: Values = {"rms": 0.25, "update_ratio": [0.8, *[0.01] * 7], "learning_rate": 0.1}
+    parameters = {key: each for name in names for key, each in {**trained(name), f"{name}/weight": fast}.items()}
+    layers: dict[str, Values] = {name: {} for name in names}
+    found = [each.rule for each in run(layers, None, parameters, graph=chain(*names))]
+    assert found == ["learning-rate-too-large"] * is_wrong
