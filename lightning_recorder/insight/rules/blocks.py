@@ -24,6 +24,26 @@ from lightning_recorder.insight.rule import GRAPH, rule
 _ANY = ("any",)
 _LINEAR = ("linear", "addmm")
 _PRODUCTS = ("matmul", "bmm")
+_FACTORS = ("other", "scale", "p", "dropout_p")
+_CHANGES = frozenset(
+    (
+        *(
+            "mul",
+            "div",
+            "truediv",
+            "neg",
+            "detach",
+            "zeros_like",
+            "ones_like",
+            "rand_like",
+            "clamp",
+            "round",
+            "dropout",
+        ),
+        *("scaled_dot_product_attention", "sigmoid", "tanh", "relu"),
+    )
+)
+"""The functions that one block alone calls by mistake rather than by design."""
 _FEWEST = 2  # blocks of a stack, and others that must agree
 _MOST = 400  # operations between the projections and the attention, or in the activation of a block
 
@@ -96,14 +116,61 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
             yield replace(found_in(evidence, names[0], verdict), others=tuple(names[1:]))
 
 
-def _between(step: RecordedStep, last: Node, firsts: list[Node]) -> tuple[str, ...]:
+@rule(
+    "odd-attention",
+    statistic="functions and factors between the projections and the attention of the blocks of a stack",
+    usual="the same in all blocks",
+    why="The queries, keys, values or scores of this block are changed: a factor, a dropout or a detach.",
+    next="Compare the attention of this block with that of the others.",
+    false_alarms="A block that has or lacks other functions, such as one without rotary positions, may be a design, "
+    "and is a note. All others must agree.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(
+        ("unlike-siblings", "scale-jump", "odd-block", "attention-collapse", "one-hot-heads", "gradient-stops"), _ANY
+    ),
+    is_lasting=True,
+)
+def odd_attention(evidence: Evidence) -> Iterator[Finding]:
+    """Yield an attention that treats queries, keys, values or scores in another way than all others of its stack."""
+    step = step_of(evidence)
+    families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
+    for last, projections in _stacked(step):
+        functions = _between(step, last, projections, with_factors=True)
+        own = _factors_of(last)
+        families.setdefault(family_of(step.owner(last)), []).append((last, (*functions, *own)))
+    for members in families.values():
+        counts = Counter(tuple(sorted(functions)) for _, functions in members)
+        usual, count = counts.most_common(1)[0]
+        odd = [(last, Counter(functions)) for last, functions in members if tuple(sorted(functions)) != usual]
+        if len(odd) != 1 or count < _FEWEST:
+            continue
+        last, functions_of_odd = odd[0]
+        more, fewer = functions_of_odd - Counter(usual), Counter(usual) - functions_of_odd
+        words = [f"{title} {', '.join(sorted(each))}" for title, each in (("has", more), ("lacks", fewer)) if each]
+        verdict = f"the attention of {step.owner(last)} {' and '.join(words)}, unlike that of the {count} other blocks"
+        found = found_in(evidence, step.owner(last), verdict)
+        is_change = all(each.partition(" ")[0] in _CHANGES for each in (*more, *fewer))
+        yield found if is_change else replace(found, severity="note")
+
+
+def _factors_of(node: Node) -> tuple[str, ...]:
+    """Return the name of a function with its factor and its probability, as far as it has them."""
+    given = dict(node.arguments)
+    shown = [f"{name} {given[name]}" for name in _FACTORS if name in given]
+    name = node.name.strip("_")
+    return (" ".join([name, *shown]),) if name in _CHANGES or shown else (name,)
+
+
+def _between(step: RecordedStep, last: Node, firsts: list[Node], *, with_factors: bool = False) -> tuple[str, ...]:
     """Return the functions between the first linear layers and the last one, but for changes of the shape."""
     found: dict[int, str] = {}
     todo, begins = [last], {each.id for each in firsts}
     while todo and len(found) < _MOST:
         for source in step.sources(todo.pop()):
             if source.kind == "op" and source.id not in begins and source.id not in found:
-                found[source.id] = "" if keeps_values(source) else source.name.strip("_")
+                is_dropout = with_factors and "dropout" in source.name
+                own = _factors_of(source)[0] if with_factors else source.name.strip("_")
+                found[source.id] = own if is_dropout or not keeps_values(source) else ""
                 todo.append(source)
     return tuple(name for _, name in sorted(found.items()) if name)
 

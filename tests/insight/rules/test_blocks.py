@@ -15,20 +15,24 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Finding
 from tests.insight.records import Examination
 
-OWN = ("no-residual", "odd-activation")
+OWN = ("no-residual", "odd-activation", "odd-attention")
 
 
 class Attention(nn.Module):
     def __init__(self, is_fused: bool) -> None:
         super().__init__()
         self.qkv, self.out, self.is_fused = nn.Linear(16, 48), nn.Linear(16, 16), is_fused
+        self.scale = 8**-0.5
+        self.change: Callable[[Tensor], Tensor] = nn.Identity()
+        self.change_scores: Callable[[Tensor], Tensor] = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k = self.change(q), self.change(k)
         if self.is_fused:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         else:
-            mixed = (q @ k.mT * 8**-0.5).softmax(-1) @ v
+            mixed = self.change_scores(q @ k.mT * self.scale).softmax(-1) @ v
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -163,3 +167,51 @@ def test_two_kinds_of_activations_are_a_design() -> None:
     for block in model.blocks[1::2]:  # type: ignore[attr-defined]  # a list
         block.mlp.act = copy.deepcopy(nn.ReLU())
     assert found(model) == []
+
+
+CHANGES: dict[str, Callable[[Attention], None]] = {
+    "scale": lambda attention: setattr(attention, "scale", 1.0),
+    "factor": lambda attention: setattr(attention, "change", _Times()),
+    "detached": lambda attention: setattr(attention, "change", _Detached()),
+    "dropout": lambda attention: setattr(attention, "change_scores", nn.Dropout(0.5)),
+}
+
+
+class _Times(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 10
+
+
+class _Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class _Turned(nn.Module):
+    """Positions that are turned into the queries and keys."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[-2])[:, None].float()
+        return x * angle.cos() + torch.cat([-x[..., 4:], x[..., :4]], -1) * angle.sin()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_attention_with_changed_scores_is_named(kind: str, change: str) -> None:
+    """A factor, a detach or a dropout in one block is named; a dropout of scores where they are no part of a kernel."""
+    model = Model(**KINDS[kind])
+    CHANGES[change](model.blocks[1].attn)  # type: ignore[arg-type]  # of a Block
+    if change == "dropout" and KINDS[kind]["is_fused"]:
+        assert found(model) == []
+        return
+    (finding,) = found(model)
+    assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", False)
+
+
+def test_a_block_without_rotary_positions_is_a_note() -> None:
+    """Some designs leave out the positions in single blocks."""
+    model = Model(**PRE)
+    for block in [model.blocks[0], *model.blocks[2:]]:  # type: ignore[misc]  # a list
+        block.attn.change = _Turned()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", True)
