@@ -44,6 +44,7 @@ _CHANGES = frozenset(
     )
 )
 """The functions that one block alone calls by mistake rather than by design."""
+_MOST_LISTED = 3
 _FEWEST = 2  # blocks of a stack, and others that must agree
 _MOST = 400  # operations between the projections and the attention, or in the activation of a block
 
@@ -146,17 +147,22 @@ def odd_attention(evidence: Evidence) -> Iterator[Finding]:
             continue
         last, functions_of_odd = odd[0]
         more, fewer = functions_of_odd - Counter(usual), Counter(usual) - functions_of_odd
-        words = [f"{title} {', '.join(sorted(each))}" for title, each in (("has", more), ("lacks", fewer)) if each]
+        words = [f"{title} {_listed(sorted(each))}" for title, each in (("has", more), ("lacks", fewer)) if each]
         verdict = f"the attention of {step.owner(last)} {' and '.join(words)}, unlike that of the {count} other blocks"
         found = found_in(evidence, step.owner(last), verdict)
         is_change = all(each.partition(" ")[0] in _CHANGES for each in (*more, *fewer))
         yield found if is_change else replace(found, severity="note")
 
 
+def _listed(functions: list[str]) -> str:
+    more = f" and {len(functions) - _MOST_LISTED} other functions" if len(functions) > _MOST_LISTED else ""
+    return ", ".join(functions[:_MOST_LISTED]) + more
+
+
 def _factors_of(node: Node) -> tuple[str, ...]:
     """Return the name of a function with its factor and its probability, as far as it has them."""
     given = dict(node.arguments)
-    shown = [f"{name} {given[name]}" for name in _FACTORS if name in given]
+    shown = [f"{name}={given[name]}" for name in _FACTORS if name in given]
     name = node.name.strip("_")
     return (" ".join([name, *shown]),) if name in _CHANGES or shown else (name,)
 
