@@ -791,10 +791,10 @@ def dies_1(folder: Path) -> None:
 # Tests.
 
 HEALTHY = (
-    "merged", "noise", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted",
+    "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted",
     "resumed", "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction",
     "local_reduction", "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0",
-    "broken_reset_1", "ddp", "user_reductions", "sharded_channels",
+    "broken_reset_1", "ddp", "user_reductions", "sharded_channels", "noise",
 )  # fmt: skip
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 

@@ -3,6 +3,7 @@
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.rules import (
     attention,
+    blocks,
     classes,
     comparisons,
     experts,
@@ -39,6 +40,7 @@ _FILES = (
     operations,
     targets,
     attention,
+    blocks,
     experts,
     training_settings,
     training_step,

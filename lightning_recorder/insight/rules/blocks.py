@@ -1,0 +1,321 @@
+"""Rules about the blocks of a transformer, as the recorded graph has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Node
+from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.parts import family_of
+from lightning_recorder.insight.recorded_step import (
+    ATTENTION,
+    RecordedStep,
+    found_in,
+    is_attention,
+    keeps_values,
+    shape_of,
+    step_of,
+)
+from lightning_recorder.insight.rule import GRAPH, rule
+
+_ANY = ("any",)
+_LINEAR = ("linear", "addmm")
+_PRODUCTS = ("matmul", "bmm")
+_FACTORS = ("other", "scale", "p", "dropout_p")
+_CHANGES = frozenset(
+    (
+        *(
+            "mul",
+            "div",
+            "truediv",
+            "neg",
+            "detach",
+            "zeros_like",
+            "ones_like",
+            "rand_like",
+            "clamp",
+            "round",
+            "dropout",
+        ),
+        *("scaled_dot_product_attention", "sigmoid", "tanh", "relu"),
+    )
+)
+"""The functions that one block alone calls by mistake rather than by design."""
+_MOST_LISTED = 3
+_FEWEST = 2  # blocks of a stack, and others that must agree
+_MOST = 400  # operations between the projections and the attention, or in the activation of a block
+
+
+@rule(
+    "no-residual",
+    statistic="operations that read the input of an attention or of a feed-forward layer",
+    usual="the layer itself, and the sum of its input and its output",
+    why="The residual connection around the layer is missing.",
+    next="Add the input of the layer to its output.",
+    false_alarms="Only attention of a sequence to itself in at least two layers of a stack, and feed-forward layers of "
+    "the same stack, are examined.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(
+        ("unlike-siblings", "scale-jump", "block-trend", "vanishing-gradient", "attention-collapse", "odd-block"), _ANY
+    ),
+    is_lasting=True,
+)
+def no_residual(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the layers of a transformer whose input goes nowhere but through the layer."""
+    step = step_of(evidence)
+    stacked = _stacked(step)
+    if not stacked:
+        return
+    parts = [("attention", layer, projections) for layer, projections in stacked]
+    first = min(projection.id for _, projections in stacked for projection in projections)
+    layers = _feed_forward(step, _widths(stacked))
+    parts += [("feed-forward layer", last, firsts) for last, firsts in layers if firsts[0].id > first]
+    found: dict[str, list[Node]] = {}
+    for kind, last, projections in parts:
+        if not _has_bypass(step, last, projections):
+            found.setdefault(kind, []).append(last)
+    for kind, lasts in found.items():
+        names = [step.owner(each) for each in lasts]
+        verdict = f"there is no residual connection around the {kind} {names[0]}: nothing else reads its input"
+        yield replace(found_in(evidence, names[0], verdict, layers=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+@rule(
+    "odd-activation",
+    statistic="functions between the linear layers of the feed-forward layers of a stack",
+    usual="the same in all blocks, and another activation than a sigmoid, which only gates",
+    why="The activation of this block was replaced, or is a sigmoid, whose outputs are all positive and whose "
+    "gradient is at most 1/4.",
+    next="Use the activation of the other blocks, such as GELU.",
+    false_alarms="Stacks that mix activations on purpose: all others must agree. A sigmoid that is multiplied with "
+    "another tensor is a gate.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("unlike-siblings", "scale-jump", "odd-block", "narrow-range", "saturation"), _ANY),
+    is_lasting=True,
+)
+def odd_activation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a feed-forward layer with another activation than all others of its stack, and a stack of sigmoids."""
+    step = step_of(evidence)
+    stacked = _stacked(step)
+    families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
+    for last, firsts in _feed_forward(step, _widths(stacked)) if stacked else ():
+        families.setdefault(family_of(step.owner(last)), []).append((last, _between(step, last, firsts)))
+    for members in families.values():
+        usual, count = Counter(functions for _, functions in members).most_common(1)[0]
+        odd = [each for each in members if each[1] != usual]
+        sigmoid = [each for each in members if _is_sigmoid(each[1])]
+        if len(odd) == 1 and count >= _FEWEST:
+            last, functions = odd[0]
+            name, others = step.owner(last), f"{_named(usual)} in the {count} other blocks"
+            yield found_in(evidence, name, f"the activation before {name} is {_named(functions)}, and {others}")
+        elif len(sigmoid) == len(members):
+            names = [step.owner(last) for last, _ in members]
+            verdict = f"the activation before {names[0]} is a sigmoid, as in all {len(names)} blocks"
+            yield replace(found_in(evidence, names[0], verdict), others=tuple(names[1:]))
+
+
+@rule(
+    "odd-attention",
+    statistic="functions and factors between the projections and the attention of the blocks of a stack",
+    usual="the same in all blocks",
+    why="The queries, keys, values or scores of this block are changed: a factor, a dropout or a detach.",
+    next="Compare the attention of this block with that of the others.",
+    false_alarms="A block that has or lacks other functions, such as one without rotary positions, may be a design, "
+    "and is a note. All others must agree.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(
+        ("unlike-siblings", "scale-jump", "odd-block", "attention-collapse", "one-hot-heads", "gradient-stops"), _ANY
+    ),
+    is_lasting=True,
+)
+def odd_attention(evidence: Evidence) -> Iterator[Finding]:
+    """Yield an attention that treats queries, keys, values or scores in another way than all others of its stack."""
+    step = step_of(evidence)
+    families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
+    for last, projections in _stacked(step):
+        functions = _between(step, last, projections, with_factors=True)
+        own = _factors_of(last)
+        families.setdefault(family_of(step.owner(last)), []).append((last, (*functions, *own)))
+    for members in families.values():
+        counts = Counter(tuple(sorted(functions)) for _, functions in members)
+        usual, count = counts.most_common(1)[0]
+        odd = [(last, Counter(functions)) for last, functions in members if tuple(sorted(functions)) != usual]
+        if len(odd) != 1 or count < _FEWEST:
+            continue
+        last, functions_of_odd = odd[0]
+        more, fewer = functions_of_odd - Counter(usual), Counter(usual) - functions_of_odd
+        words = [f"{title} {_listed(sorted(each))}" for title, each in (("has", more), ("lacks", fewer)) if each]
+        verdict = f"the attention of {step.owner(last)} {' and '.join(words)}, unlike that of the {count} other blocks"
+        found = found_in(evidence, step.owner(last), verdict)
+        is_change = all(each.partition(" ")[0] in _CHANGES for each in (*more, *fewer))
+        yield found if is_change else replace(found, severity="note")
+
+
+def _listed(functions: list[str]) -> str:
+    more = f" and {len(functions) - _MOST_LISTED} other functions" if len(functions) > _MOST_LISTED else ""
+    return ", ".join(functions[:_MOST_LISTED]) + more
+
+
+def _factors_of(node: Node) -> tuple[str, ...]:
+    """Return the name of a function with its factor and its probability, as far as it has them."""
+    given = dict(node.arguments)
+    shown = [f"{name}={given[name]}" for name in _FACTORS if name in given]
+    name = node.name.strip("_")
+    return (" ".join([name, *shown]),) if name in _CHANGES or shown else (name,)
+
+
+def _between(step: RecordedStep, last: Node, firsts: list[Node], *, with_factors: bool = False) -> tuple[str, ...]:
+    """Return the functions between the first linear layers and the last one, but for changes of the shape."""
+    found: dict[int, str] = {}
+    todo, begins = [last], {each.id for each in firsts}
+    while todo and len(found) < _MOST:
+        for source in step.sources(todo.pop()):
+            if source.kind == "op" and source.id not in begins and source.id not in found:
+                is_dropout = with_factors and "dropout" in source.name
+                own = _factors_of(source)[0] if with_factors else source.name.strip("_")
+                found[source.id] = own if is_dropout or not keeps_values(source) else ""
+                todo.append(source)
+    return tuple(name for _, name in sorted(found.items()) if name)
+
+
+def _is_sigmoid(functions: tuple[str, ...]) -> bool:
+    return len(functions) == 1 and functions[0] in ("sigmoid", "special_expit", "expit")
+
+
+def _named(functions: tuple[str, ...]) -> str:
+    """Return the functions in words; of a formula, its transcendental functions."""
+    shown = [each for each in functions if each not in ("mul", "add", "pow", "sub", "div")] or list(functions)
+    return " and ".join(shown) if shown else "missing"
+
+
+def _stacked(step: RecordedStep) -> list[tuple[Node, list[Node]]]:
+    """Return the attention layers of stacks, with their projections."""
+    layers = list(_attention_layers(step))
+    counts = Counter(family_of(step.owner(layer)) for layer, _ in layers)
+    return [each for each in layers if counts[family_of(step.owner(each[0]))] >= _FEWEST]
+
+
+def _widths(stacked: list[tuple[Node, list[Node]]]) -> set[int]:
+    """Return the numbers of features that the attention layers take."""
+    return {(shape_of(each[0], _place_of_input(each[0])) or (0,))[-1] for _, each in stacked}
+
+
+def _attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield each attention of a sequence to itself, and the linear layers that make queries, keys and values.
+
+    The attention is the fused function, or the product with the values.
+    """
+    for node in step.operations:
+        if node.name == ATTENTION:
+            shapes = [shape_of(node, place) for place in (0, 1)]
+            if None in shapes or shapes[0][-2:] != shapes[1][-2:]:  # type: ignore[index]  # not None
+                continue
+            last = node
+        elif node.name == "softmax" and is_attention(shape_of(node)):
+            readers = [each for each in step.readers(node) if each.name in _PRODUCTS]
+            if len(readers) != 1:
+                continue
+            last = readers[0]
+        else:
+            continue
+        projections = _linears_before(step, last)
+        inputs = {_stream(step, each).id for each in projections}
+        if projections and len(inputs) == 1:
+            yield last, projections
+
+
+def _linears_before(step: RecordedStep, last: Node) -> list[Node]:
+    """Return the linear layers that an operation depends on directly, in the order of execution."""
+    found: dict[int, Node] = {}
+    seen: set[int] = set()
+    todo = [last]
+    while todo and len(seen) < _MOST:
+        for source in step.sources(todo.pop()):
+            if source.kind != "op" or source.id in seen:
+                continue
+            seen.add(source.id)
+            if source.name in _LINEAR:
+                found[source.id] = source
+            else:
+                todo.append(source)
+    return [found[each] for each in sorted(found)]
+
+
+def _place_of_input(linear: Node) -> int:
+    return 1 if linear.name == "addmm" else 0
+
+
+def _stream(step: RecordedStep, linear: Node) -> Node:
+    """Return the node that a linear layer reads, behind changes of the shape."""
+    sources = [each for each in step.sources(linear) if each.kind != "parameter"]
+    return step.made_by(sources[0]) if sources else linear
+
+
+def _feed_forward(step: RecordedStep, widths: Collection[int]) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield the last linear layer of each feed-forward layer of a stack, and the first ones.
+
+    The last one returns as many features as the first ones take, and fewer than there are between them.
+    """
+    found: dict[str, list[tuple[Node, list[Node]]]] = {}
+    for node in step.operations:
+        if node.name not in _LINEAR or not node.outputs:
+            continue
+        outer, inner = node.outputs[0].shape[-1], (shape_of(node, _place_of_input(node)) or (0,))[-1]
+        firsts = _linears_before(step, node) if outer in widths and inner > outer else []
+        inputs = {_stream(step, each).id for each in firsts}
+        takes = {(shape_of(each, _place_of_input(each)) or (0,))[-1] for each in firsts}
+        if len(inputs) == 1 and takes == {outer}:
+            found.setdefault(family_of(step.owner(node)), []).append((node, firsts))
+    for pairs in found.values():
+        if len(pairs) >= _FEWEST:
+            yield from pairs
+
+
+def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool:
+    """Return True if what the projections read, before a normalization, is also read by something behind the layer."""
+    node = _stream(step, projections[0])
+    for _ in range(_MOST):
+        if node.kind != "op" or _goes_beyond(step, node, last):
+            return True
+        inner = _before_norm(step, node)
+        if inner is None:
+            return False
+        node = inner
+    return True
+
+
+def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
+    """Return True if an operation that depends on a node, but not through the last one, runs after that."""
+    seen = {node.id}
+    todo = [node]
+    while todo:
+        for user in step.users(todo.pop()):
+            if user.id > last.id:
+                return True
+            if user.id not in seen and user.id != last.id:
+                seen.add(user.id)
+                todo.append(user)
+    return False
+
+
+def _before_norm(step: RecordedStep, node: Node) -> Node | None:
+    """Return what a normalization, or a change of the shape, reads; None for another operation."""
+    owner = None if node.parent is None else step.graph[node.parent]
+    if owner is not None and "norm" in owner.type_name.lower() and node.name not in ("layer_norm", "rms_norm"):
+        inside, todo = {node.id}, [node]
+        outside: list[Node] = []
+        while todo:
+            for source in step.sources(todo.pop()):
+                if source.kind == "op" and source.parent == node.parent and source.id not in inside:
+                    inside.add(source.id)
+                    todo.append(source)
+                elif source.kind == "op" and source.parent != node.parent:
+                    outside.append(source)
+        return outside[0] if outside else None
+    if node.name in ("layer_norm", "rms_norm") or keeps_values(node):
+        sources = [each for each in step.sources(node) if each.kind == "op"]
+        return sources[0] if sources else None
+    return None

@@ -1,0 +1,217 @@
+"""Rules about the blocks of transformers: missing residual connections, and activations unlike those of the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.insight import Finding
+from tests.insight.records import Examination
+
+OWN = ("no-residual", "odd-activation", "odd-attention")
+
+
+class Attention(nn.Module):
+    def __init__(self, is_fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.is_fused = nn.Linear(16, 48), nn.Linear(16, 16), is_fused
+        self.scale = 8**-0.5
+        self.change: Callable[[Tensor], Tensor] = nn.Identity()
+        self.change_scores: Callable[[Tensor], Tensor] = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k = self.change(q), self.change(k)
+        if self.is_fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        else:
+            mixed = self.change_scores(q @ k.mT * self.scale).softmax(-1) @ v
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, is_gated: bool) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(16, 32), nn.Linear(16, 32) if is_gated else None
+        self.down, self.act = nn.Linear(32, 16), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.up(x))
+        out: Tensor = self.down(inner if self.gate is None else inner * self.gate(x))
+        return out
+
+
+class Block(nn.Module):
+    """A block with the normalizations before or behind its layers."""
+
+    def __init__(self, is_pre: bool, is_fused: bool, is_gated: bool, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.attn, self.mlp, self.is_pre = Attention(is_fused), FeedForward(is_gated), is_pre
+        self.norm1, self.norm2 = norm(16), norm(16)
+        self.adds = {"attn": True, "mlp": True}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, norm in (("attn", self.norm1), ("mlp", self.norm2)):
+            layer = getattr(self, name)
+            out = layer(norm(x) if self.is_pre else x)
+            x = x + out if self.adds[name] else out
+            x = x if self.is_pre else norm(x)
+        return x
+
+
+class Written(nn.Module):
+    """A root mean square norm that is written out."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class WrittenRMSNorm(Written):
+    """The same, with a name that says so."""
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.blocks = nn.ModuleList([Block(**options) for _ in range(blocks)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+PRE: dict[str, Any] = {"is_pre": True, "is_fused": True, "is_gated": False, "norm": nn.LayerNorm}
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt": PRE,
+    "bert": {**PRE, "is_pre": False, "is_fused": False},
+    "llama": {**PRE, "is_gated": True, "norm": WrittenRMSNorm},
+}
+
+
+def found(model: nn.Module) -> list[Finding]:
+    examination = Examination(capture_graph(model, torch.arange(20).reshape(2, 10) % 11))
+    return [each for each in examination.findings() if each.rule in OWN]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_healthy_blocks_are_silent(kind: str) -> None:
+    """Residual connections are seen around normalizations before or behind a layer, also if they are written out."""
+    assert found(Model(**KINDS[kind])) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("layer", "module"), [("attn", "blocks.1.attn"), ("mlp", "blocks.1.mlp.down")])
+def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: str) -> None:
+    """One layer whose input nothing else reads is named."""
+    model = Model(**KINDS[kind])
+    model.blocks[1].adds[layer] = False  # type: ignore[operator,index]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module, finding.others) == ("no-residual", module, ())
+
+
+def test_a_stack_without_residual_connections_is_one_finding() -> None:
+    """If no block has the connection, the first is named, with the others."""
+    model = Model(blocks=2, **PRE)
+    for block in model.blocks:
+        block.adds["attn"] = False  # type: ignore[operator,index]  # of a Block
+    (finding,) = found(model)
+    assert (finding.module, finding.others) == ("blocks.0.attn", ("blocks.1.attn",))
+
+
+def test_attention_of_one_layer_is_not_examined() -> None:
+    """A single attention without a residual connection may pool a sequence."""
+    model = Model(blocks=1, **PRE)
+    model.blocks[0].adds["attn"] = False  # type: ignore[operator,index]  # of a Block
+    assert found(model) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", [nn.Sigmoid, nn.Identity])
+def test_another_activation_is_named(kind: str, act: Callable[[], nn.Module]) -> None:
+    """One block with another activation than the three others is named, also without any."""
+    model = Model(**KINDS[kind])
+    model.blocks[2].mlp.act = act()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module) == ("odd-activation", "blocks.2.mlp.down")
+
+
+def test_a_sigmoid_in_all_blocks_is_found_unless_it_is_a_gate() -> None:
+    """A sigmoid is no activation of a feed-forward layer, but the gate of a gated one may be."""
+    models = [Model(blocks=2, **KINDS[kind]) for kind in ("gpt", "llama")]
+    for model in models:
+        for block in model.blocks:
+            block.mlp.act = nn.Sigmoid()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(models[0])
+    assert (finding.module, finding.others) == ("blocks.0.mlp.down", ("blocks.1.mlp.down",))
+    assert found(models[1]) == []
+
+
+def test_two_kinds_of_activations_are_a_design() -> None:
+    """With two of each kind, nothing is odd."""
+    model = Model(**PRE)
+    for block in model.blocks[1::2]:  # type: ignore[attr-defined]  # a list
+        block.mlp.act = copy.deepcopy(nn.ReLU())
+    assert found(model) == []
+
+
+CHANGES: dict[str, Callable[[Attention], None]] = {
+    "scale": lambda attention: setattr(attention, "scale", 1.0),
+    "factor": lambda attention: setattr(attention, "change", _Times()),
+    "detached": lambda attention: setattr(attention, "change", _Detached()),
+    "dropout": lambda attention: setattr(attention, "change_scores", nn.Dropout(0.5)),
+}
+
+
+class _Times(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 10
+
+
+class _Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class _Turned(nn.Module):
+    """Positions that are turned into the queries and keys."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[-2])[:, None].float()
+        return x * angle.cos() + torch.cat([-x[..., 4:], x[..., :4]], -1) * angle.sin()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_attention_with_changed_scores_is_named(kind: str, change: str) -> None:
+    """A factor, a detach or a dropout in one block is named; a dropout of scores where they are no part of a kernel."""
+    model = Model(**KINDS[kind])
+    CHANGES[change](model.blocks[1].attn)  # type: ignore[arg-type]  # of a Block
+    if change == "dropout" and KINDS[kind]["is_fused"]:
+        assert found(model) == []
+        return
+    (finding,) = found(model)
+    assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", False)
+
+
+def test_a_block_without_rotary_positions_is_a_note() -> None:
+    """Some designs leave out the positions in single blocks."""
+    model = Model(**PRE)
+    for block in [model.blocks[0], *model.blocks[2:]]:  # type: ignore[misc]  # a list
+        block.attn.change = _Turned()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", True)
