@@ -30,6 +30,7 @@ from lightning_recorder.insight.data_facts import (
     RankFacts,
     ValidationFacts,
 )
+from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.loaders import (
     WATCHED,
     base_rows,
@@ -538,10 +539,9 @@ def _common_rows(training: object, validation: object) -> tuple[int, int]:
 
 def _versions(batch: Any) -> int | None:
     """Return the number of times that torch has written to the tensors of a batch; None if it is not counted."""
-    try:
-        return sum(each._version for _, each in iter_tensors(batch, unknown=ignore_unknown)) + 1
-    except RuntimeError:  # a tensor of inference mode
-        return None
+    found = versions_of([each for _, each in iter_tensors(batch, unknown=ignore_unknown)])
+    known = [each for each in found if each is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _places(batch: Any) -> tuple[int, ...]:
