@@ -164,7 +164,8 @@ def test_a_sigmoid_in_all_blocks_is_found_unless_it_is_a_gate() -> None:
 def test_two_kinds_of_activations_are_a_design() -> None:
     """With two of each kind, nothing is odd."""
     model = Model(**PRE)
-    for block in model.blocks[1::2]:  # type: ignore[attr-defined]  # a list
+    blocks: Any = model.blocks
+    for block in blocks[1::2]:
         block.mlp.act = copy.deepcopy(nn.ReLU())
     assert found(model) == []
 
@@ -211,7 +212,8 @@ def test_one_attention_with_changed_scores_is_named(kind: str, change: str) -> N
 def test_a_block_without_rotary_positions_is_a_note() -> None:
     """Some designs leave out the positions in single blocks."""
     model = Model(**PRE)
-    for block in [model.blocks[0], *model.blocks[2:]]:  # type: ignore[misc]  # a list
-        block.attn.change = _Turned()  # type: ignore[union-attr]  # of a Block
+    blocks: Any = model.blocks
+    for block in [blocks[0], *blocks[2:]]:
+        block.attn.change = _Turned()
     (finding,) = found(model)
     assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", True)
