@@ -44,6 +44,8 @@ _CHANGES = frozenset(
     )
 )
 """The functions that one block alone calls by mistake rather than by design."""
+_MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout")
+"""The functions that move values to other places, such as into windows, or drop some."""
 _MOST_LISTED = 3
 _FEWEST = 2  # blocks of a stack, and others that must agree
 _MOST = 400  # operations between the projections and the attention, or in the activation of a block
@@ -302,7 +304,7 @@ def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
 
 
 def _before_norm(step: RecordedStep, node: Node) -> Node | None:
-    """Return what a normalization, or a change of the shape, reads; None for another operation."""
+    """Return what a normalization, or a change of places or shape, reads; None for another operation."""
     owner = None if node.parent is None else step.graph[node.parent]
     if owner is not None and "norm" in owner.type_name.lower() and node.name not in ("layer_norm", "rms_norm"):
         inside, todo = {node.id}, [node]
@@ -315,7 +317,7 @@ def _before_norm(step: RecordedStep, node: Node) -> Node | None:
                 elif source.kind == "op" and source.parent != node.parent:
                     outside.append(source)
         return outside[0] if outside else None
-    if node.name in ("layer_norm", "rms_norm") or keeps_values(node):
+    if node.name in ("layer_norm", "rms_norm", *_MOVES) or keeps_values(node):
         sources = [each for each in step.sources(node) if each.kind == "op"]
         return sources[0] if sources else None
     return None

@@ -114,6 +114,23 @@ def test_healthy_blocks_are_silent(kind: str) -> None:
     assert found(Model(**KINDS[kind])) == []
 
 
+class Rolled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(2, 1)
+
+
+def test_shifted_windows_hide_no_residual_connection() -> None:
+    """Values that are moved to other places before the projections, as in a Swin, still come from the same tensor."""
+    model = Model(**PRE)
+    for block in model.blocks:
+        block.norm1 = nn.Sequential(nn.LayerNorm(16), Rolled())
+    assert found(model) == []
+    blocks: Any = model.blocks
+    blocks[1].adds["attn"] = False
+    (finding,) = found(model)
+    assert (finding.rule, finding.module) == ("no-residual", "blocks.1.attn")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layer", "module"), [("attn", "blocks.1.attn"), ("mlp", "blocks.1.mlp.down")])
 def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: str) -> None:
