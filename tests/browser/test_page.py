@@ -35,11 +35,12 @@ def test_the_images_tab_shows_the_graph(page: Page, address: str) -> None:
     assert shown[0] / shown[1] == pytest.approx(natural[0] / natural[1], rel=0.02)
 
 
-def test_the_page_is_grouped_by_kind(page: Page, address: str) -> None:
-    """In the time series there is one group for activations, one for gradients and one for the graph."""
+def test_the_page_has_one_group_for_the_recorders(page: Page, address: str) -> None:
+    """In the time series, all tags of the recorders are in one group."""
     page.goto(f"{address}/#timeseries")
+    expect(page.locator("metrics-card-group-toolbar", has_text="z_recorder").first).to_be_visible(timeout=60_000)
     for group in ("activations", "gradients", "graph"):
-        expect(page.locator("metrics-card-group-toolbar", has_text=group).first).to_be_visible(timeout=60_000)
+        expect(page.locator("metrics-card-group-toolbar", has_text=group)).to_have_count(0)
 
 
 def test_the_graphs_tab_opens_module_calls(page: Page, address: str) -> None:

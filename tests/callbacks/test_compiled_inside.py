@@ -243,6 +243,7 @@ def test_calls_of_a_shared_block_are_kept_apart(how: str, tmp_path: Path) -> Non
         model, sink = stacked(how), MemorySink()
         model.stack.shared = True
         options: dict[str, Any] = {"compiled": stance, "every_n_train_steps": 3, "strict": True, "sinks": [sink]}
+        options["outputs"] = Outputs(plots=False, curves="all")
         recorder = ActivationRecorder(per_call=True, tensors=["inputs", "outputs"], **options)
         train(model, model, tmp_path / stance, [recorder])
         found.append(sink.scalars)

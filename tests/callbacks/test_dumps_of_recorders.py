@@ -326,7 +326,7 @@ def test_tensorboard_has_a_table(tmp_path: Path) -> None:
     trainer = fit(Classifier(), tmp_path, [recorder(every_n_train_steps=3, outputs=Outputs(upload=True))])
     accumulator = EventAccumulator(f"{trainer.log_dir}/recorder", size_guidance={"tensors": 0})
     accumulator.Reload()
-    found = accumulator.Tensors("recorder/activations/dumps/text_summary")
+    found = accumulator.Tensors("z_recorder/activations/dumps/text_summary")
     assert [event.step for event in found] == [0, 2, 5]
     rows = found[-1].tensor_proto.string_val[0].decode().splitlines()[2:]
     lines = lines_of(Path(str(trainer.log_dir)) / "recorder")

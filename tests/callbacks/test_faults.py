@@ -333,7 +333,8 @@ def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small, tmp_path: Path) -> None:
     """If a module cannot be recorded, a warning names it, and the callback records the others."""
     sink, models = MemorySink(), list[Small]()
-    warned = warnings_by(lambda: models.append(trained(tmp_path, [made(failing_site, sink, reduce="step")])))
+    recorder = made(failing_site, sink, reduce="step", outputs=Outputs(plots=False, curves="all"))
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [recorder])))
     site = SITES[failing_site]
     assert len(warned) == 1
     assert f"{site.path!r}" in warned[0]
