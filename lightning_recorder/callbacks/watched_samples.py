@@ -74,7 +74,7 @@ _FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
 _COMPARED_SAMPLES = 16  # of a step
-_CHECKED = 32  # batches of an epoch that are looked at again after their step
+_CHECKED = 64  # batches of a run that are looked at again after their step
 _WIDE = 4  # values of a sample from which on a tensor is an input
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -133,6 +133,7 @@ class WatchedSamples:
         self._rank_epoch: EpochOfRanks | None = None
         self._ended_epochs = 0
         self._seen, self._passed = Sketch(), 0  # the samples of all epochs, if all are whole
+        self._checked = 0
         self._before_step: tuple[np.ndarray[Any, Any], int] | None = None
         self._draws: DrawFacts | None = None
         self._drawn: dict[str, tuple[int, ...]] = {}  # the states of the epoch before, by the source
@@ -264,7 +265,7 @@ class WatchedSamples:
             self._transfer(different_values(batch), self._add_values)
         numbers = self._numbers(batch)
         self._transfer(numbers, partial(self._add, epoch, step, known, worker))
-        if numbers is not None and numbers.is_cpu and epoch.checked < _CHECKED:
+        if numbers is not None and numbers.is_cpu and self._checked < _CHECKED:
             self._look_ahead(epoch, batch, numbers.numpy())
         if self._batches >= self._next_look:
             self._next_look = self._batches * _GROWTH
@@ -287,6 +288,7 @@ class WatchedSamples:
     def _look_ahead(self, epoch: EpochSamples, batch: Any, numbers: np.ndarray[Any, Any]) -> None:
         """Note what is in a batch before its step, and look whether the next one was already written over it."""
         epoch.checked += 1
+        self._checked += 1
         versions = _versions(batch)
         if versions is not None:
             self._before_step = numbers[0], versions

@@ -722,7 +722,7 @@ def test_tensorboard_has_a_table(loggers: Sequence[Callable[[Path], Any]], tmp_p
     )
     accumulator = EventAccumulator(f"{trainer.loggers[0].log_dir}/recorder", size_guidance={"tensors": 0})
     accumulator.Reload()
-    found = accumulator.Tensors("recorder/tensors/dumps/text_summary")
+    found = accumulator.Tensors("z_recorder/tensors/dumps/text_summary")
     assert [event.step for event in found] == [0, 2, 5]
     table = found[-1].tensor_proto.string_val[0].decode()
     sizes = {line["step"]: line["bytes"] for line in lines_of(trainer)}

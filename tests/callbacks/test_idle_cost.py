@@ -80,8 +80,9 @@ class CallCounter(Callback):
         (partial(ActivationRecorder, outputs=UNWATCHED), 8, 4),
         (partial(GradientRecorder, outputs=UNWATCHED), 8, 4),
         (partial(ParameterRecorder, outputs=UNWATCHED), 8, 4),
-        # 70 of the calls, and those of the first validation, identify samples. This ends if it takes 0.1 % of the time.
-        (StepWatch, 150, 30),
+        # 120 of the calls, and those of the first validation, identify samples. 50 of them end after 64 batches, the
+        # others if they take 0.1 % of the time.
+        (StepWatch, 200, 35),
         (TensorDumper, 6, 0),
         (GraphRecorder, 4, 0),  # hides its hooks once
     ],
