@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recorder.functions import FUNCTIONS, SCORES, ChosenFunctions, FunctionOutputTap
+from lightning_recorder.functions import FUNCTIONS, SCORE_KINDS, SCORES, ChosenFunctions, FunctionOutputTap
 from lightning_recorder.functions.attention import MOST_QUERIES, MOST_SAMPLES
 from lightning_recorder.reductions.scores import HEAD_SLOTS, HeadScores
 from lightning_recorder.taps import Site
@@ -32,7 +32,7 @@ def recorded(net: nn.Module, run: Callable[[], object]) -> dict[str, dict[str, l
         if len(block) == len(HEAD_SLOTS):
             found.setdefault(site.name, HeadScores()).update(block)
 
-    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
     tap.receive_scores = receive
     with tap:
         run()
@@ -278,7 +278,7 @@ def test_checkpoints_count_once(reentrant: bool) -> None:
     query, key, value = sides()
     net = nn.Sequential(Attention(F.scaled_dot_product_attention))
     blocks: list[Tensor] = []
-    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
     tap.receive_scores = lambda site, largest, block: blocks.append(block)
     with tap:
         found: Tensor = checkpoint(net[0], query, key, value, use_reentrant=reentrant)

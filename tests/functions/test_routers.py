@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
+from lightning_recorder.functions import FUNCTIONS, SCORE_KINDS, ChosenFunctions, FunctionOutputTap
 from lightning_recorder.reductions.scores import EXPERT_SLOTS, ExpertScores
 from lightning_recorder.taps import Site
 
@@ -42,7 +42,7 @@ def recorded(
         assert best.shape == (TOKENS,)
         found.setdefault(site.name, ExpertScores()).update(block)
 
-    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
     tap.receive_scores = receive
     x = torch.randn(TOKENS, WIDTH)
     with tap:
@@ -154,7 +154,7 @@ def test_many_tokens() -> None:
     torch.manual_seed(0)
     net = nn.ModuleDict({"gate": Layer(softmax_then_topk)})
     blocks: list[Tensor] = []
-    tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None, strict=True)
+    tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
     tap.receive_scores = lambda site, best, block: blocks.append(block)
     x = torch.randn(10_000, WIDTH)
     with tap:

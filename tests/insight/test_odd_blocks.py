@@ -309,10 +309,17 @@ def test_the_line_of_code_is_named() -> None:
 
 
 def test_the_finding() -> None:
-    graph: Any = capture_graph(Net({4: "no residual"}), X)
+    graph: Any = capture_graph(Net({4: "factor"}), X)
     (finding,) = Examination(graph).findings()
     assert (finding.rule, finding.severity, finding.module) == ("odd-block", "warning", "blocks.4")
-    assert "blocks.4 computes something else than the other 9 blocks: it does not call add (" in finding.verdict
+    assert "blocks.4 computes something else than the other 9 blocks: it calls mul (" in finding.verdict
+
+
+def test_a_rule_about_what_is_missing_comes_first() -> None:
+    """A residual connection that a block lacks is named alone, and the first block adds the input of the model."""
+    graph: Any = capture_graph(Net({4: "no residual"}), X)
+    (finding,) = Examination(graph).findings()
+    assert (finding.rule, finding.module, finding.others) == ("no-residual", "blocks.4", ())
 
 
 class Skips(nn.Module):

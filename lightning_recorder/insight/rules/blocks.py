@@ -314,10 +314,10 @@ def _before_norm(step: RecordedStep, node: Node) -> Node | None:
                 if source.kind == "op" and source.parent == node.parent and source.id not in inside:
                     inside.add(source.id)
                     todo.append(source)
-                elif source.kind == "op" and source.parent != node.parent:
+                elif source.kind != "parameter" and source.parent != node.parent:
                     outside.append(source)
         return outside[0] if outside else None
     if node.name in ("layer_norm", "rms_norm", *_MOVES) or keeps_values(node):
-        sources = [each for each in step.sources(node) if each.kind == "op"]
+        sources = [each for each in step.sources(node) if each.kind != "parameter"]
         return sources[0] if sources else None
     return None

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -515,7 +516,7 @@ def test_a_launch_makes_few_calls(driver: Driver) -> None:
     by_driver.launch(0, 1000, 2000, FEW + 1, 1.0)
     called: list[str] = []
     profiled(
-        lambda: by_driver.launch(0, 1000, 2000, FEW + 1, 1.0),
+        partial(by_driver.launch, 0, 1000, 2000, FEW + 1, 1.0),
         lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None,
     )
     assert called == ["launch", "<lambda>", "of", "_launch_by_driver"]
