@@ -146,10 +146,10 @@ def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
         each.unlink()
     train(parts, [RecorderCallback(recorders=recorders())], resume=str(parts / "checkpoint-6"), max_steps=8, **saves)
     found, expected = lines(parts, "activations")[-1], lines(tmp_path / "whole", "activations")[-1]
-    assert {key: found[key] for key in ("step", "steps", "values")} == {
-        key: expected[key] for key in ("step", "steps", "values")
+    assert {key: found[key] for key in ("step", "steps", "packed")} == {
+        key: expected[key] for key in ("step", "steps", "packed")
     }
-    assert lines(parts, "parameters")[-1]["values"] == lines(tmp_path / "whole", "parameters")[-1]["values"]
+    assert lines(parts, "parameters")[-1]["packed"] == lines(tmp_path / "whole", "parameters")[-1]["packed"]
 
 
 def test_adapters_are_recorded(tmp_path: Path) -> None:
