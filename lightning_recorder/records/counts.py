@@ -439,6 +439,7 @@ def pack_counts(bins: Tensor) -> str:
         ArgumentError: If ``bins`` has another shape or dtype, is sparse, or contains a negative count.
 
     Example:
+        >>> import torch
         >>> counts = torch.zeros(2048, dtype=torch.int64)
         >>> counts[[7, 8, 300]] = torch.tensor([1, 2, 3])
         >>> torch.equal(unpack_counts(pack_counts(counts)), counts)

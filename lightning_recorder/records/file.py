@@ -406,6 +406,7 @@ def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
         sites: The nonscalar statistics of each site; those of more dimensions are ignored.
 
     Example:
+        >>> import torch
         >>> packed = pack_vectors([{}, {"channel_mean": torch.tensor([0.5, 2.0], dtype=torch.float64)}])
         >>> packed[0][:3], unpack_vectors(packed, 1)
         ([1, 'channel_mean', 'f'], {'channel_mean': tensor([0.5000, 2.0000], dtype=torch.float64)})
