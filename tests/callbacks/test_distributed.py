@@ -799,13 +799,13 @@ HEALTHY = (
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
-def go(folder: Path, *names: str, timeout_s: float = 60.0, of: str = __name__) -> tuple[int, str]:
+def go(folder: Path, *names: str, timeout_s: float = 150.0, of: str = __name__) -> tuple[int, str]:
     """Run scenarios of a module in a process, for which Lightning starts the second rank; return status and output."""
     (code,), log = forks.run("-m", of, folder, *names, folder=folder, timeout_s=timeout_s)
     return code, log
 
 
-def go_in_forks(folder: Path, name: str, timeout_s: float = 60.0) -> None:
+def go_in_forks(folder: Path, name: str, timeout_s: float = 150.0) -> None:
     """Run a scenario in two ranks that another program has started, and check that both end."""
     codes, log = forks.run(
         "-m", "tests.callbacks.test_distributed", folder, name, folder=folder, ranks=2, timeout_s=timeout_s
@@ -823,7 +823,7 @@ def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the results of all scenarios that end normally."""
     folder = tmp_path_factory.mktemp("pair")
-    code, log = go(folder, *HEALTHY, timeout_s=180.0)
+    code, log = go(folder, *HEALTHY, timeout_s=400.0)
     assert code == 0, log[-3000:]
     return folder
 
@@ -832,7 +832,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the results of a process that spawns its workers."""
     folder = tmp_path_factory.mktemp("launched")
-    code, log = go(folder, *SPAWNED, timeout_s=120.0)
+    code, log = go(folder, *SPAWNED, timeout_s=300.0)
     assert code == 0, log[-3000:]
     assert "RecorderWarning" not in log
     return folder
