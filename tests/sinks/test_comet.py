@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.loggers import CometLogger, TensorBoardLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, MemorySink, RecorderWarning
+from lightning_recorder import ActivationRecorder, Graph, MemorySink, Outputs, RecorderWarning
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.sinks import CometSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
@@ -191,7 +191,8 @@ def test_in_a_fit(tmp_path: Path) -> None:
     """A fit writes the same values to Comet as to TensorBoard, and does not change ``self.log``."""
     logger, board = CometLogger(offline_directory=str(tmp_path), **COMET_QUIET), TensorBoardLogger(tmp_path)
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
+    outputs = Outputs(curves="all")
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False, outputs=outputs)
     fit(model, tmp_path, [recorder], logger=[board, logger])
     logger.experiment.end()
     read = read_experiment(tmp_path)

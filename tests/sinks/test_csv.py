@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_recorder import ActivationRecorder, MemorySink
+from lightning_recorder import ActivationRecorder, MemorySink, Outputs
 from lightning_recorder.sinks import CsvSink, FilesSink, MultiSink
 from tests.callbacks.models import Classifier, fit
 from tests.disks import files_up_to
@@ -140,7 +140,8 @@ def test_in_a_fit(tmp_path: Path) -> None:
     """A fit writes its numbers to a file next to the logger's, and does not change ``self.log``."""
     board, logger = TensorBoardLogger(tmp_path / "board"), csv_logger(tmp_path / "table")
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
+    outputs = Outputs(curves="all")
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False, outputs=outputs)
     fit(model, tmp_path, [recorder], logger=[logger, board])
     read: dict[str, dict[int, float]] = {}
     own = read_table(Path(logger.log_dir, "recorder", "metrics.csv"))

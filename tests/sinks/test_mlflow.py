@@ -22,7 +22,7 @@ import pytest
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, MemorySink
+from lightning_recorder import ActivationRecorder, Graph, MemorySink, Outputs
 from lightning_recorder.sinks import MlflowSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
 from tests.sinks.back_ends import mlflow_run
@@ -224,7 +224,8 @@ def test_closing_leaves_the_run_open(run: Run) -> None:
 def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]:
     """Train with the logger and TensorBoard, check that each number is there once, and return the histograms."""
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
+    outputs = Outputs(curves="all")
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False, outputs=outputs)
     board = TensorBoardLogger(folder)
     fit(model, folder, [recorder], logger=[logger, board])
     assert isinstance(sink_for_logger(logger), MlflowSink)

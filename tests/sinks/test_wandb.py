@@ -222,7 +222,8 @@ def test_in_a_fit(tmp_path: Path) -> None:
     """A fit writes the same numbers to W&B as to TensorBoard, and does not change ``self.log``."""
     wandb_logger = WandbLogger(save_dir=tmp_path, offline=True)
     memory, model = MemorySink(), Classifier()
-    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False)
+    outputs = Outputs(curves="all")
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory], functions=False, outputs=outputs)
     board = TensorBoardLogger(tmp_path)
     fit(model, tmp_path, [recorder], logger=[board, wandb_logger])
     wandb_logger.experiment.finish()
