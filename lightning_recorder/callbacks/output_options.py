@@ -57,7 +57,8 @@ class Outputs:
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
             those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
             shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
-            everything is shown up to 400 tags; if there are more, at most 75 tags of the main statistics.
+            everything is shown up to 400 tags; if there are more, at most 75 tags of the main statistics, and with
+            ``curves="main"`` a curve of each of up to 400 modules.
         numbered_tags: Begin the name of each module in a tag with its position in the order of execution, as in
             ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
         dumps: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record

@@ -63,6 +63,11 @@ def _is_main(site: Site, sites: Collection[Site]) -> bool:
     return last == "grad" or Site(site.name, of) not in sites
 
 
+def _module_of(site: Site) -> str:
+    """Return the module of a site, with the number of its call."""
+    return site.name + split_call(site.path)[1]
+
+
 _DENSE = 16  # records; twice as many are written without a gap
 
 
@@ -73,7 +78,8 @@ class SinkFormatter:
     ``activations_validate``. With several data loaders, the tag ends with ``/dataloader_idx_<n>``, as in ``self.log``.
 
     By default, each module has one curve: the ``rms`` of its first output, or the ``update_ratio`` of its largest
-    parameter. The counts of NaN and infinities of any site are written from the first record on in which it has any.
+    parameter. Beyond 400 modules, a selection of them has. The counts of NaN and infinities of a site that is shown are
+    written from the first record on in which it has any.
 
     Args:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.
@@ -228,6 +234,8 @@ class SinkFormatter:
             bad = [name for name in _BAD if name in found.columns] if site in self.nonfinite else ()
             for name in dict.fromkeys((*self._curves(found, row, leading), *bad)):
                 tags[self._tag(found, self.group, site, name)] = row, found.columns.index(name)
+        for row, name in self._curves_of_modules(found):
+            tags[self._tag(found, self.group, found.sites[row], name)] = row, found.columns.index(name)
         # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
         histograms = [self._tag(found, self.group, found.sites[row], "histogram") for row in shown]
         rows = np.array(self._candidates(found), dtype=np.int64)
@@ -236,7 +244,7 @@ class SinkFormatter:
         places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
         by_row = {row: tag for tag, (row, _) in tags.items()}
         by_site = {}
-        for row in shown.tolist():
+        for row in sorted({*shown.tolist(), *by_row}):
             first = row if row in by_row else leading.get(self._whole_of(found.sites[row]))
             if first in by_row:
                 by_site[found.sites[row]] = by_row[first]
@@ -265,6 +273,7 @@ class SinkFormatter:
             return found.schema.losses[0]
         sites, tags = found.without_bins(), self._count_tags(found)
         self._budget.shorten({site: sites[site] for site in tags}, tags.__getitem__)
+        self._budget.has_curve_of_each = bool(self._curves_of_modules(found))
         tags = self._count_tags(found)  # there may be fewer candidates now
         chosen = self._budget.select({site: sites[site] for site in tags}, tags.__getitem__, unusual)
         return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
@@ -292,21 +301,37 @@ class SinkFormatter:
         further = [name for name in names if name not in _ON_REQUEST]
         if self._has_main_curves:
             is_leading = leading[self._whole_of(found.sites[row])] == row
-            main = (_RATIO if _RATIO in names else "rms",) if is_leading else ()
+            main = self._main_curve(found, row) if is_leading else ()
             further = [name for name in further if name != _RATIO]
         # The statistics across ranks need several ranks.
         return list(dict.fromkeys([*(name for name in main if name in names), *further]))
 
-    def _leading(self, found: Table, rows: Iterable[int]) -> dict[str, int]:
-        """Return the row, among some, with the curve of each module."""
+    def _main_curve(self, found: Table, row: int) -> tuple[str, ...]:
+        """Return the statistic that is the curve of the site in a row, if it has it."""
+        names = found.names_of(row)
+        return tuple(name for name in (_RATIO if _RATIO in names else "rms",) if name in names)
+
+    def _curves_of_modules(self, found: Table) -> list[tuple[int, str]]:
+        """Return the rows and statistics of one curve of each module, if a selection leaves room for them."""
+        if self._budget is None or not self._is_brief:
+            return []
+        leading = self._leading(found, self._candidates(found), _module_of).values()
+        rows = leading if self._budget.has_room_for_curves(len(leading)) else ()
+        return [(row, name) for row in rows for name in self._main_curve(found, row)]
+
+    def _leading(
+        self, found: Table, rows: Iterable[int], whole_of: Callable[[Site], str] | None = None
+    ) -> dict[str, int]:
+        """Return the row, among some, with the curve of each module, or of what else has one."""
         if not self._has_main_curves:
             return {}
+        whole_of = whole_of or self._whole_of
         best: dict[str, int] = {}
         ranks = {row: self._rank(found, row) for row in rows}
         for row, rank in ranks.items():
-            first = best.setdefault(self._whole_of(found.sites[row]), row)
+            first = best.setdefault(whole_of(found.sites[row]), row)
             if rank > ranks[first]:
-                best[self._whole_of(found.sites[row])] = row
+                best[whole_of(found.sites[row])] = row
         return best
 
     def _rank(self, found: Table, row: int) -> tuple[int, ...]:
@@ -322,7 +347,7 @@ class SinkFormatter:
         """Return what has one curve: a call of a module or, if parameters are chosen one by one, a parameter."""
         if self._budget is not None and self._budget.is_brief and self._is_of_parameters:
             return self._budget.key(site)
-        return site.name + split_call(site.path)[1]
+        return _module_of(site)
 
     @property
     def _is_of_parameters(self) -> bool:

@@ -74,6 +74,8 @@ class TagBudget:
         """The degrees of the sites that stand out, from the latest call of :meth:`unusual`."""
         self.named: Set[str] = frozenset()
         """The modules that findings name, which come first."""
+        self.has_curve_of_each = False
+        """True if each module has a curve, whether or not it is shown. Only messages depend on it."""
 
     def clear(self) -> None:
         """Discard the choice, for another run."""
@@ -97,6 +99,10 @@ class TagBudget:
             self._sites.clear()
             self._shown.clear()
             self._left_out |= {self.key(site) for site in shown}
+
+    def has_room_for_curves(self, modules: int) -> bool:
+        """Return True if each of so many modules may have a curve beside a brief selection."""
+        return self.is_brief and self._stages * modules <= _WHOLE
 
     def key(self, site: Site) -> str:
         """Return what is shown as a whole: a module or, in a brief selection, a parameter, as ``fc weight``."""
@@ -243,9 +249,10 @@ class TagBudget:
             if self.is_brief:
                 what = "parameters" if any(" " in key for key in self._left_out) else "modules"
                 what = "tensors" if any(re.search(r" in\b", key) for key in self._left_out) else what  # inputs
+                each = "a curve of each module, and histograms of" if self.has_curve_of_each else "curves of"
                 self._log(
-                    f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as "
-                    "curves: those with unusual statistics, and the others evenly spread. The heat maps and "
+                    f"{self._name} shows {each} {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what}: "
+                    "those with unusual statistics, and the others evenly spread. The heat maps and "
                     "<log_dir>/recorder/records have all of them, and Outputs(max_tags=…) shows more curves"
                 )
                 return

@@ -177,15 +177,28 @@ def test_a_module_without_the_main_statistic_has_no_curve() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 11, 23])
-def test_a_large_model_has_one_curve_for_each_parameter_that_is_shown(place: int) -> None:
+def test_a_large_model_has_a_curve_of_each_module_and_of_each_parameter_that_is_shown(place: int) -> None:
     """If parameters are chosen one by one, a sick one has its curve, also in a module with a larger one."""
-    found = quick(48)
+    found = {site: replace(each, shape=(4,) if "bias" in site.path else (3, 4)) for site, each in quick(48).items()}
     found[Site(f"blocks.{place}.fc", "bias.grad")] = seen(rms=0.0, zero_fraction=1.0, mean=0.0, std=0.0)
     sink, (message,) = shown_by_default(found)
-    assert len([*sink.scalars, *sink.histograms]) <= 75
+    of_modules = {f"parameters/blocks.{block}.fc/weight/update_ratio" for block in range(48)}
+    assert of_modules <= sink.scalars.keys()
+    assert len({*sink.scalars, *sink.histograms} - of_modules) <= 75
     assert {tag.rpartition("/")[2] for tag in sink.scalars} == {"update_ratio"}
     assert f"parameters/blocks.{place}.fc/bias/update_ratio" in sink.scalars
-    assert "Recorder shows 19 of 96 parameters as curves" in message
+    assert "Recorder shows a curve of each module, and histograms of 19 of 96 parameters: those with" in message
+
+
+def test_too_many_modules_have_a_selection_of_curves() -> None:
+    """Beyond 400 modules, or 200 in two stages, no further curve is shown beside the selection."""
+    found = {Site(f"m{place}", "out"): seen() for place in range(401)}
+    sink, (message,) = shown_by_default(found, group="activations")
+    assert len([*sink.scalars, *sink.histograms]) <= 75
+    assert "Recorder shows curves of 28 of 401 modules: those with" in message
+    for modules, has_all in ((200, True), (201, False)):
+        stages = [(stage, dict(list(found.items())[:modules])) for stage in ("train", "validate")]
+        assert (len(shown_in_both_stages(stages, "main")[-1]) == 2 * modules) is has_all
 
 
 def test_a_small_model_is_shown_in_full_on_request() -> None:
@@ -212,14 +225,14 @@ def test_a_selection_of_a_large_model_is_shown(place: int) -> None:
     assert f"parameters/blocks.{place}.fc/bias.grad/rms" in tags
     assert f"parameters/blocks.{place}.fc/bias/rms" in tags
     (message,) = messages
-    assert "Recorder shows 11 of 48 parameters as curves" in message
+    assert "Recorder shows curves of 11 of 48 parameters: those with" in message
 
 
 def test_a_selection_of_inputs_and_outputs_says_tensors() -> None:
     """The message about a selection calls inputs and outputs of modules tensors, not parameters."""
     found = {Site(f"blocks.{block}", path): seen(mean=0.0) for block in range(150) for path in ("in[0]", "out")}
     _, (message,) = shown_by_default(found, group="activations")
-    assert " of 300 tensors as curves" in message
+    assert " of 300 tensors: those with" in message
 
 
 def test_what_the_user_asks_for_is_shown() -> None:
@@ -251,9 +264,12 @@ def test_numbered_tags_are_in_the_order_of_execution() -> None:
     assert sorted(later.scalars) == ["activations/002_b/rms", "activations/003_m/rms"]
 
 
-def shown_in_both_stages(records: list[tuple[str, dict[Site, SiteStatistics]]]) -> list[set[str]]:
+def shown_in_both_stages(
+    records: list[tuple[str, dict[Site, SiteStatistics]]], curves: Literal["main", "all"] = "all"
+) -> list[set[str]]:
     """Return what has curves after each record, as ``stage module``, with a selection of modules."""
-    formatter = SinkFormatter("activations", DEFAULT_STATISTICS, budget=TagBudget(None, stages=2, log=lambda _: None))
+    budget = TagBudget(None, stages=2, log=lambda _: None)
+    formatter = SinkFormatter("activations", DEFAULT_STATISTICS, curves=curves, budget=budget)
     sink, shown = MemorySink(), []
     for stage, found in records:
         formatter.write(sink, Table.of(found, record(1.0, stage=stage).facts("activations")))
@@ -271,6 +287,7 @@ def test_a_module_that_becomes_unusual_is_shown_from_then_on(place: int, when: i
     first = 2 * when + (sick_stage == "validate")
     records = [(stage, usual | sick if turn == first else usual) for turn, stage in enumerate(stages)]
     shown, name = shown_in_both_stages(records), f"blocks.{place}.fc"
+    assert len(shown[1]) < 200
     was_shown = f"train {name}" in shown[1]
     assert shown[1] == shown[first - 1]
     assert shown[first] - shown[first - 1] == (set() if was_shown else {f"{sick_stage} {name}"})
