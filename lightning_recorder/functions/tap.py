@@ -512,9 +512,8 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
             scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
         if scores is not None:
             self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
-        elif (
-            call.module is not None and "experts" in self.chosen.functions
-        ):  # the model itself chooses predictions, not experts
+        # The model itself chooses predictions, not experts.
+        elif call.module is not None and "experts" in self.chosen.functions:
             choice = self._routers.read(function, name, call.module, call.frame, args, kwargs, result)
             if choice is not None:
                 self.receive_scores(Site(choice.name, SCORES), choice.best, choice.block)

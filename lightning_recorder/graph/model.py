@@ -192,6 +192,11 @@ class Node:
     note: str = field(default="", compare=False)
 
     @property
+    def remark(self) -> str:
+        """The note, except ``in place``, which does not change what a node stands for."""
+        return "" if self.note == IN_PLACE else self.note
+
+    @property
     def output_bytes(self) -> int:
         """The size of the outputs in bytes. Outputs that share memory, such as views, are counted in full."""
         return sum(meta.nbytes for meta in self.outputs)

@@ -267,11 +267,11 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
     that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
     comes after the findings of the records if one of them began before it, or may have begun between two records, since
-    that is probably the cause. So does a training that diverged, or a loss that is not
-    finite, if the records show why. If the records show a spike
-    of the gradients at the same step, it is part of the finding of the watch. A loss that falls without bound is left
-    out if the one about the first bad value says so, or the records show a wrong sign, and the
-    values that are not finite are if the records show that the loss has no target.
+    that is probably the cause. So does a training that diverged, or a loss that is not finite, if the records show what
+    makes it so, and showed it before. If the records show a spike of the gradients at the same step, it is part of the
+    finding of the watch. A loss that falls without bound is left out if the one about the first bad value says so, or
+    the records show a wrong sign, and the values that are not finite are if the records show that the loss has no
+    target.
 
     Args:
         findings: The findings from records, ranked.
@@ -309,6 +309,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     if diverged is None and of_loss:  # a bad value that arises behind all modules
         diverged = next((each for each in watched if each.rule == NON_FINITE and not each.module), None)
         reasons = of_loss
+    reasons = [each for each in reasons if diverged is not None and each.first_step <= diverged.first_step]
     if diverged is not None and reasons:
         # The first one is as severe as what follows from it.
         findings = [replace(each, severity=diverged.severity) if each is reasons[0] else each for each in findings]

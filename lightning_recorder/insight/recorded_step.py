@@ -50,7 +50,7 @@ _SAME_VALUES = re.compile(
 _MASKING = re.compile(r"masked_fill_?|where|tril_?|triu_?|masked_scatter_?")
 _PRODUCTS = ("matmul", "bmm", "mm", "linear", "einsum")
 ATTENTION = "scaled_dot_product_attention"
-_NUMBER = re.compile(r"-?[\d.]+(e[-+]?\d+)?")
+_NUMBER = re.compile(r"-?\d+(\.\d*)?(e[-+]?\d+)?")
 _COMPARES = ("sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__")
 
 
@@ -171,9 +171,9 @@ class RecordedStep:
             return [(each, 1) for each in sources]
         if kind in ("neg", "rsub") and len(sources) == 1:
             return [(sources[0], -1)]
-        operand = setting(node, "other")
-        if kind in ("mul", "rmul", "div", "truediv") and len(sources) == 1 and _NUMBER.fullmatch(operand):
-            return [(sources[0], -1 if operand.startswith("-") else 1)] if float(operand) else []
+        factor = factor_of(node) if len(sources) == 1 else None
+        if factor is not None:
+            return [(sources[0], -1 if factor < 0 else 1)] if factor else []
         if kind in ("add", "radd", "iadd", "sub", "isub") and not setting(node, "alpha"):
             return [(each, -1 if place and "sub" in kind else 1) for place, each in enumerate(sources)]
         return []
@@ -245,6 +245,15 @@ def listed(shape: Shape) -> str:
 def step_of(evidence: Evidence) -> RecordedStep:
     """Return the recorded step of a run."""
     return RecordedStep(evidence.graph)
+
+
+def factor_of(node: Node) -> float | None:
+    """Return the number that a function multiplies a tensor with; None if it does something else."""
+    kind, text = node.name.strip("_"), setting(node, "other")
+    if kind not in ("mul", "rmul", "div", "truediv") or not _NUMBER.fullmatch(text):
+        return None
+    number = float(text)
+    return number if "mul" in kind else 1 / number if number else None
 
 
 def found_in(evidence: Evidence, name: str, verdict: str, **numbers: float) -> Finding:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, open_recording
+from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, Outputs, ParameterRecorder, open_recording
 from lightning_recorder.functions import ChosenFunctions
 from lightning_recorder.insight import RULES
 from lightning_recorder.records.parts import EXPERT_STATISTICS, HEAD_STATISTICS
@@ -179,6 +179,78 @@ def test_a_healthy_model_is_silent(tmp_path: Path) -> None:
     seed_everything(0, verbose=False)
     fit(tmp_path, Model())
     assert [each for each in open_recording(tmp_path).findings if each.rule in OWN] == []
+
+
+class Joined(LightningModule):
+    """A layer whose queries, keys and values, or whose gates, come from one weight, of which rows stay zero."""
+
+    def __init__(self, kind: str, rows: slice) -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(4, WIDTH), kind
+        if kind == "gru":
+            self.layer: nn.Module = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        elif kind == "torch":
+            self.layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        else:
+            self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+        name = {"gru": "weight_ih_l0", "torch": "in_proj_weight", "linear": "weight"}[kind]
+        weight = self.layer.get_parameter(name)
+        with torch.no_grad():
+            weight[rows] = 0
+
+        def kept(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            gradient[rows] = 0
+            return gradient
+
+        weight.register_hook(kept)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.fc(batch)
+        if self.kind == "gru":
+            return self.layer(x)[0].square().mean()  # type: ignore[no-any-return]  # a module returns anything
+        if self.kind == "torch":
+            return self.layer(x, x, x)[0].square().mean()  # type: ignore[no-any-return]  # a module returns anything
+        query, key, value = self.layer(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "words"),
+    [
+        (
+            "torch",
+            slice(WIDTH),
+            "a third of layer.in_proj_weight is zero in all of the last 3 records, as many weights as one",
+        ),
+        ("linear", slice(WIDTH, 3 * WIDTH), "two thirds of layer.weight is zero in all of the last 3 records"),
+        ("torch", slice(0), ""),
+        ("torch", slice(WIDTH // 2), ""),
+        ("linear", slice(0), ""),
+        ("gru", slice(WIDTH), ""),
+    ],
+)
+def test_a_projection_of_zeros(tmp_path: Path, kind: str, rows: slice, words: str) -> None:
+    """Zeros as many as a projection has are named in attention; other shares and gates of a GRU are not."""
+    seed_everything(0, verbose=False)
+    outputs = Outputs(plots=False, dumps=False)
+    recorders = [each(every_n_train_steps=1, outputs=outputs) for each in (ActivationRecorder, ParameterRecorder)]
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        callbacks=[*recorders, GraphRecorder(formats=())],
+        **options,
+    )
+    trainer.fit(Joined(kind, rows), DataLoader(torch.randn(32, 6, 4), batch_size=8))  # type: ignore[arg-type]  # a tensor is a data set
+    found = [each.verdict for each in open_recording(tmp_path).findings if each.rule == "zero-projection"]
+    assert len(found) == bool(words)
+    assert all(each.startswith(words) for each in found)
 
 
 def test_attention_can_be_left_out() -> None:

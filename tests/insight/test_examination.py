@@ -255,6 +255,8 @@ def test_what_made_a_training_diverge_is_named_before_it() -> None:
     bad = replace(large, rule="non-finite", severity="critical", module="head", first_step=5)
     rose = replace(bad, numbers={ROSE: 1e6})
     assert [each.rule for each in with_watched([large], [bad])] == ["non-finite", "learning-rate-too-large"]
+    late = replace(large, first_step=rose.first_step + 1)
+    assert with_watched([late], [rose])[0].rule == "non-finite"
     found = with_watched([large], [rose])
     assert [(each.rule, each.severity) for each in found] == [
         ("learning-rate-too-large", "critical"),

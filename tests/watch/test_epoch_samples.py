@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
 
-from lightning_recorder.watch.epoch_samples import BatchSamples, EpochSamples, RankSamples, Sketch, compare_ranks
+from lightning_recorder.insight.data_facts import DataFacts, LoaderFacts
+from lightning_recorder.watch.epoch_samples import (
+    BatchSamples,
+    EpochSamples,
+    RankEpoch,
+    RankSamples,
+    Sketch,
+    compare_epochs,
+    compare_ranks,
+)
+from tests.insight.records import Examination, record
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -74,3 +87,21 @@ def test_other_samples() -> None:
     found = compare_ranks([RankSamples(rank, (3,), (frozenset({rank, rank + 10}),)) for rank in range(4)])
     assert found is not None
     assert (found.shared, found.same) == (0.0, ())
+
+
+@pytest.mark.parametrize(("samples", "ranks", "seeds"), [(66, 8, False), (130, 64, False), (200, 8, True)])
+def test_samples_that_make_the_parts_of_ranks_equal_are_no_overlap(samples: int, ranks: int, seeds: bool) -> None:
+    """A DistributedSampler repeats some samples at the end; parts of another permutation have more in common."""
+    contents, dataset, found = keys(samples), TensorDataset(torch.zeros(samples)), []
+    for rank in range(ranks):
+        seed = rank if seeds else 0
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, seed=seed)
+        epoch = EpochSamples(0)
+        epoch.add(BatchSamples(contents[list(sampler)]), 0)
+        epoch.is_whole = True
+        found.append(RankEpoch.of(rank, epoch))
+    examination = Examination()
+    examination.add(record("activations", 0, {("a", "out"): {"rms": 1.0}}))
+    loader = LoaderFacts(is_divided=True, has_rows=True, samples=samples)
+    examination.set_data(DataFacts(loader=loader, rank_epoch=compare_epochs(found)))
+    assert [each.rule for each in examination.findings()] == (["same-samples-on-ranks"] if seeds else [])

@@ -224,9 +224,7 @@ def _sign(node: Node, graph: Graph) -> str:
     """Return the sign of a function that adds or multiplies two tensors and has nothing else to show, else ""."""
     into = graph.into(node)
     several = len(into) > 1 or sum(labels.times(edge, graph) for edge in into) > 1
-    is_plain = (
-        node.kind == "op" and several and node.repeats == 1 and not node.parameters and node.note in ("", IN_PLACE)
-    )
+    is_plain = node.kind == "op" and several and node.repeats == 1 and not (node.parameters or node.remark)
     text = _SIGNS.get(node.name, "") if is_plain else ""
     text += "=" if text and node.note == IN_PLACE else ""
     return text and f'<<font point-size="{SIGN_PT}">{text}</font>>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_recorder.graph.model import IN_PLACE, Graph, Node
+from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["CONSTANT", "join_constants"]
@@ -30,9 +30,7 @@ def join_constants(graph: Graph) -> Graph:
         sources = {edge.source for edge in graph.into(node)}
         for source in sources:
             users.setdefault(source, set()).add(node.id)
-        is_plain = node.kind == "op" and not (
-            node.note not in ("", IN_PLACE) or node.failed or node.parameters or _is_random(node)
-        )
+        is_plain = node.kind == "op" and not (node.remark or node.failed or node.parameters or _is_random(node))
         is_setting = node.kind == "buffer" and not any(meta.shape for meta in node.outputs)
         if is_setting or (is_plain and sources <= constant):
             constant.add(node.id)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["PLUMBING", "drop_dead_ends", "drop_empty_calls", "drop_isolated", "hide", "without"]
@@ -94,7 +94,7 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     for node in graph.nodes:
         into = entering.get(node.id, [])
         known = node.name in names or (node.name == "cat" and len(into) < len(graph.into(node)))
-        hidden = node.kind == "op" and known and node.note in ("", IN_PLACE) and not node.failed
+        hidden = node.kind == "op" and known and not node.remark and not node.failed
         if hidden and len(into) == 1 and node.id not in related:
             past[node.id] = past.get(into[0].source, into[0])
     gone = past.keys() | {node for node in empty if all(user in past for user in users.get(node, ()))}

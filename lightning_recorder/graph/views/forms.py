@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from lightning_recorder.graph.model import IN_PLACE, Graph, Node, TensorMeta
+from lightning_recorder.graph.model import Graph, Node, TensorMeta
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
 __all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
@@ -59,10 +59,7 @@ def forms(graph: Graph, parts: MutableGraph, *, with_training: bool = True, with
     for node_id in reversed(tree):
         inside = tuple(known[child] for child in parts.children.get(node_id, ()))
         node = parts.nodes[node_id]
-        status = (
-            untrained.get(node.name, ()) if node.kind == "module" else (),
-            node.note if with_training and node.note != IN_PLACE else "",
-        )
+        status = untrained.get(node.name, ()) if node.kind == "module" else (), node.remark if with_training else ""
         form = (
             _label(node) if with_sizes else _label_without_sizes(node),
             status,

@@ -68,5 +68,5 @@ def show_unused(graph: Graph) -> Graph:
         frozen = node.kind == "module" and any(
             node.name == name or node.name.startswith(f"{name}.") for name in modules
         )
-        nodes.append(replace(node, note="frozen") if frozen and not node.note else node)
+        nodes.append(replace(node, note="frozen") if frozen and not node.remark else node)
     return replace(graph, nodes=(*nodes, *(node for each in added.values() for node in each)))

@@ -114,11 +114,11 @@ def _is_constant(head: View, persistence: int, least: float) -> bool:
     "zero-projection",
     statistic="zero_fraction of a weight that makes queries, keys and values together",
     usual="0, but for weights that begin at zero and leave it with the first steps",
-    why="The weights of one projection were set to zero, and no gradient moves them. With a bias, its outputs are not "
-    "zero, but they are the same at all positions.",
+    why="As many weights as those of one projection stay zero. Without weights it gives its bias alone, which is the "
+    "same at all positions.",
     next="Look at the initialization of these rows, at hooks on the gradient, and at what multiplies the projection.",
     false_alarms="Only a third or two thirds of the weight in all of the last records count, as pruning leaves another "
-    "share.",
+    "share, and only weights of nn.MultiheadAttention or beside recorded scores.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -128,17 +128,20 @@ def _is_constant(head: View, persistence: int, least: float) -> bool:
 def zero_projection(evidence: Evidence, *, persistence: int = 3) -> Iterator[Finding]:
     """Yield the joint projections of attention of which one or two parts are zero."""
     found = []
+    around = {name.rpartition(".")[0] for name in layers_of(evidence, evidence.heads)}
     for each in evidence.weights:
         thirds = 3 * each.zero_fraction[-persistence:]
         is_joined = len(each.shape) == 2 and max(each.shape) == 3 * min(each.shape)
-        if is_joined and len(thirds) == persistence:
+        # The gates of a GRU have this shape, too.
+        is_of_attention = each.path == "in_proj_weight" or each.module.rpartition(".")[0] in around
+        if is_joined and is_of_attention and len(thirds) == persistence:
             found += [(each, count) for count in (1, 2) if np.allclose(thirds, count)]
     if found:
         first, count = found[0]
         share, which = ("a third", "one") if count == 1 else ("two thirds", "two")
         verdict = (
-            f"{share} of {first.name} is zero in all of the last {persistence} records, which is {which} of the "
-            "projections of queries, keys and values: the output is the same for all inputs"
+            f"{share} of {first.name} is zero in all of the last {persistence} records, as many weights as {which} of "
+            "the projections of queries, keys and values has"
         )
         others = tuple(dict.fromkeys(each.module for each, _ in found[1:]))
         yield first.found(verdict, "zero_fraction", others=others, share=float(first.zero_fraction[-1]))

@@ -17,6 +17,7 @@ from lightning_recorder.insight.recorded_step import (
     LOSSES,
     RecordedStep,
     Shape,
+    factor_of,
     found_in,
     keeps_values,
     listed,
@@ -165,7 +166,7 @@ def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
         sources = step.sources(node)
         if len(sources) < 2 or step.roots[sources[1].id] != {"input"} or "parameter" not in step.roots[sources[0].id]:
             continue
-        is_likelihood = node.name == "gather" and (step.made_by(sources[0])).name == "log_softmax"
+        is_likelihood = node.name == "gather" and step.made_by(sources[0]).name == "log_softmax"
         if (node.name in LOSSES or is_likelihood) and (signs := step.signs.get(node.id)):
             found.append((node, signs == {1 if is_likelihood else -1}))
     if found and all(is_wrong for _, is_wrong in found):
@@ -179,8 +180,8 @@ def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
     "scaled-twice",
     statistic="constant factors between the last layer and cross_entropy",
     usual="at most one, such as a temperature",
-    why="The model and the training step both divide by the temperature, so that the probabilities stay close to each "
-    "other, or the other way round with a factor above 1.",
+    why="The logits are scaled in two places, such as the model and the training step. A factor below 1, as that of a "
+    "temperature, then leaves the probabilities too close to each other, and one above 1 too far apart.",
     next="Scale the logits once: in the model or before the loss.",
     false_alarms="Two different factors, and factors between 0.5 and 2, are left out.",
     needs=(GRAPH,),
@@ -194,7 +195,7 @@ def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding
             continue
         scaled: list[tuple[Node, float]] = []
         source = step.behind(node)
-        while source is not None and (scale := _factor_of(step, source)) is not None:
+        while source is not None and (scale := factor_of(source) or 0.0) > 0:
             scaled.append((source, scale))
             source = step.behind(source)
         for (second, one), (first, other) in pairwise(scaled):
@@ -205,16 +206,6 @@ def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding
                 )
                 yield found_in(evidence, step.owner(first), verdict, factor=one)
                 return
-
-
-def _factor_of(step: RecordedStep, node: Node) -> float | None:
-    """Return the positive number that an operation multiplies its only tensor with; None if it does something else."""
-    kind = node.name.strip("_")
-    if kind not in ("mul", "div", "truediv") or len(step.sources(node)) != 1:
-        return None
-    text = setting(node, "other")
-    number = float(text) if re.fullmatch(r"[\d.]+(e[-+]?\d+)?", text) else 0.0
-    return None if number <= 0 else number if kind == "mul" else 1 / number
 
 
 @rule(

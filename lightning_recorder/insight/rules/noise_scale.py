@@ -21,8 +21,6 @@ __all__ = ["NOISE_SCALE", "NoiseScale", "noise_scale"]
 NOISE_SCALE = "gradient-noise"
 _BATCH = ".batch_grad"
 _GRAD = ".grad"
-_FEWEST = 8  # records
-_WIDE = 10.0  # an interval whose ends differ by a larger factor has no upper end
 
 
 class NoiseScale(NamedTuple):
@@ -98,14 +96,14 @@ class _Norms(NamedTuple):
     needs=("parameters",),
     records=8,
 )
-def gradient_noise(evidence: Evidence) -> Iterator[Finding]:
+def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -> Iterator[Finding]:
     """Yield a note with the noise scale of the model and that of its blocks, if the gradients of batches are known."""
     about = evidence.parameters.about
     batches, size = (int(about.get(name) or 0) for name in ("batches", "batch_size"))
     norms = _norms(evidence, batches) if batches > 1 else None
-    if norms is None or len(norms.steps) < _FEWEST:
+    if norms is None or len(norms.steps) < fewest:
         return
-    half = slice(min(len(norms.steps) // 2, len(norms.steps) - _FEWEST), None)
+    half = slice(min(len(norms.steps) // 2, len(norms.steps) - fewest), None)
     found = _scale(norms, half, range(len(norms.names)), batches)
     if found.value <= 0 or found.low <= 0:
         return
@@ -116,7 +114,7 @@ def gradient_noise(evidence: Evidence) -> Iterator[Finding]:
         groups.setdefault(_block_of(name), []).append(place)
     of_groups = {name: _scale(norms, half, places, batches) for name, places in groups.items()}
     known = {name: each.value * samples for name, each in of_groups.items() if each.low > 0 and each.high < math.inf}
-    is_known = high <= _WIDE * low
+    is_known = high <= wide * low
     scale = (
         f"{value:.3g} {unit} (between {low:.3g} and {high:.3g} with 95 %)" if is_known else f"at least {low:.3g} {unit}"
     )
@@ -129,7 +127,7 @@ def gradient_noise(evidence: Evidence) -> Iterator[Finding]:
     yield replace(
         view.found(verdict, since=norms.steps[half][0]),
         numbers={**numbers, **known},
-        trace=_trace(evidence, norms, batches, samples),
+        trace=_trace(evidence, norms, batches, samples, fewest),
     )
 
 
@@ -176,9 +174,9 @@ def _block_of(name: str) -> str:
     return name if found is None else found[0]
 
 
-def _trace(evidence: Evidence, norms: _Norms, batches: int, samples: int) -> Trace:
+def _trace(evidence: Evidence, norms: _Norms, batches: int, samples: int, fewest: int) -> Trace:
     """Return the noise scale of each window of records, which is the curve of the note."""
-    windows = max(1, min(20, len(norms.steps) // _FEWEST))
+    windows = max(1, min(20, len(norms.steps) // fewest))
     rows = [part.tolist() for part in np.array_split(np.arange(len(norms.steps)), windows)]
     every = range(len(norms.names))
     values = [_scale(norms, slice(part[0], part[-1] + 1), every, batches).value * samples for part in rows]

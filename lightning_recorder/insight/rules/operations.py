@@ -350,7 +350,7 @@ def _of_triangle(step: RecordedStep, fill: Node, mask: Node) -> str:
     "padding-is-read",
     statistic="share of padding in the tokens of a recurrent layer, and batch_spread of what gets its last state",
     usual="the last state of each sequence is read at its last token",
-    why="The last state comes after the padding, which has made the model forget the tokens before it.",
+    why="If the padding is behind the tokens, the last state comes after it, and the model may have forgotten them.",
     next="Read the output at position length - 1, or pack the sequences with pack_padded_sequence.",
     false_alarms="Padding before the tokens, packed sequences and other means to choose positions: what gets the last "
     "state must be nearly the same for all samples.",
@@ -380,8 +380,8 @@ def padding_is_read(
                 if min(len(zeros), len(spreads)) < persistence or zeros.min() < padding or spreads.max() > spread:
                     continue
                 verdict = (
-                    f"{zeros[-1]:.0%} of the tokens that {step.owner(node)} reads are padding, {name} gets its state "
-                    f"after the padding, and its output is nearly the same for all samples (they differ by "
+                    f"{zeros[-1]:.0%} of the tokens that {step.owner(node)} reads are padding, {name} gets its last "
+                    f"state, and the output of {name} is nearly the same for all samples (they differ by "
                     f"{spreads[-1]:.2g} of its rms)"
                 )
                 view = evidence.output(name)

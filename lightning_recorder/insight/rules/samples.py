@@ -68,6 +68,8 @@ def same_samples_on_ranks(
     whole = evidence.data.rank_epoch
     if whole is None or whole.shared < overlap or whole.compared < compared or whole.distinct < distinct:
         return
+    if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many, so that all ranks have equally many
+        return
     is_whole = loader.samples is not None and whole.samples >= share * loader.samples
     if not loader.is_iterable and not loader.is_divided and not is_whole:  # such as an infinite sampler on each rank
         return
@@ -77,11 +79,11 @@ def same_samples_on_ranks(
     )
     one = _found(evidence, verdict, 0, 0, share=whole.shared, ranks=whole.ranks)
     if loader.is_iterable and whole.shared >= share:
-        yield replace(one, why="Each rank reads the whole stream, in an order of its own.", next=_NEXT_STREAM)
+        yield replace(one, why="The ranks read the same part of the stream, in other orders.", next=_NEXT_STREAM)
     elif loader.is_iterable:
         yield replace(one, severity="note", why="The ranks read parts of the stream that overlap.", next=_NEXT_STREAM)
     elif loader.is_divided:
-        why = "Each rank takes its part of another permutation: the seed of the sampler, or its epoch, differs."
+        why = "The parts of the ranks are disjoint only if the sampler has the same seed and epoch on all of them."
         yield replace(one, why=why, next="Give it the same seed on all ranks, and call set_epoch on all of them.")
     else:
         why = "Each rank goes through the whole data set, since no sampler divides it."
@@ -317,7 +319,7 @@ def same_augmentation(evidence: Evidence) -> Iterator[Finding]:
     statistic="batches whose samples have different indices and the same inputs, and batches that are written to while "
     "they are used",
     usual="each sample has inputs of its own, which stay as they are during a step",
-    why="The data set fills the same array for each sample, so that all samples of a batch are the last one.",
+    why="If the data set fills one array for each sample, all samples of a batch are the last one.",
     next="Return a copy: array.copy() or tensor.clone().",
     false_alarms="Inputs that never change, such as a grid, do not count, nor do writes by torch. Without indices, a "
     "batch of one sample may be meant, and is a note.",
@@ -349,7 +351,10 @@ def reused_buffer(
             return
 
 
-_WHY_OVERWRITTEN = "The loader, a collate_fn or a stream fills a buffer again while the batch in it is still used."
+_WHY_OVERWRITTEN = (
+    "Something other than torch writes into the batch while it is used, such as a loader, a collate_fn or a stream "
+    "that fills its buffer again."
+)
 _NAMES = ("Weighted", "Distributed")
 """Samplers that repeat or leave out samples on purpose have one of these in their names."""
 
@@ -436,7 +441,7 @@ def unused_samples(
     "note",
     statistic="the order of the indices in an epoch and in the one before",
     usual="another order in each epoch, or ascending indices without a shuffle",
-    why="The sampler shuffles with the same seed in each epoch.",
+    why="The order was drawn once, or is drawn with the same seed in each epoch.",
     next="Draw a new order in each call of __iter__, or call set_epoch before each epoch.",
     false_alarms="Ascending indices do not count.",
     needs=(DATA,),

@@ -347,7 +347,7 @@ def label_smoothing(evidence: Evidence, *, share: float = 0.6) -> Iterator[Findi
             return
 
 
-_WHY_TRAINS = "Something called train() in the validation, or after Lightning has called eval()."
+_WHY_TRAINS = "Something called train() after Lightning had called eval(), or kept eval() from the module."
 _NEXT_TRAINS = "Look for train() in validation_step and in the hooks of the validation."
 
 

@@ -30,6 +30,7 @@ from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
+from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
@@ -303,6 +304,12 @@ def _() -> Iterator[Evidence]:
     for records in (2, 3):
         values: dict[str, Values] = {"att/in_proj_weight": {"zero_fraction": 1 / 3, "update_ratio": 1e-3}}
         yield case(None, None, values, shapes=joined, records=records)
+
+
+@cases("gradient-noise")
+def _() -> Iterator[Evidence]:
+    for records, samples in ((8, 4), (12, 16)):  # intervals whose ends differ by factors of 8 and 15
+        yield noise.examined(noise.drawn(records, 2, samples)).evidence()
 
 
 @cases("padding-is-read")
@@ -1123,7 +1130,7 @@ def of_samples(*epochs: EpochFacts, loader: LoaderFacts | None = None, **facts: 
 def _() -> Iterator[Evidence]:
     for share, steps, keys in ((1.0, 4, 16), (0.5, 4, 16), (1.0, 3, 16), (1.0, 4, 15)):
         yield of_samples(ranks=RankFacts(2, steps, 0, keys, share, (0, 1)))
-    for shared, compared, distinct in ((0.06, 64, 1.0), (0.03, 64, 1.0), (0.06, 40, 1.0), (0.06, 64, 0.9)):
+    for shared, compared, distinct in ((0.06, 64, 1.0), (0.03, 100, 1.0), (0.06, 40, 1.0), (0.06, 64, 0.9)):
         of_ranks = EpochOfRanks(2, 0, 100, compared, shared, distinct)
         yield of_samples(loader=LoaderFacts(is_divided=True), rank_epoch=of_ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +37,13 @@ def drawn(steps: int, batches: int, size: int) -> Tensor:
     return MEAN + STD * torch.randn(steps, batches, size, 3, generator=generator)
 
 
-def trained(steps: Tensor, *, used: Sequence[bool] = (), names: Sequence[str] = ("blocks.0",)) -> list[Finding]:
-    """Return the notes of a training with a step of SGD for each entry of the samples, at a learning rate of zero."""
+def trained(steps: Tensor, **options: Any) -> list[Finding]:
+    """Return the notes of a training."""
+    return [each for each in examined(steps, **options).findings() if each.rule == "gradient-noise"]
+
+
+def examined(steps: Tensor, *, used: Sequence[bool] = (), names: Sequence[str] = ("blocks.0",)) -> Examination:
+    """Train with a step of SGD for each entry of the samples, at a learning rate of zero, and record each step."""
     net = nn.ModuleDict({name.replace(".", "_"): Quadratic() for name in names})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     modules = dict(zip(names, net.values(), strict=True))
@@ -55,7 +61,7 @@ def trained(steps: Tensor, *, used: Sequence[bool] = (), names: Sequence[str] = 
         about = {"step": step, "epoch": 0, "stage": "train", "group": "parameters", "recorder": "parameters"}
         found.add(recorder.collect().having(about={**about, **recorder.about()}))
         recorder.reset()
-    return [each for each in found.findings() if each.rule == "gradient-noise"]
+    return found
 
 
 def test_the_scale_is_exact() -> None:
