@@ -124,13 +124,7 @@ class StepActions:
             self._keep(logged_step(self._trainer))
 
     def before_step(self, optimizer: Any, finding: Finding | None = None, reading: Reading | None = None) -> None:
-        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often.
-
-        Args:
-            optimizer: The optimizer.
-            finding: The finding about the step on this rank, if there is one.
-            reading: The values of the step on this rank, if they are known.
-        """
+        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often."""
         if not self._has_decided:  # an optimizer may compute the gradients of a step several times
             self._has_decided = True
             wanted = ""

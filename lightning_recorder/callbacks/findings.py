@@ -22,15 +22,7 @@ _findings: weakref.WeakKeyDictionary[Trainer, RunFindings] = weakref.WeakKeyDict
 def findings_of(
     trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str, *, strict: bool
 ) -> RunFindings:
-    """Return the findings of the trainer's fit, new for the first recorder of the fit.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        directory: The folder of the run's recordings, if it has one.
-        label: The label of the recorder that begins.
-        strict: Raise errors.
-    """
+    """Return the findings of the trainer's fit, new for the first recorder of the fit."""
     found = _findings.get(trainer)
     if found is None or label in found:  # in it if an earlier fit did not end
         found = _findings[trainer] = RunFindings(

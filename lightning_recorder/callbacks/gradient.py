@@ -28,9 +28,6 @@ class _LossPasses:
 
     A pass is of a loss if Lightning runs it, or if it adds to the gradient of a parameter: with manual optimization, a
     model may call ``loss.backward()`` itself.
-
-    Args:
-        pl_module: The model.
     """
 
     def __init__(self, pl_module: LightningModule) -> None:

@@ -213,12 +213,7 @@ _limits: WeakKeyDictionary[Trainer, tuple[DrawingTime, set[str]]] = WeakKeyDicti
 
 
 def drawing_time_of(trainer: Trainer, label: str) -> DrawingTime:
-    """Return the limit of the time for drawings that all recorders of a fit share.
-
-    Args:
-        trainer: The trainer.
-        label: The name of the recorder that begins.
-    """
+    """Return the limit of the time for drawings that all recorders of a fit share."""
     limit, labels = _limits.get(trainer) or (DrawingTime(), set())
     if label in labels:  # it is another fit
         limit, labels = DrawingTime(), set()

@@ -55,12 +55,7 @@ class _StepEnds(BaseException):
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay.
-
-    Args:
-        origin: The origin of the bad value, if it was found.
-        batch: The batch that it was found in.
-    """
+    """The result of a replay."""
 
     origin: Origin | None
     batch: KeptBatch | None

@@ -192,13 +192,7 @@ class WatchedRun:
     # The course of a step.
 
     def start_batch(self, batch: Any, batch_idx: int, rows: list[int] | None = None) -> None:
-        """Begin a batch: keep what is needed to run it again.
-
-        Args:
-            batch: The batch.
-            batch_idx: Its index in the epoch.
-            rows: The indices of its samples in the data set, if they are known.
-        """
+        """Begin a batch: keep what is needed to run it again."""
         if not self._reads_now:
             self._arrive(self._queue.take())
         self._series.replay()

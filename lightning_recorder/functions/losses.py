@@ -35,11 +35,6 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
     ignored targets.
 
-    Args:
-        name: The name of the function.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
-
     Example:
         >>> import torch
         >>> sides = sides_of_loss("cross_entropy", [torch.zeros(2, 3), torch.tensor([1, -100])], {})

@@ -374,13 +374,7 @@ class RunFindings:
 
 
 class ExaminedRecords(RecordConsumer):
-    """Passes the records of one recorder to the findings of the run.
-
-    Args:
-        findings: The findings of the run.
-        label: The label of the recorder.
-        group: The kind of tensors.
-    """
+    """Passes the records of one recorder to the findings of the run."""
 
     takes_samples = True
     reports_divergence = True

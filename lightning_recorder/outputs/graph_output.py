@@ -64,10 +64,6 @@ class GraphOutput:
     def write(self, step: int, graph: Graph) -> None:
         """Write the graph, and begin to draw its picture.
 
-        Args:
-            step: The recorded step.
-            graph: The graph.
-
         Raises:
             RenderError: If the picture cannot be drawn; only with ``strict``.
         """

@@ -203,12 +203,7 @@ class RecordPipeline:
             self.consumers = []
 
     def add(self, record: Record, run: RunRecorder | None = None) -> None:
-        """Queue a record for writing.
-
-        Args:
-            record: The record.
-            run: The run of a training record, which has the facts for the receipt.
-        """
+        """Queue a record for writing."""
         facts = None
         if record.stage == "train" and record.steps and run is not None and run.is_covered:
             self._has_receipt = True

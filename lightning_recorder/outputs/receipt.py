@@ -379,11 +379,6 @@ class CoverageHistory:
     def add(self, step: int, found: Iterable[Site], coverage: Coverage) -> list[Change]:
         """Add a record.
 
-        Args:
-            step: The step of the record.
-            found: The sites with statistics in the record.
-            coverage: The facts about the modules since the previous record.
-
         Returns:
             The changes to report.
         """
@@ -535,13 +530,7 @@ class ReceiptWriter:
         self.begin(None, None, "")
 
     def begin(self, sink: Sink | None, directory: Path | None, label: str) -> None:
-        """Begin a run.
-
-        Args:
-            sink: The sink for the receipt, or None.
-            directory: The folder of the receipt, or None.
-            label: The name of the recorder in the receipt.
-        """
+        """Begin a run."""
         self.note = ""
         """A text that is appended to the summary line."""
         self._sink, self._directory, self._label = sink, directory, label

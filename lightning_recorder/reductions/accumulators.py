@@ -156,10 +156,6 @@ def make_accumulator(
 def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> MergeableAccumulator:
     """Create the accumulator of a function or a metric.
 
-    Args:
-        given: A function of two arguments, or a metric.
-        argument: The name of the argument, for messages.
-
     Raises:
         ArgumentError: If it is neither.
     """
@@ -175,9 +171,6 @@ def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> Mergeab
 
 class ByteBudget:
     """The limit in bytes for all lists of one recorder together.
-
-    Args:
-        max_bytes: The limit in bytes.
 
     Raises:
         ArgumentError: If the limit is not a positive integer.

@@ -247,12 +247,7 @@ class Encoder:
         self._pickled: dict[str, bytes | None] = {}
 
     def encode(self, scope: str, contribution: Contribution) -> bytearray:
-        """Return the message that carries states to rank 0.
-
-        Args:
-            scope: A name for the origin of the states.
-            contribution: The states.
-        """
+        """Return the message that carries states to rank 0."""
         kinds = list(contribution.kinds.values())
         shapes = pickle.dumps([self._shape(kind) for kind in kinds])
         is_known = self._known.get(scope) == shapes

@@ -107,12 +107,7 @@ def finding_without_origin(
 
 
 def with_older_parameters(finding: Finding, age: int) -> Finding:
-    """Return a finding whose origin was found by running the step with the parameters of some steps before.
-
-    Args:
-        finding: The finding.
-        age: The number of steps.
-    """
+    """Return a finding whose origin was found by running the step with the parameters of some steps before."""
     steps = "of the step before" if age == 1 else f"of {age} steps before"
     verdict = f"{finding.verdict} (the step was run again with the parameters {steps})"
     return replace(finding, verdict=verdict, numbers={**finding.numbers, "parameters_age": float(age)})
@@ -165,12 +160,7 @@ def _course(series: str, rise: Rise, rate: float | None) -> str:
 
 
 def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
-    """Return the finding for finite gradients whose norm is too large for float32.
-
-    Args:
-        reading: The step.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for finite gradients whose norm is too large for float32."""
     index = reading.indices[0] if reading.indices else 0
     verdict = (
         f"the gradient norm overflows first at step {reading.step} ({_batch(index, reading.epoch)}{rank}): the loss is "
