@@ -36,18 +36,6 @@ class StepActions:
 
     An action is decided before the optimizer steps. With several ranks, they agree on it in each step, so that all of
     them act, or none.
-
-    Args:
-        trainer: The trainer, with automatic optimization.
-        pl_module: The model.
-        act: The action, or a function that returns the one for a finding.
-        limit: The maximum number of actions.
-        why_not: The reason why it never acts; a function is still called.
-        rollback_steps: The number of steps that a rollback goes back at most; 0 if there is none.
-        lr_factor: The factor of a lower learning rate.
-        has_ranks: True if there are several ranks, which agree on the action in each step.
-        report: A function that receives the finding about the actions.
-        strict: Raise the errors of the function.
     """
 
     def __init__(

@@ -158,23 +158,7 @@ def consumers(
     findings: Callable[[], Sequence[Finding]] = tuple,
     strict: bool = False,
 ) -> list[RecordConsumer]:
-    """Return the consumers that receive the records of a run.
-
-    Args:
-        outputs: The options.
-        dumps: The dumps of statistics, which begin a run.
-        results: The pipeline that shows the pictures and passes on uploads.
-        directory: The folder of the run's recordings, if it has one.
-        group: The kind of recording.
-        label: The name of the recorder in file names.
-        name: The recorder's ``name`` argument.
-        called: The name of the recorder in warnings.
-        ranks: The number of ranks that the records cover.
-        shown: True if a sink can show pictures.
-        limit: The limit of the time for drawings.
-        findings: A function that returns the findings so far, which the pictures mark.
-        strict: Raise the errors of files that cannot be written.
-    """
+    """Return the consumers that receive the records of a run."""
     folder = DumpFolder(
         label,
         group=group,

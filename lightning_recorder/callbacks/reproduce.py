@@ -48,15 +48,6 @@ def save_incident(
 ) -> None:
     """Write the folder of a finding.
 
-    Args:
-        folder: The folder.
-        trainer: The trainer.
-        pl_module: The model.
-        discovery: The finding.
-        max_bytes: The maximum size of the batch, and of the parameters.
-        save_batch: Write the batch.
-        save_parameters: Write the parameters and buffers from before the step.
-
     Raises:
         OSError: If a file cannot be written.
     """

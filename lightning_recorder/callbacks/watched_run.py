@@ -101,20 +101,7 @@ class _Step:
 
 
 class WatchedRun:
-    """Watches the steps of one fit.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        series: The writer of the loss and the gradient norm.
-        on_discovery: Called with each finding.
-        on_spike: Called with the step after which a spike was seen.
-        spikes: The multiple of the running median that is a spike; 0 for none.
-        wait: Wait for the device before each optimizer step.
-        keep_parameters: Keep a copy of the parameters from before the last step; ``"auto"`` if it costs little.
-        every_module: Compute a flag for each module in every step.
-        name_row: A function that names a sample by the indices of its batch and its place there.
-    """
+    """Watches the steps of one fit."""
 
     def __init__(
         self,

@@ -90,16 +90,7 @@ class _Arriving:
 
 
 class WatchedSamples:
-    """Watches the samples of one fit.
-
-    Args:
-        trainer: The trainer, before its data loaders are made.
-        directory: The folder for ``data.json``, if there is one.
-        publish: A function that receives the facts.
-        exchange: The exchange with the other ranks, if there are several.
-        strict: Raise errors.
-        clock: A function that returns a time in seconds.
-    """
+    """Watches the samples of one fit."""
 
     def __init__(
         self,

@@ -70,12 +70,6 @@ def classes_of_loss(
     targets are probabilities. A loss of two classes must have one prediction for each sample. Targets to ignore, and
     those outside of the classes, get a bin of their own; see :mod:`lightning_recorder.records.classes`. Nothing is
     returned for more than 1000 classes, and for tensors without values.
-
-    Args:
-        name: The name of the function.
-        sides: The result of :func:`sides_of_loss`, which may be cut.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
     """
     prediction, target = sides.get("in.prediction"), sides.get("in.target")
     if prediction is None or target is None or not prediction.dim() or not (prediction.numel() and target.numel()):

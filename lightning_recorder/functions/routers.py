@@ -78,15 +78,6 @@ class RouterReader:
     ) -> Choice | None:
         """Return the choice of a router that ends with this call of a function; None if there is none.
 
-        Args:
-            name: The name of the function.
-            site: The name of its site.
-            module: The module that calls it.
-            frame: An identifier of the call of the module.
-            args: The positional arguments of the function.
-            kwargs: Its keyword arguments.
-            result: Its result.
-
         Note:
             Nothing waits for the device. A choice without probabilities is kept until the module returns its softmax or
             the step ends; otherwise nothing is kept.

@@ -412,16 +412,7 @@ class _FunctionTap(Tap):
         """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
 
     def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
-        """Receive a call of a function that attention or a router may consist of.
-
-        Args:
-            function: The name of the function.
-            number: The number of its call in the call of the module, starting at 1.
-            call: The call of the module.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            result: The result.
-        """
+        """Receive a call of a function that attention or a router may consist of."""
 
 
 _MOST_TOKENS = 4  # inputs of a step: those of encoder and decoder, with their positions

@@ -59,14 +59,6 @@ class RunFindings:
     first NaN or infinity. A finding that may settle is logged once it is in two checks in a row. When the last recorder
     has ended, the verdict and the findings are logged and written to ``findings.json``, with what could not be
     examined. An error in here gives one warning.
-
-    Args:
-        directory: The folder of the run's recordings, if it has one.
-        log: A function that logs a message.
-        types: The class names of the modules.
-        graph: A function that returns the recorded graph, if there is one by now.
-        strict: Raise errors.
-        clock: A function that returns a time in seconds.
     """
 
     def __init__(

@@ -90,15 +90,7 @@ class _Batch:
 
 
 class RecordPipeline:
-    """Compute the statistics of records and write them in the background.
-
-    Args:
-        formatter: The formatter that writes records to the sink.
-        name: The name of the recorder in messages.
-        log: A callback that receives the summary line of the receipt.
-        derive: A function that adds statistics derived from those of several sites.
-        strict: Raise the errors of consumers.
-    """
+    """Compute the statistics of records and write them in the background."""
 
     def __init__(
         self,

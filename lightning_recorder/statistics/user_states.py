@@ -167,12 +167,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
 def merge_snapshots(
     reduction: UserReduction, payloads: Sequence[tuple[dict[Site, Any], frozenset[Site]]]
 ) -> UserSnapshot:
-    """Return the states of several processes, given in rank order; those of the first one if they cannot be merged.
-
-    Args:
-        reduction: The reduction.
-        payloads: The :attr:`UserSnapshot.payload` of each process.
-    """
+    """Return the states of several processes, given in rank order; those of the first one if they cannot be merged."""
     if not reduction.is_mergeable:
         payloads = payloads[:1]
     found: dict[Site, list[Any]] = {}

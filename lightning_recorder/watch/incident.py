@@ -89,16 +89,6 @@ def write_incident(
 ) -> None:
     """Write what is known about the step of a finding.
 
-    Args:
-        folder: The folder.
-        about: The settings of the run, as JSON values.
-        kept: The batch and the random states.
-        state: The parameters and buffers from before the step, by name; empty to write none.
-        records: The statistics of the last recorded step, as JSON values.
-        graph: The graph up to the module, as text.
-        max_bytes: The maximum size of the batch, and of the parameters.
-        save_batch: Write the batch.
-
     Raises:
         OSError: If a file cannot be written.
     """

@@ -106,14 +106,7 @@ class _Arriving:
 
 
 class Replicas:
-    """Computes the checksums of one rank.
-
-    Args:
-        module: The model.
-        optimizers: Its optimizers.
-        rank: The rank.
-        wrapper: A function that returns what wraps the model, such as a ``DistributedDataParallel``.
-    """
+    """Computes the checksums of one rank."""
 
     def __init__(
         self, module: nn.Module, optimizers: Iterable[Any], rank: int, wrapper: Callable[[], object] = lambda: None

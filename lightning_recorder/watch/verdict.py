@@ -114,14 +114,7 @@ def with_older_parameters(finding: Finding, age: int) -> Finding:
 
 
 def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> Finding:
-    """Return a finding about a bad value with what came before it: the training diverged.
-
-    Args:
-        finding: The finding.
-        series: The series that rose or fell, ``"loss"`` or ``"gradient norm"``.
-        rise: Its rise or fall up to the step before.
-        rate: The largest learning rate, if it is known.
-    """
+    """Return a finding about a bad value with what came before it: the training diverged."""
     verdict = f"{_course(series, rise, rate)}; then {finding.verdict}"
     following = finding.next[:1].lower() + finding.next[1:]
     if rise.last < rise.before:
@@ -137,14 +130,7 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
 
 
 def finding_of_fall(fall: Rise, reading: Reading, rate: float | None, *, rank: str = "") -> Finding:
-    """Return the finding for a loss that falls without bound.
-
-    Args:
-        fall: The fall of the loss.
-        reading: The step.
-        rate: The largest learning rate, if it is known.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for a loss that falls without bound."""
     where = _batch(next(iter(reading.indices), 0), reading.epoch) + rank
     verdict = f"{_course('loss', fall, rate)}, without a bound (step {reading.step}, {where})"
     finding = _finding(UNBOUNDED, "warning", "", reading, verdict, _WHY_UNBOUNDED, _NEXT_UNBOUNDED)
@@ -292,17 +278,7 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
 def finding_of_action(
     action: str, step: int, loss: float, because: str, *, back: int, factor: float, earlier: Finding | None
 ) -> Finding:
-    """Return the note about the steps at which the watch has acted. Its trace has all of them.
-
-    Args:
-        action: ``"skip"``, ``"rollback"`` or ``"lower_lr"``.
-        step: The step.
-        loss: The loss of this rank at the step; NaN if it is not known.
-        because: The verdict of the finding.
-        back: The number of steps that a rollback goes back.
-        factor: The factor of the learning rate.
-        earlier: The note about the earlier steps with this action.
-    """
+    """Return the note about the steps at which the watch has acted. Its trace has all of them."""
     what = {
         "skip": f"step {step} was left out",
         "rollback": f"step {step} was left out, and the state of {back} steps before was restored",
