@@ -16,7 +16,8 @@ from lightning_recorder.errors import describe_call, warn
 from lightning_recorder.insight import Finding
 from lightning_recorder.internals.module_tree import named_buffers_of
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.watch import KeptBatch, Reading, finding_of_action
+from lightning_recorder.watch import KeptBatch, Reading
+from lightning_recorder.watch.verdict import finding_of_action
 
 __all__ = ["ACTIONS", "StepActions"]
 

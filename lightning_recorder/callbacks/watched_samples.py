@@ -100,10 +100,9 @@ class WatchedSamples:
         exchange: Exchange | None,
         *,
         strict: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
-        self._strict, self._clock = strict, clock
+        self._strict = strict
         self._loaders: list[object] = []
         self._epoch: EpochSamples | None = None
         self._before: EpochSamples | None = None
@@ -112,7 +111,7 @@ class WatchedSamples:
         self._values = 0  # of a sample
         self._batches = self._ended = 0
         self._has_failed = self._is_over = False
-        self._spent_s, self._began_s = 0.0, clock()
+        self._spent_s, self._began_s = 0.0, time.perf_counter()
         self._next_look = _FIRST_LOOK
         self._arriving: deque[_Arriving] = deque()
         self._validation, self._validation_samples, self._is_validated = Sketch(), 0, False
@@ -216,7 +215,7 @@ class WatchedSamples:
 
     def start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
         """Examine a batch of training, and return the indices of its samples, if they are known."""
-        began_s = self._clock()
+        began_s = time.perf_counter()
         rows: list[int] | None = None
         try:
             iterator, ahead = self._iterator()
@@ -226,7 +225,7 @@ class WatchedSamples:
                 self._examine(batch, batch_idx, step, rows, batch_number(iterator, ahead))
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
-        self._spent_s += self._clock() - began_s
+        self._spent_s += time.perf_counter() - began_s
         return rows
 
     def _fail(self, error: Exception) -> None:
@@ -263,7 +262,7 @@ class WatchedSamples:
             self._show()
 
     def _is_cheap(self) -> bool:
-        return self._spent_s <= _SHARE * (self._clock() - self._began_s)
+        return self._spent_s <= _SHARE * (time.perf_counter() - self._began_s)
 
     def _begin_epoch(self, *, is_whole: bool) -> EpochSamples:
         if self._loader is None:

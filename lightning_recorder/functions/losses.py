@@ -110,13 +110,14 @@ def _table(device: torch.device, ignored: int) -> Tensor:
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
 
 
-def share_of_next(target: Tensor, tokens: Tensor, ignored: int = -100) -> Tensor | None:
+def share_of_next(target: Tensor, tokens: Tensor) -> Tensor | None:
     """Return the share of targets that are the next token of the input, as for a language model; 0-d.
+
+    Targets that are ignored by default, -100, and those that follow an equal token do not count.
 
     Args:
         target: The targets, of any shape, with or without one for the last token.
         tokens: The tokens, ``[samples, positions]``.
-        ignored: The number of the targets that do not count. Neither do those that follow an equal token.
 
     Returns:
         The share, 0 if no target counts; None if the numbers of targets and tokens do not fit.
@@ -135,7 +136,7 @@ def share_of_next(target: Tensor, tokens: Tensor, ignored: int = -100) -> Tensor
     else:
         return None
     before, after = tokens[:, :-1], tokens[:, 1:]
-    counts = (target != ignored) & (before != after)
+    counts = (target != _IGNORED) & (before != after)
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
 
 
