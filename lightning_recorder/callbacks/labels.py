@@ -12,7 +12,7 @@ __all__ = ["Labelled", "Tagged", "check_names", "check_tags", "labels"]
 
 
 class Labelled(Protocol):
-    """What the checks read of a recorder."""
+    """The attributes of a recorder that the checks read."""
 
     group: ClassVar[str]
     name: str
@@ -24,7 +24,7 @@ class Labelled(Protocol):
 
 
 class Tagged(Protocol):
-    """What the check of tags reads of a recorder of statistics."""
+    """The attributes of a recorder of statistics that the check of tags reads."""
 
     name: str
 

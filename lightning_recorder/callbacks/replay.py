@@ -269,7 +269,7 @@ class _Gradients:
         self.symptoms: list[Tensor | None] = []
 
     def end_step(self) -> None:
-        """End a step of an optimizer that has really stepped before. What led to it was finite, and differs now."""
+        """End a step of an optimizer. In the training, the values before it were finite and the optimizer stepped."""
         self.begin = len(self.losses)
         self.symptoms.clear()
 

@@ -299,7 +299,7 @@ class WatchedRun:
         self._series.flush()
 
     def save(self) -> None:
-        """Write all steps and wait until they are written. Of a step in progress, no value is read."""
+        """Write all steps and wait until they are written. The values of a step in progress are not read."""
         if self._step.has_ended:
             self._arrive(self._queue.take(wait=True))
             self._logged.arrive(wait=True)

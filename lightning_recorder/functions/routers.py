@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What has happened in a call of a module.
+    """The probabilities and choices that a call of a module has computed so far.
 
     Args:
         probabilities: The probabilities of the experts that were computed last, with the function that made them.

@@ -192,7 +192,7 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     for kind in type(owner).__mro__:
         found = kind.__dict__.get(name, _MISSING)
         if found is not _MISSING:
-            # What has a ``__get__``, such as a property, is code, and is computed from the instance.
+            # A value with a ``__get__``, such as a property, would run code.
             return default if hasattr(type(found), "__get__") else found
     return default
 

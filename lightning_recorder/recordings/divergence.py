@@ -363,7 +363,7 @@ class _Extremes:
             self.first = cited, begin + step, float(distance[cited, step])
         step = int(distance.max(0).argmax())
         statistic = int(distance[:, step].argmax())
-        # Of equal distances the first one counts.
+        # The first one of equal distances counts.
         if distance[statistic, step] > self.furthest[2]:
             self.furthest = statistic, begin + step, float(distance[statistic, step])
         self.steps += int(parted.sum())

@@ -313,7 +313,7 @@ def _kept_edges(
     kept = table > least
     ties = table == least
     room = (most - 1) - kept.sum(axis=1, keepdims=True)
-    # Of equal losses the later ones are kept, as after a stable sort.
+    # The later ones of equal losses are kept, as after a stable sort.
     kept |= ties & (ties[:, ::-1].cumsum(axis=1)[:, ::-1] <= room)
     begins = is_first.copy()
     begins[inner] = kept[rows[inner], places]

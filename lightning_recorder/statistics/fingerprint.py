@@ -41,8 +41,8 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
     """Return two checksums of the tensors in a batch, ``[2]`` int64 on the device of the first one; None without any.
 
     The first checksum depends on the order of the samples, the second does not. Both are exact integer sums, so they do
-    not depend on the order in which the device adds. Of each tensor, at most 1024 samples with 64 values each are read,
-    at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
+    not depend on the order in which the device adds. At most 1024 samples of each tensor are read, with 64 values
+    each, at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
 
     Note:
         Does not synchronize the device, and leaves the batch and the random number generators unchanged.

@@ -226,7 +226,7 @@ def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
 
 
 class _Shape(NamedTuple):
-    """What two messages of a rank usually have in common."""
+    """The part that two messages of a rank usually have in common."""
 
     bank: int
     described: str

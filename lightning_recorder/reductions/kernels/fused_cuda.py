@@ -57,7 +57,7 @@ _Kind = tuple[int, torch.dtype, bool]
 
 
 class _Prepared:
-    """What has been prepared in this process."""
+    """The kernels that this process has prepared."""
 
     lock = threading.Lock()
     tried: ClassVar[set[_Kind]] = set()
