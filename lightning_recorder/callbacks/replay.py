@@ -308,6 +308,11 @@ def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBa
     step_function = getattr(trainer, "step_function", None)
     with trainer.precision_plugin.train_step_context():
         output = step_function(batch) if step_function else training_step(pl_module, batch, kept.batch_idx)
+    return loss_of(output)
+
+
+def loss_of(output: object) -> Tensor | None:
+    """Return the loss in the output of a training step; None if it has none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -379,9 +384,9 @@ def run_manual(
     inner = [getattr(each, "optimizer", each) for each in optimizers]
     with ExitStack() as stack:
         for each in (*optimizers, *inner):
-            stack.enter_context(_replaced(each, "step", step))
+            stack.enter_context(replaced(each, "step", step))
         # manual_backward calls it, and the model may override that.
-        stack.enter_context(_replaced(trainer.strategy, "backward", backward))
+        stack.enter_context(replaced(trainer.strategy, "backward", backward))
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:
             with trainer.precision_plugin.train_step_context():
@@ -403,7 +408,7 @@ def _idle_schedulers(schedulers: Any) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an instance, which may hide one of its class."""
     table = vars(owner)
     had, before = name in table, table.get(name)

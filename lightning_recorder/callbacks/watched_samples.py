@@ -51,7 +51,7 @@ from lightning_recorder.statistics.fingerprint import (
 )
 from lightning_recorder.statistics.snapshot import NOTHING
 from lightning_recorder.structure import ignore_unknown, iter_tensors
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 from lightning_recorder.watch.epoch_samples import (
     BatchSamples,
     EpochSamples,
@@ -491,7 +491,7 @@ class WatchedSamples:
         data = (json.dumps(asdict(facts), indent=1) + "\n").encode()
         if self._directory is not None and facts.epochs and data != self._written:
             path = self._directory / DATA_FILE
-            attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+            attempt(path, len(data), partial(write_bytes, path, data))
             self._written = data
 
     def _facts(self) -> DataFacts:

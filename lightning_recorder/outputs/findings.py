@@ -36,7 +36,7 @@ from lightning_recorder.recordings.recording import Run
 from lightning_recorder.records.file import FINDINGS, RECORDS, calls_of
 from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 
 __all__ = ["REPORT", "ExaminedRecords", "RunFindings"]
 
@@ -335,7 +335,7 @@ class RunFindings:
             known = None if self._diagnosis is None else {run.name: self._diagnosis}
             html = page_html(page_data({run.name: run}, known=known), f"{run.name} · lightning_recorder").encode()
             path = run.directory / REPORT
-            is_written = attempt(path, len(html), partial(write_whole, path, lambda file: file.write(html)))
+            is_written = attempt(path, len(html), partial(write_bytes, path, html))
         except Exception as error:
             if self._strict:
                 raise
@@ -359,9 +359,7 @@ class RunFindings:
         if self._run is not None:
             path = self._run.directory / FINDINGS
             data = (json.dumps(found.to_json(), indent=1) + "\n").encode()
-            if data != self._written and attempt(
-                path, len(data), partial(write_whole, path, lambda file: file.write(data))
-            ):
+            if data != self._written and attempt(path, len(data), partial(write_bytes, path, data)):
                 self._written = data
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
-from torch import nn
-from typing_extensions import override
-
-from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Receiver, Tap
+from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap
 from lightning_recorder.tensors.base import Recorder
 
 __all__ = ["BackwardInput", "BackwardOutput", "ForwardInput", "ForwardOutput", "ForwardPre"]
@@ -29,9 +26,7 @@ class ForwardPre(Recorder):
         >>> recorder.detach()
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = InputTap
 
 
 class ForwardInput(Recorder):
@@ -43,9 +38,7 @@ class ForwardInput(Recorder):
     inputs of the latter are not recorded.
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputTap(modules, receive, after=True, condition=self.condition, strict=self.strict)
+    _tap = staticmethod(partial(InputTap, after=True))
 
 
 class ForwardOutput(Recorder):
@@ -63,9 +56,7 @@ class ForwardOutput(Recorder):
         24.0
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return OutputTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = OutputTap
 
 
 class BackwardInput(Recorder):
@@ -84,9 +75,7 @@ class BackwardInput(Recorder):
         [[], [(8, 3)], [(8, 3)]]
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputGradientTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = InputGradientTap
 
 
 class BackwardOutput(Recorder):
@@ -105,6 +94,4 @@ class BackwardOutput(Recorder):
         tensor([2., 2.])
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return OutputGradientTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = OutputGradientTap
