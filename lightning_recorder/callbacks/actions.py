@@ -298,7 +298,7 @@ def _leaves_alone(optimizer: Any) -> bool:
 
 
 def _set_back(kept: KeptBatch) -> None:
-    """Set buffers and random numbers back to those before a batch, and the fractions that a model keeps.
+    """Set buffers, random numbers and the floats that a model counts with back to their values before a batch.
 
     Whole numbers, such as counts of steps, go on.
     """

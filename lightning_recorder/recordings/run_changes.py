@@ -318,7 +318,7 @@ class _Graphs:
         self.batches = [{node.name: node for node in graph.nodes if node.kind == "input"} for graph in (one, other)]
 
     def changes(self) -> list[Change]:
-        """Return the differences without consequences; alike ones are one."""
+        """Return the differences that follow from no other difference. Equal ones are merged."""
         found = [*self._modules()]
         known = {change.what for change in found}
         found += [change for change in self._functions() if not _is_inside(_owner(change.what), known)]

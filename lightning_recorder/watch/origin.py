@@ -287,7 +287,7 @@ class OriginTrace(TorchDispatchMode):
         return in_backward() and not self._stack
 
     def _causes(self, func: Any, place: _Place, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Return the events that made the bad ones among the inputs of an operation."""
+        """Return the events in which the bad inputs of an operation arose."""
         found = []
         for tensor in floating((args, kwargs)):
             if bad_count(tensor)[0]:
