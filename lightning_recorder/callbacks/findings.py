@@ -36,14 +36,7 @@ def findings_of(
 
 
 def end_findings(findings: RunFindings, label: str, sink: Sink | None, why: str = "") -> None:
-    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones.
-
-    Args:
-        findings: The findings.
-        label: The label of the recorder.
-        sink: The sink for the text with the findings.
-        why: The reason why the recorder has no records, or no more from some step on.
-    """
+    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones."""
     if findings.end(label, sink, why):
         for trainer in [each for each, found in _findings.items() if found is findings]:
             del _findings[trainer]

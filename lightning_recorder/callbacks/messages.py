@@ -83,13 +83,7 @@ def why_no_validation(trainer: Trainer) -> Silence:
 
 
 def why_no_due_validation(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None) -> Silence:
-    """Return the reason why no validation of a fit was recorded.
-
-    Args:
-        trainer: The trainer.
-        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
-        began: The step and the epoch at which training began, or ``None`` if it has not.
-    """
+    """Return the reason why no validation of a fit was recorded."""
     if began is None:
         return why_no_training(trainer)
     epochs = range(began[1], max(began[1] + 1, trainer.current_epoch))
@@ -99,14 +93,7 @@ def why_no_due_validation(trainer: Trainer, sampling: Sampling, began: tuple[int
 
 
 def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None, *, is_enabled: bool) -> Silence:
-    """Return the reason why no step of a fit was recorded.
-
-    Args:
-        trainer: The trainer.
-        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
-        began: The step and the epoch at which training began, or ``None`` if it has not.
-        is_enabled: False if the recorder is disabled.
-    """
+    """Return the reason why no step of a fit was recorded."""
     first, epoch = began or (0, 0)
     steps = range(first, logged_step(trainer))
     if began is None or not steps:

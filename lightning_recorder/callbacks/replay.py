@@ -134,14 +134,6 @@ def computed(
 
     Everything is the same afterwards, as after :func:`replay`. The step must not communicate.
 
-    Args:
-        trainer: The trainer, with automatic optimization.
-        pl_module: The model.
-        kept: The state before the step.
-        batch: The batch to run.
-        parameters: The parameters of the model.
-        of_gradient: Return the norm of all gradients, with the scale of the loss.
-
     Raises:
         ReplayError: If the gradients cannot be computed.
     """

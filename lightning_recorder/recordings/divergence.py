@@ -192,12 +192,7 @@ class SeriesPair:
         return int(self.both.sum())
 
     def divergences(self, tolerance: Tolerance, without: Collection[Site] = ()) -> list[SiteDivergence]:
-        """Return the sites that diverge beyond the tolerance, in execution order.
-
-        Args:
-            tolerance: The tolerance.
-            without: Sites to leave out.
-        """
+        """Return the sites that diverge beyond the tolerance, in execution order."""
         found: dict[int, _Extremes] = {}
         for steps, excess, distance in self._differences(tolerance):
             parted = excess.max(0) > 0

@@ -69,14 +69,7 @@ class Contribution:
     def of(
         cls, snapshot: Snapshot | None, rank: int, *, copies: Collection[Site] = (), value: object = None
     ) -> Contribution:
-        """Return the states of one rank. If they cannot be packed, the rank counts as failed.
-
-        Args:
-            snapshot: The states on the CPU, or None if the recorder has failed.
-            rank: The rank.
-            copies: The sites that are copies of another rank's.
-            value: An object to send to the first rank; None to send nothing.
-        """
+        """Return the states of one rank. If they cannot be packed, the rank counts as failed."""
         if snapshot is None:
             return cls(absent=(rank,))
         try:

@@ -102,10 +102,6 @@ class StateKeeper:
 
     The batch is kept by reference. If a step changes a batch in place, that step cannot be run again, and the batches
     of all later steps are copied. A buffer is copied when it has changed since its last copy.
-
-    Args:
-        module: The model.
-        device: The device of the model, whose random number generator is kept.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

@@ -179,11 +179,7 @@ class OriginTrace(TorchDispatchMode):
             self._resources.close()
 
     def origin(self, symptoms: Tensor | Iterable[Tensor | None]) -> Origin | None:
-        """Return the origin of the first bad value that led to one of the tensors; ``None`` if they are finite.
-
-        Args:
-            symptoms: The loss, or the gradients of the parameters.
-        """
+        """Return the origin of the first bad value that led to one of the tensors; ``None`` if they are finite."""
         tensors = [symptoms] if isinstance(symptoms, Tensor) else symptoms
         ends = [self._find(each) for each in tensors if each is not None and bad_count(each)[0]]
         if not ends:

@@ -33,12 +33,6 @@ class StepSeries:
     steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. Values that the user
     logs are written to the records of the stage ``logged``, with a site for each name. A background thread writes each
     step at most half a second later, together with those that have come in between.
-
-    Args:
-        directory: The folder of the run's recordings, if it has one.
-        sink: The sink for scalars, if there is one.
-        label: The name of the series in the records and in the tags.
-        is_logged: A function that returns True for the steps to write to the sink.
     """
 
     def __init__(

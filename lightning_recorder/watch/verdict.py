@@ -83,16 +83,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
 def finding_without_origin(
     reading: Reading, batches: list[int], *, because: str, option: str, modules: list[str], rank: str = ""
 ) -> Finding:
-    """Return the finding for a bad value whose origin is not known exactly.
-
-    Args:
-        reading: The step.
-        batches: The indices of its batches.
-        because: The reason.
-        option: The code to write to know more.
-        modules: The names of the parameters whose gradients are not finite, in the order of the model.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for a bad value whose origin is not known exactly."""
     loss, norm = reading.values
     is_forward = loss != loss or loss in (float("inf"), float("-inf"))
     what = f"the loss is {loss:g}" if is_forward else f"the loss is {loss:g} and the gradient norm is {norm:g}"
