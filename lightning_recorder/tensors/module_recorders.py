@@ -17,6 +17,7 @@ class ForwardPre(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> recorder = ForwardPre(reduction=torch.add).children(net, indices=(1, 2))
         >>> for _ in range(5):
@@ -48,6 +49,7 @@ class ForwardOutput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> from lightning_recorder.reductions import RunningMoments
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
         >>> with ForwardOutput(reduction=RunningMoments).modules(net, types=nn.ReLU) as recorder:
@@ -68,6 +70,7 @@ class BackwardInput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> with BackwardInput().children(net) as recorder:
         ...     net(torch.ones(8, 4)).sum().backward()
@@ -86,6 +89,7 @@ class BackwardOutput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> with BackwardOutput(reduction=torch.add).children(net, types=nn.Linear) as recorder:
         ...     for _ in range(2):
