@@ -142,9 +142,6 @@ class ReadingQueue(Generic[_Any]):
 
     Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
     that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,11 +178,7 @@ class ReadingQueue(Generic[_Any]):
             reading.forget()
 
     def take(self, *, wait: bool = False) -> list[_Any]:
-        """Return the readings that have arrived, in order.
-
-        Args:
-            wait: Wait for all readings.
-        """
+        """Return the readings that have arrived, in order."""
         if self._event is None and (wait or len(self._waiting) >= _MOST_WAITING):
             return self._read_all()
         found = []
