@@ -71,8 +71,7 @@ _FORM = re.compile(
     re.DOTALL,
 )
 
-# The name of a setting in a text, as in "api_key=…", "'api_key': '…'", "?sig=…", "--api-key …" and "--api-key=…", and its
-# value.
+# The name of a setting in a text, as in "api_key=…", "'api_key': '…'", "?sig=…" and "--api-key …", and its value.
 _NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za-z][\w-]*)(?:=|\s+))""")
 _VALUE = re.compile(r"""(?:(?:Basic|Bearer|Token)\s+)?(?:\(hidden\)|"[^"]*"?|'[^']*'?|[^\s"'&;,)}\]]+)""")
 _LONGEST = 200  # characters of a value that are read to decide about it
