@@ -31,7 +31,7 @@ def add_parts(history: History, table: Table) -> None:
     found = [(site, table.tensors[site]) for site in table.sites if names[0] in table.tensors.get(site, {})]
     if not found:
         return
-    blocks = [np.stack([vectors[name].numpy() for name in names], axis=1) for _, vectors in found]
+    blocks = [np.stack([np.asarray(vectors[name]) for name in names], axis=1) for _, vectors in found]
     sites = tuple(
         Site(site.name, str(row)) for (site, _), block in zip(found, blocks, strict=True) for row in range(len(block))
     )
