@@ -180,7 +180,7 @@ class Monitor:
             self._call("on_fit_end")
         self._call("teardown", "fit")
         trainer.strategy.checkpoint_io.teardown()
-        if error is None and not trainer.steps and self._has_waited and not is_switched_off():
+        if error is None and self._has_waited and not (trainer.steps or self._said or is_switched_off()):
             warn(
                 "Monitor recorded no step: no optimizer of torch stepped in a `with monitor.step(batch):`, and the "
                 "parameters did not change in one"
