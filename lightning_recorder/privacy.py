@@ -60,6 +60,7 @@ _FORM = re.compile(
     r"|(?<=://)[^\s/:@]+:(?!\d+/)[^\s@]{1,200}(?=@)"  # with a password that has a slash
     r"|(?<![\w.+-])[\w.+-]+:[^\s:@/]{3,}(?=@\w)"  # without a scheme
     r"|(?<=\bBearer )(?=\S*\d)[^\s\"']{8,}"
+    r"|(?<=\bBasic )(?=\S*\d)[A-Za-z0-9+/]{12,}={0,2}"
     r"|(?<=\bhooks\.slack\.com/services/)\S+"
     r"|(?<![\w-])(?:"
     r"sk-(?:(?:proj|ant|or|svcacct|api\d+|v1)-){0,3}[A-Za-z0-9]{16}[\w-]*|[sr]k_(?:live|test)_\w{10,}"
@@ -71,7 +72,7 @@ _FORM = re.compile(
 )
 
 # The name of a setting in a text, as in "api_key=…", "'api_key': '…'", "?sig=…" and "--api-key …", and its value.
-_NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za-z][\w-]*)\s+)""")
+_NAME = re.compile(r"""(?<![\w.-])(?:([A-Za-z_][\w.-]*)["']?\s*[=:]\s*|--?([A-Za-z][\w-]*)(?:=|\s+))""")
 _VALUE = re.compile(r"""(?:(?:Basic|Bearer|Token)\s+)?(?:\(hidden\)|"[^"]*"?|'[^']*'?|[^\s"'&;,)}\]]+)""")
 _LONGEST = 200  # characters of a value that are read to decide about it
 

@@ -96,6 +96,8 @@ def test_ordinary_settings_are_shown(name: str) -> None:
         ("Client(url='https://host', token='hunter2', n=3)", "Client(url='https://host', token=(hidden), n=3)"),
         ('{"db": {"password": "hun ter, 2"}, "n": 3}', '{"db": {"password": (hidden)}, "n": 3}'),
         ("train.py --lr 0.1 --api-key hunter2 --n 3", "train.py --lr 0.1 --api-key (hidden) --n 3"),
+        ("train.py --lr=0.1 --api-key=hunter2 --n=3", "train.py --lr=0.1 --api-key=(hidden) --n=3"),
+        ("Basic bWU6aHVudGVyMg==", "Basic (hidden)"),
         ("AccountName=me;AccountKey=hunter2==;Suffix=x", "AccountName=me;AccountKey=(hidden);Suffix=x"),
         ("401 for Authorization: Bearer hunter2hunter2", "401 for Authorization: (hidden)"),
         ("curl -H 'Bearer hunter2hunter2'", "curl -H 'Bearer (hidden)'"),

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import RecorderError
+from lightning_recorder.internals.preserve_state import same_random_numbers
 
 __all__ = [
     "HAS_LIGHTNING",
@@ -28,11 +29,13 @@ __all__ = [
 
 
 def _can_be_imported() -> bool:
-    try:
-        import_module("lightning.pytorch")
-    except ImportError:
-        return False
-    return True
+    # Some packages that Lightning imports draw a number while they are imported. A plain loop may be seeded already.
+    with same_random_numbers(()):
+        try:
+            import_module("lightning.pytorch")
+        except ImportError:
+            return False
+        return True
 
 
 HAS_LIGHTNING = _can_be_imported()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.names import Site
@@ -28,15 +29,19 @@ def add_parts(history: History, table: Table) -> None:
         table: The record.
     """
     names = history.statistics[:-2]
-    found = [(site, table.tensors[site]) for site in table.sites if names[0] in table.tensors.get(site, {})]
-    if not found:
+    blocks: dict[Site, NDArray[np.float64]] = {}
+    for site in table.sites:
+        vectors = table.tensors.get(site, {})
+        columns = [np.asarray(vectors[name]) for name in names if name in vectors]
+        # A damaged file may lack some of them, or have others.
+        if len(columns) == len(names) and len({each.shape for each in columns}) == 1:
+            blocks[site] = np.stack(columns, axis=1)
+    if not blocks:
         return
-    blocks = [np.stack([vectors[name].numpy() for name in names], axis=1) for _, vectors in found]
-    sites = tuple(
-        Site(site.name, str(row)) for (site, _), block in zip(found, blocks, strict=True) for row in range(len(block))
-    )
+    sites = tuple(Site(site.name, str(row)) for site, block in blocks.items() for row in range(len(block)))
     nothing = (None,) * len(sites)
-    history.add(Table(make_schema(sites, names, nothing, nothing), np.concatenate(blocks), about=table.about))
+    schema = make_schema(sites, names, nothing, nothing)
+    history.add(Table(schema, np.concatenate([*blocks.values()]), about=table.about))
 
 
 def layers_of(evidence: Evidence, history: History) -> Mapping[str, list[View]]:

@@ -165,7 +165,7 @@ def read_extra_repr(module: nn.Module) -> str:
                     text = kind.extra_repr(_stand_in(module, kind))
             finally:
                 state.restore()
-    except Exception:  # noqa: BLE001 - a class may raise anything in its representation
+    except (Exception, SystemExit):  # noqa: BLE001 - a class may raise anything in its representation
         return ""
     return text if type(text) is str else ""
 

@@ -24,6 +24,7 @@ from lightning_recorder.callbacks.lightning import rank_zero_info
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, check_integer, warn
 from lightning_recorder.internals.autograd import version_of
 from lightning_recorder.internals.module_tree import parameters_of
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.loops.trainer import LoopTrainer, TensorBoardLogger, as_root, free_folder
 from lightning_recorder.sinks import Sink, TensorBoardSink
 from lightning_recorder.switch import is_switched_off
@@ -31,6 +32,8 @@ from lightning_recorder.switch import is_switched_off
 __all__ = ["Monitor"]
 
 _LOSS = "loss"
+_MOST_COMPARED = 16  # parameters, with which a step without an optimizer is noticed
+_LARGEST_COMPARED = 1 << 14  # values
 _MOST_FRAMES = 8  # between the step of a GradScaler and that of its optimizer
 
 
@@ -132,7 +135,7 @@ class Monitor:
         self._sink: TensorBoardSink | None = None
         self._step: _Step | None = None
         self._batch_idx = 0
-        self._is_entered = self._has_ended = self._has_loss = False
+        self._is_entered = self._has_ended = self._has_loss = self._has_waited = False
         self._scale_version: object = None
         self._said: set[str] = set()
 
@@ -177,7 +180,12 @@ class Monitor:
             self._call("on_fit_end")
         self._call("teardown", "fit")
         trainer.strategy.checkpoint_io.teardown()
-        if not self._has_loss and not is_switched_off():
+        if error is None and self._has_waited and not (trainer.steps or self._said or is_switched_off()):
+            warn(
+                "Monitor recorded no step: no optimizer of torch stepped in a `with monitor.step(batch):`, and the "
+                "parameters did not change in one"
+            )
+        elif not self._has_loss and not is_switched_off():
             rank_zero_info("The loss of the steps is not known: call monitor.log(loss=loss) in each step.")
 
     def _begin(self) -> LoopTrainer:
@@ -408,12 +416,36 @@ class Monitor:
         before, self._scale_version = self._scale_version, version_of(scale) if isinstance(scale, Tensor) else None
         return step.has_stepped or (before is not None and before != self._scale_version)
 
+    def _compared(self) -> list[tuple[Tensor, Tensor]]:
+        """Return some parameters with copies; none once an optimizer of torch has stepped."""
+        if self._known:
+            return []
+        own = [each.detach() for each in parameters_of(self._root) if each.requires_grad]
+        small = [each for each in own if type(each) is Tensor and each.numel() <= _LARGEST_COMPARED]
+        return [(each, each.clone()) for each in small[:: 1 + len(small) // _MOST_COMPARED]]
+
+    def _has_changed(self, step: _Step) -> bool:
+        """Return True if the loop changed parameters itself, without an optimizer of torch."""
+        if self._known:
+            return False
+        with pause_recording():
+            if all(torch.equal(now, before) for now, before in step.compared):
+                return False
+        self._say(
+            "no optimizer of torch steps in this loop: each batch that changes parameters counts as a step. Its values "
+            "of parameters are those after it, and updates are not recorded",
+            is_warning=False,
+        )
+        self._call("on_before_optimizer_step", _ByHand(parameters_of(self._root)))
+        return True
+
     def _start_batch(self, step: _Step) -> None:
         trainer = self._begin()
         if trainer.is_evaluating:
             self._call("on_validation_batch_start", step.batch, self._batch_idx)
         else:
             trainer.has_stepped = None
+            step.compared = self._compared()
             self._has_stepped(step)  # for the version of the scale before the step
             self._call("on_train_batch_start", step.batch, self._batch_idx)
 
@@ -429,7 +461,8 @@ class Monitor:
                 if isinstance(each, RecorderCallback):
                     each._abandon_batch(trainer, error if isinstance(error, Exception) else None)  # type: ignore[arg-type]  # has what it reads
             return
-        trainer.has_stepped = self._has_stepped(step)
+        trainer.has_stepped = self._has_stepped(step) or self._has_changed(step)
+        self._has_waited |= not trainer.has_stepped
         self._call("on_train_batch_end", None, batch, batch_idx)
         if trainer.has_stepped:
             self._write_values(trainer)
@@ -517,11 +550,20 @@ class Monitor:
             torch.save(state, path)
 
 
+class _ByHand:
+    """Takes the place of the optimizer in a loop that changes the parameters itself."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": parameters}]
+        self.state: dict[Tensor, Any] = {}
+
+
 class _Step:
     """The context of a step."""
 
     def __init__(self, monitor: Monitor, batch: Any) -> None:
         self._monitor, self.batch = monitor, batch
+        self.compared: list[tuple[Tensor, Tensor]] = []
         self.has_stepped = self.has_loss = False
         self.is_training = True
         self.thread = 0

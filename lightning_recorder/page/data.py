@@ -26,8 +26,6 @@ from lightning_recorder.records.file import LOGGED
 from lightning_recorder.untrusted import is_finite
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lightning_recorder.recordings import Run, Series
 
 __all__ = ["PAGE_FORMAT", "curves", "group_of", "logged_curves", "page_data", "site_data"]
@@ -256,7 +254,7 @@ def _vectors(series: Series) -> dict[str, Any]:
     """Return the statistics with a value for each channel, head or expert, by the index of the site as text."""
     steps = series.steps
     last = series.all_vectors(steps[-1]) if steps else {}
-    size = _ITEM * sum(vector.numel() for vectors in last.values() for vector in vectors.values())
+    size = _ITEM * sum(vector.size for vectors in last.values() for vector in vectors.values())
     if not size:
         return {"steps": [], "sites": {}}
     count = min(len(steps), max(1, min(_VECTOR_STEPS, _VECTOR_BYTES // size)))
@@ -268,15 +266,15 @@ def _vectors(series: Series) -> dict[str, Any]:
     for site, vectors in last.items():
         tables = {name: [record.get(site, {}).get(name) for record in records] for name in vectors}
         sites[str(places[site])] = {
-            name: packed_numbers(np.stack([_filled(row, vectors[name].numel()) for row in table]))
+            name: packed_numbers(np.stack([_filled(row, vectors[name].size) for row in table]))
             for name, table in tables.items()
         }
     return {"steps": chosen, "sites": sites}
 
 
-def _filled(vector: Tensor | None, size: int) -> NDArray[np.float64]:
+def _filled(vector: NDArray[np.float64] | None, size: int) -> NDArray[np.float64]:
     """Return the values of a vector; NaN if a record lacks it or has another number of them."""
-    return np.full(size, np.nan) if vector is None or vector.numel() != size else vector.double().numpy()
+    return np.full(size, np.nan) if vector is None or vector.size != size else vector
 
 
 def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:

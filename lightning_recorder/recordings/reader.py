@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from lightning_recorder.names import Site
 from lightning_recorder.records.counts import counts_of
 from lightning_recorder.records.file import FORMAT, FORMATS, SchemaCache, parse, read_table, unpack_vectors
 from lightning_recorder.records.table import Floats, Schema, Table
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "PLACES",
@@ -273,24 +270,19 @@ class RecordReader:
         """
         return self._again(entry, counts_of)
 
-    def vectors(self, entry: Entry, site: Site) -> dict[str, Tensor]:
-        """Read the vectors of a site in a record from the file, by statistic.
-
-        Raises:
-            DumpError: If the line has changed since it was first read.
-        """
-        place = entry.table.rows[site]
-        return self._again(entry, lambda found: unpack_vectors(found.get("vectors", ()), place))
-
-    def all_vectors(self, entry: Entry) -> dict[Site, dict[str, Tensor]]:
+    def all_vectors(self, entry: Entry) -> dict[Site, dict[str, Floats]]:
         """Read the vectors of all sites in a record from the file; a site without any is left out.
 
         Raises:
             DumpError: If the line has changed since it was first read.
         """
-        packed: list[list[Any]] = self._again(entry, lambda found: found.get("vectors", []))
-        places = sorted({int(each[0]) for each in packed})
-        return {entry.table.sites[place]: unpack_vectors(packed, place) for place in places}
+        sites = entry.table.sites
+
+        def read(found: dict[str, Any]) -> dict[Site, dict[str, Floats]]:
+            vectors = unpack_vectors(found.get("vectors", ()))
+            return {site: vectors[place] for place, site in enumerate(sites) if place in vectors}
+
+        return self._again(entry, read)
 
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
         """Read a line again."""

@@ -227,7 +227,7 @@ class Series:
         entry = self._entry(step)
         return dict(zip(entry.table.sites, self._reader.packed_counts(entry), strict=True))
 
-    def all_vectors(self, step: int) -> dict[Site, dict[str, Tensor]]:
+    def all_vectors(self, step: int) -> dict[Site, dict[str, Floats]]:
         """Return the statistics of a record that are vectors, ``[n]`` float64; a site without any is left out.
 
         Raises:
@@ -388,7 +388,10 @@ class SiteSeries:
             ArgumentError: If the site was not recorded at that step.
             DumpError: If the file has changed since it was read.
         """
-        return self.series._reader.vectors(self._entry(step), self.site)
+        import torch
+
+        found = self.series._reader.all_vectors(self._entry(step)).get(self.site, {})
+        return {name: torch.from_numpy(values) for name, values in found.items()}
 
     @property
     def calls(self) -> list[int | None]:

@@ -408,8 +408,8 @@ def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
     Example:
         >>> import torch
         >>> packed = pack_vectors([{}, {"channel_mean": torch.tensor([0.5, 2.0], dtype=torch.float64)}])
-        >>> packed[0][:3], unpack_vectors(packed, 1)
-        ([1, 'channel_mean', 'f'], {'channel_mean': tensor([0.5000, 2.0000], dtype=torch.float64)})
+        >>> packed[0][:3], unpack_vectors(packed)
+        ([1, 'channel_mean', 'f'], {1: {'channel_mean': array([0.5, 2. ])}})
     """
     return [
         [place, name, *_packed(tensor)]
@@ -429,19 +429,16 @@ def _packed(tensor: Tensor) -> tuple[str, str]:
     return kind, to_base64(np.array(values.tolist(), dtype=_DTYPES[kind]).tobytes())
 
 
-def unpack_vectors(packed: Any, place: int) -> dict[str, Tensor]:
-    """Return the vectors of one site by statistic, ``[n]`` float64.
+def unpack_vectors(packed: Any) -> dict[int, dict[str, Floats]]:
+    """Return the vectors of each site by statistic, ``[n]`` float64, without torch; a site without any is left out.
 
     Raises:
         LookupError, TypeError, ValueError: If the data is not from :func:`pack_vectors`.
     """
-    import torch
-
-    found = {}
+    found: dict[int, dict[str, Floats]] = {}
     for site, name, kind, text in packed:
-        if site == place:
-            values = np.frombuffer(from_base64(text), dtype=_DTYPES["f" if kind == "f" else "d"])
-            found[str(name)] = torch.tensor(values.tolist(), dtype=torch.float64, device="cpu")
+        values = np.frombuffer(from_base64(text), dtype=_DTYPES["f" if kind == "f" else "d"])
+        found.setdefault(int(site), {})[str(name)] = values.astype(np.float64)
     return found
 
 

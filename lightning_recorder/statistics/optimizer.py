@@ -254,9 +254,11 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     @override
     def remove(self) -> None:
-        # A step in progress is completed first.
+        # A step in progress is completed first, unless nothing says when it ends.
         for step in list(self._steps):
-            self._after(step)
+            if any(each is step.optimizer for each in self._hooked):
+                self._after(step)
+        self._steps.clear()
         self._attached = False
         if self._batch_tap is not None:
             self._batch_tap.remove()

@@ -36,6 +36,37 @@ _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learn
 _WHY_UNBOUNDED = "The loss has no lower bound: it or one of its terms has the wrong sign, or rewards large values."
 _NEXT_UNBOUNDED = "Look at the sign of each term of the loss, and at what keeps it from falling further."
 _NEXT = "add a small constant where the function is undefined, lower the learning rate, or clip gradients."
+_OVERFLOWS = (
+    "The result is too large for its number format.",
+    "lower the learning rate, clip gradients, or keep the values small, such as by a norm.",
+)
+# Operations, what makes a bad value of finite inputs in them, and what to do.
+_CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("div", "true_divide", "reciprocal", "remainder", "fmod"),
+        "A division by zero, or by a number so small that the quotient overflows.",
+        "add a small constant to the divisor, or leave out what is divided by zero.",
+    ),
+    (
+        ("log", "log2", "log10", "log1p", "logit", "xlogy"),
+        "A logarithm of zero or of a negative number.",
+        "clamp the argument of the logarithm, or add a small constant to it.",
+    ),
+    (
+        ("sqrt", "rsqrt", "norm", "linalg_vector_norm", "std"),
+        "A root of a negative number, or one of zero, whose gradient is infinite.",
+        "add a small constant to the argument of the root.",
+    ),
+    (("exp", "exp2", "expm1", "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "convolution", "square"), *_OVERFLOWS),
+)
+_SIMPLE = ("add", "sub", "rsub", "mul")  # of finite numbers, none is NaN
+_WHY_NUMBER = "A number that this operation uses is NaN or infinite."
+_OR_NUMBER = "Or a number that this operation uses is infinite."
+_WHY_CONSTANT = "The value was there before the operation: it is no batch, parameter or result of the step."
+_WHY_INFINITY = (
+    "Infinity minus infinity, infinity times zero, and a softmax over minus infinity alone, as in a row that a mask "
+    "hides completely, are NaN."
+)
 
 
 def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank: str = "") -> Finding:
@@ -69,15 +100,30 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
         what = f"{'backward of ' if origin.backward else ''}{operation}{at}" if operation else ""
         what = f"a backward hook{at}" if origin.backward and operation == "hook" else what
         inputs = "its input has infinities" if origin.has_bad_input else "its inputs are finite"
-        inputs = (
-            f"a value that it uses, such as a constant, is {origin.kind} already" if origin.has_constant else inputs
-        )
+        if origin.has_constant:
+            inputs = f"a value that it uses, such as a constant, is {origin.kind} already"
+        why, advice = _cause(origin)
+        following = f"Look at {where_to_look}: {advice}"
         verdict = (
             f"{values} first in the {part} pass of {origin.module or 'training_step'}{call} at step {reading.step} "
             f"({where})" + (f": {what}; {inputs}" if what else "")
         )
     finding = _finding(NON_FINITE, "critical", origin.module, reading, verdict, why, following)
     return replace(finding, numbers={**numbers, ORIGIN_VALUES: float(origin.count)})
+
+
+def _cause(origin: Origin) -> tuple[str, str]:
+    """Return what can make a bad value in an operation with such inputs, and what to do."""
+    is_nan = origin.kind == "NaN"
+    if origin.has_constant:
+        return _WHY_CONSTANT, "find where it is made, and check or replace it."
+    if origin.has_bad_input:
+        return (_WHY_INFINITY if is_nan else _OVERFLOWS[0]), "find where the infinities of its input are made."
+    if origin.operation in _SIMPLE:
+        if not is_nan:
+            return f"{_OVERFLOWS[0]} {_OR_NUMBER}", _OVERFLOWS[1]
+        return _WHY_NUMBER, "print the numbers that are no tensors."
+    return next(((why, advice) for names, why, advice in _CAUSES if origin.operation in names), (_WHY, _NEXT))
 
 
 def finding_without_origin(

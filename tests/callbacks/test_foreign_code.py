@@ -52,12 +52,17 @@ def fail(module: Any) -> None:
     raise KeyError("foreign")
 
 
+def leave(module: Any) -> None:
+    """End the program."""
+    raise SystemExit(3)
+
+
 def write_values(mapping: Any) -> None:
     """Change the tensor that the mapping contains."""
     mapping.value.add_(1)
 
 
-HARMS: dict[str, Callable[[Any], None]] = {"draws": draw, "writes": write, "raises": fail}
+HARMS: dict[str, Callable[[Any], None]] = {"draws": draw, "writes": write, "raises": fail, "exits": leave}
 
 
 def hostile(method: str, harm: Callable[[Any], None]) -> nn.Module:

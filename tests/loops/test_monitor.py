@@ -6,6 +6,8 @@ import base64
 import contextlib
 import json
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from lightning_recorder import (
     SelectionError,
     StepWatch,
     default_recorders,
+    open_recording,
 )
 from lightning_recorder.testing import assert_same
 from tests import forks
@@ -625,6 +628,52 @@ def test_a_monitor_without_with_records_until_the_program_ends(tmp_path: Path) -
     log = forks.output_of("-c", program, folder=tmp_path)
     assert "write `with Monitor" in log
     assert [each["steps"] for each in lines(tmp_path / "run", "activations")[1:]] == [3]
+
+
+def _train_by_hand(net: nn.Module, rate: float, monitor: Monitor | None = None) -> nn.Module:
+    """Train a model in a loop that changes the parameters itself."""
+    for batch in loader():
+        with contextlib.nullcontext() if monitor is None else monitor.step(batch):
+            net.zero_grad()
+            F.cross_entropy(net(batch[0]), batch[1]).backward()
+            for each in net.parameters():
+                assert each.grad is not None
+                each.data.add_(each.grad, alpha=-rate)
+    return net
+
+
+def test_a_loop_without_an_optimizer_is_recorded(tmp_path: Path) -> None:
+    """A batch in which the loop changes parameters is a step. Gradients are recorded, and nothing is unusual."""
+    expected = _train_by_hand(new(), 0.1)
+    net = new()
+    with Monitor(net, log_dir=tmp_path, every_n_steps=1) as monitor:
+        _train_by_hand(net, 0.1, monitor)
+    assert same_bits(net, expected)
+    run = open_recording(tmp_path).run
+    assert [run[name].steps for name in ("activations", "gradients", "parameters")] == [list(range(6))] * 3
+    assert {site.path for site in run["parameters"].sites if site.name == "head"} == {
+        "weight", "weight.grad", "bias", "bias.grad",
+    }  # fmt: skip
+    assert len(watched(tmp_path, "grad_norm")) == 6
+    assert not run.findings
+
+
+def test_a_loop_in_which_nothing_steps_says_so(tmp_path: Path) -> None:
+    """Batches that change no parameter are no steps, and the end of the run gives a warning."""
+    net = new()
+    with pytest.warns(RecorderWarning, match="recorded no step"), Monitor(net, log_dir=tmp_path) as monitor:
+        _train_by_hand(net, 0.0, monitor)
+
+
+def test_the_import_draws_no_number() -> None:
+    """Importing Lightning draws a number, and a loop may be seeded before it imports the monitor."""
+    program = (
+        "import random, sys\nrandom.seed(1)\nbefore = random.getstate()\nfrom lightning_recorder import Monitor\n"
+        "print('lightning.pytorch' in sys.modules, random.getstate() == before)"
+    )
+    # A new interpreter: the process from which others are forked has imported Lightning.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_wrong_arguments_raise_at_construction(tmp_path: Path) -> None:

@@ -23,11 +23,14 @@ from lightning_recorder import DumpError, RecorderError, capture_graph
 from lightning_recorder.callbacks.reproduce import reproduce
 from lightning_recorder.commands import main
 from lightning_recorder.dumps import write_dump
+from lightning_recorder.functions import SCORES
 from lightning_recorder.insight import Finding, Trace
 from lightning_recorder.internals.random_states import RandomStates
+from lightning_recorder.names import Site
 from lightning_recorder.outputs import write_receipt
 from lightning_recorder.page.live import LivePage
-from lightning_recorder.recordings import Recording, Run, open_recording
+from lightning_recorder.recordings import Recording, Run, SiteStatistics, open_recording
+from lightning_recorder.records.parts import HEAD_STATISTICS
 from lightning_recorder.watch import KeptBatch
 from lightning_recorder.watch.incident import read_incident, write_finding, write_incident
 from tests.commands.console import run as command
@@ -366,6 +369,15 @@ def test_damaged_json(name: str, content: str, tmp_path: Path) -> None:
     with pytest.raises(DumpError, match=name.replace(".", r"\.")):
         _ = recording.graph if name == "graph.json" else recording.receipt
     assert recording["activations"].steps == [0]
+
+
+@pytest.mark.parametrize("names", [HEAD_STATISTICS[:1], HEAD_STATISTICS[1:], HEAD_STATISTICS])
+def test_scores_that_are_incomplete_are_left_out(names: tuple[str, ...], tmp_path: Path) -> None:
+    """A site of scores of which a statistic is missing, or has another length, is not examined."""
+    vectors = {name: torch.ones(2 + (name == names[-1] and len(names) > 1)) for name in names}
+    writer = write_simple(tmp_path, {})
+    writer.write({"step": 0}, [(Site("attention", SCORES), SiteStatistics({"count": 8.0}, tensors=vectors))])
+    assert open_recording(tmp_path).findings == []
 
 
 def test_bombs_take_no_memory(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ import torch
 
 from lightning_recorder import capture_graph
 from lightning_recorder.dumps import write_dump
-from tests.recordings.runs import make_net, record_run
+from lightning_recorder.functions import SCORES
+from lightning_recorder.names import Site
+from lightning_recorder.recordings import SiteStatistics
+from lightning_recorder.records.parts import HEAD_STATISTICS
+from tests.recordings.runs import make_net, record_run, write_simple
 
 SCRIPT = """
 import json, sys
@@ -86,11 +90,15 @@ def test_without_torch(tmp_path: Path) -> None:
     for seed, path in enumerate(runs):
         record_run(path, steps=range(2), seed=seed)
         (path / "recorder" / "graph.json").write_text(graph)
-    one, other = map(str, runs)
-    commands = ["|".join(each) for each in (("ls", one), ("show", one), ("doctor", one), ("diff", one, other))]
+    heads = {name: torch.ones(2, dtype=torch.float64) for name in (*HEAD_STATISTICS, "nan_count", "inf_count")}
+    writer = write_simple(tmp_path / "scores", {})
+    writer.write({"step": 0}, [(Site("attention", SCORES), SiteStatistics({"count": 8.0}, tensors=heads))])
+    one, other, scores = map(str, (*runs, tmp_path / "scores"))
+    calls = (("ls", one), ("show", one), ("doctor", one), ("show", scores), ("doctor", scores), ("diff", one, other))
+    commands = ["|".join(each) for each in calls]
     exact = f"diff|{one}|{other}|--exact|--json"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *commands, exact], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "result [0, 0, 0, 1, 1] False"
+    assert done.stdout.splitlines()[-1] == "result [0, 0, 0, 0, 0, 1, 1] False"

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but missing from the stubs
 
 from lightning_recorder.watch import CommunicationError, ModuleFlags, Origin, OriginTrace
+from lightning_recorder.watch.readings import Reading
+from lightning_recorder.watch.verdict import finding_of_origin
 
 INF = math.inf
 
@@ -161,6 +163,29 @@ def test_a_backward_hook_is_named(kind: str) -> None:
         "hook",
     )
     assert (found.line != "") is (kind == "parameter")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: torch.log(x * 0), "A logarithm of zero"),
+        (lambda x: torch.sqrt(x * 0), "A root of a negative number, or one of zero"),
+        (lambda x: x.norm(dim=1, keepdim=True) * 0 / (x * 0), "A division by zero"),
+        (lambda x: (x * 1e38).exp(), "too large"),
+        (lambda x: x * INF, "a number that this operation uses is infinite"),
+        (lambda x: x * math.nan, "A number that this operation uses"),
+        (lambda x: x.abs() * 3e38 * 10, "too large"),
+        (lambda x: x.masked_fill(x == x, -INF).softmax(-1), "a softmax over minus infinity alone"),
+        (lambda x: x + torch.from_numpy(np.full(1, math.nan)).float(), "before the operation"),
+    ],
+)
+def test_the_cause_is_one_that_the_operation_can_have(function: Callable[[Tensor], Tensor], why: str) -> None:
+    """The reason that a finding gives fits the operation: a product of finite numbers divides by nothing."""
+    origin = origin_of(Net(function), torch.ones(1, 3))
+    assert origin is not None
+    found = finding_of_origin(origin, Reading(1, 0, None, None, [], [1]), 1)
+    assert why in found.why
+    assert ("division" in found.why) == (why == "A division by zero")
 
 
 class Spoiled(torch.autograd.Function):

@@ -22,6 +22,7 @@ __all__ = ["TENSOR", "Omitted", "as_declared", "is_equal", "named_arguments"]
 # Torch accepts the names of NumPy too.
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "self", "x1": "self", "x2": "other", "input": "self"}
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+_VARIANCES = ("std", "var", "std_mean", "var_mean")  # by default unbiased, which is a correction of 1
 _NUMBERS = ("int", "float", "complex", "bool")
 _ACCEPTED = {
     "Tensor": ("tensor",),
@@ -91,6 +92,10 @@ def named_arguments(
     for each in chosen:
         if each.name in given and not _is_default(each, value := _as_declared(each, given[each.name])):
             found["input" if each.name == "self" else each.name] = value
+    correction = found.get("correction")
+    if function.__name__ in _VARIANCES and type(correction) is int and correction in (0, 1):
+        del found["correction"]
+        found |= {} if correction else {"unbiased": False}
     return found
 
 
