@@ -162,7 +162,7 @@ class Observation(TorchFunctionMode):
 
     def _see_loss(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         sides = sides_of_loss(name, args, kwargs)
-        if sides:
+        if "in.prediction" in sides:  # a loss of pairs has none
             target, ignored = sides["in.target"].detach().clone(), kwargs.get("ignore_index", -100)
             self.seen.losses.append(LossCall(name, sides["in.prediction"], target, line_of_user(), ignored))
 

@@ -17,12 +17,8 @@ __all__ = ["classes_of_loss", "share_of_next", "sides_of_loss", "some_of"]
 _MOST_VALUES = 1 << 20
 
 # They compare predictions with each other.
-_WITHOUT_TARGET = (
-    "cosine_embedding_loss",
-    "margin_ranking_loss",
-    "triplet_margin_loss",
-    "triplet_margin_with_distance_loss",
-)
+_WITHOUT_TARGET = ("triplet_margin_loss", "triplet_margin_with_distance_loss")
+_OF_PAIRS = ("cosine_embedding_loss", "margin_ranking_loss")  # the target is their third argument
 _IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the place of the argument ``ignore_index``
 _IGNORED = -100  # its default
 _OF_CLASSES = ("cross_entropy", "nll_loss", "multi_margin_loss")
@@ -31,6 +27,8 @@ _OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logit
 
 def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the prediction and the target of a loss function by their paths; empty for one that has no target.
+
+    A loss of pairs has its target alone.
 
     The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
     ignored targets.
@@ -45,6 +43,9 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     if name in _WITHOUT_TARGET:
         return {}
+    if name in _OF_PAIRS:
+        target = args[2] if len(args) > 2 else kwargs.get("target")
+        return {"in.target": target} if isinstance(target, Tensor) else {}
     named = [kwargs.get("input", kwargs.get("log_probs")), kwargs.get("target", kwargs.get("targets"))]
     prediction, target = [*args[:2], *named[len(args[:2]) :]]
     if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
@@ -110,7 +111,7 @@ def _table(device: torch.device, ignored: int) -> Tensor:
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
 
 
-def share_of_next(target: Tensor, tokens: Tensor) -> Tensor | None:
+def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor | None:
     """Return the share of targets that are the next token of the input, as for a language model; 0-d.
 
     Targets that are ignored by default, -100, and those that follow an equal token do not count.
@@ -118,6 +119,7 @@ def share_of_next(target: Tensor, tokens: Tensor) -> Tensor | None:
     Args:
         target: The targets, of any shape, with or without one for the last token.
         tokens: The tokens, ``[samples, positions]``.
+        ahead: 2 for the token after the next one.
 
     Returns:
         The share, 0 if no target counts; None if the numbers of targets and tokens do not fit.
@@ -129,14 +131,13 @@ def share_of_next(target: Tensor, tokens: Tensor) -> Tensor | None:
         (1.0, 0.0)
     """
     samples, positions = tokens.shape
-    if target.numel() == samples * positions:
-        target = target.reshape(samples, positions)[:, :-1]
-    elif target.numel() == samples * (positions - 1):
-        target = target.reshape(samples, positions - 1)
-    else:
+    if target.numel() not in (samples * positions, samples * (positions - 1)) or positions <= ahead:
         return None
-    before, after = tokens[:, :-1], tokens[:, 1:]
-    counts = (target != _IGNORED) & (before != after)
+    target = target.reshape(samples, -1)[:, : positions - ahead]
+    after = tokens[:, ahead:]
+    counts = target != _IGNORED
+    for place in range(ahead):
+        counts &= tokens[:, place : place - ahead] != after
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
 
 

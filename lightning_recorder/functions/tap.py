@@ -449,13 +449,14 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         found = [*some.items(), *classes_of_loss(function, some, args, kwargs).items()]
         target = sides.get("in.target")
         if function == "cross_entropy" and target is not None and not target.is_floating_point():
-            found += [("in.target.next", each) for each in self._shares_of_next(target)]
+            found += [("in.target.next", each) for each in self._shares_of_next(target, 1)]
+            found += [("in.target.after_next", each) for each in self._shares_of_next(target, 2)]
         self._pass_on(name, found)
 
-    def _shares_of_next(self, target: Tensor) -> list[Tensor]:
-        """Return the largest share of targets that are the next token of some input of the step, if there is one."""
+    def _shares_of_next(self, target: Tensor, ahead: int) -> list[Tensor]:
+        """Return the largest share of targets that are a later token of some input of the step, if there is one."""
         same = [each for each in self._tokens if each.device == target.device]
-        shares = [each for each in (share_of_next(target, tokens) for tokens in same) if each is not None]
+        shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
     receive_scores: Callable[[Site, Tensor, Tensor], None] | None = None

@@ -11,6 +11,8 @@ from lightning_recorder.functions import function_sites
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.recognized import recognized
+from lightning_recorder.names import Site
 
 __all__ = [
     "ATTENTION",
@@ -130,6 +132,24 @@ class RecordedStep:
         return size if size > 1 and targets and all(each in ((size,), (size, 1)) for each in targets) else 0
 
     @cached_property
+    def probabilities(self) -> dict[int, Node]:
+        """The node that makes the probabilities of each cross-entropy that is written out, by the id of its product.
+
+        It is the sum of the targets times the logarithm of the probabilities, which may be divided by their sum. That
+        of two classes also has the logarithm of the opposite, and is left out.
+        """
+        found = {}
+        for product, (prediction, _) in self.comparisons.items():
+            source = self.made_by(prediction)
+            behind = self.behind(source) if source.name == "log" else None
+            if behind is not None and behind.name in ("div", "__truediv__"):
+                behind = self.behind(behind) or behind
+            is_product = behind is not None and behind.kind == "op" and "mul" in self.graph[product].name
+            if behind is not None and is_product and not any("sub" in user.name for user in self.readers(behind)):
+                found[product] = behind
+        return found
+
+    @cached_property
     def function_names(self) -> dict[int, str]:
         """The names of the sites of the functions that can be recorded, by the id of the operation."""
         return function_sites(self.graph)
@@ -243,8 +263,13 @@ def listed(shape: Shape) -> str:
 
 
 def step_of(evidence: Evidence) -> RecordedStep:
-    """Return the recorded step of a run."""
-    return RecordedStep(evidence.graph)
+    """Return the recorded step of a run, with the layers and losses that it writes out as functions of torch."""
+    # Most rules about the graph ask for it. It is kept beside the evidence, as by a cached property.
+    kept = vars(evidence)
+    if "_recorded_step" not in kept:
+        kept["_recorded_step"] = RecordedStep(recognized(evidence.graph))
+    step: RecordedStep = kept["_recorded_step"]
+    return step
 
 
 def factor_of(node: Node) -> float | None:
@@ -291,8 +316,15 @@ def is_masked(step: RecordedStep, softmax: Node) -> bool:
 
 
 def sides_of(evidence: Evidence, step: RecordedStep, loss: Node) -> tuple[View, View]:
-    """Return the recorded prediction and target of a loss; views of nothing if they were not recorded."""
+    """Return the recorded prediction and target of a loss; views of nothing if they were not recorded.
+
+    The sides of a loss that is written out are an output of a module and a tensor of the batch.
+    """
     names = [step.function_names.get(loss.id, ""), step.owner(loss)]
     found = [[evidence.view(evidence.losses, name, path) for path in ("in.prediction", "in.target")] for name in names]
     prediction, target = next((each for each in found if each[1]), found[0])
+    sources = [step.made_by(each) for each in step.sources(loss)[:2]]
+    if not target and len(sources) == 2 and sources[1].kind == "input":
+        target = View(evidence, evidence.losses, Site("", sources[1].name))
+        prediction = evidence.output(step.owner(sources[0]))
     return prediction, target

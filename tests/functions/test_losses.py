@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
-from lightning_recorder.functions.losses import some_of
+from lightning_recorder.functions.losses import share_of_next, some_of
 from lightning_recorder.graph import GraphCapture
 from lightning_recorder.reductions import ChannelMoments
 from lightning_recorder.statistics import StatisticsRecorder
@@ -81,15 +81,18 @@ def test_the_graph_has_no_operation_of_the_tap() -> None:
     assert names(taps=True) == names(taps=False)
 
 
-@pytest.mark.parametrize("name", ["cosine_embedding_loss", "triplet_margin_loss"])
-def test_losses_without_two_sides(name: str) -> None:
-    """A loss that compares predictions with each other has an output only."""
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("cosine_embedding_loss", [Site("cosine_embedding_loss", "in.target")]), ("triplet_margin_loss", [])],
+)
+def test_losses_without_two_sides(name: str, more: list[Site]) -> None:
+    """A loss that compares predictions with each other has an output, and the labels of pairs if it takes some."""
 
     class Compared(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return getattr(F, name)(x, x + 1, torch.ones(3) if name.startswith("cosine") else x - 1)
 
-    assert list(recorded(Compared())) == [Site(name, "out")]
+    assert set(recorded(Compared())) == {Site(name, "out"), *more}
 
 
 def test_large_sides_are_cut() -> None:
@@ -110,3 +113,12 @@ def test_extra_reductions_leave_out_losses() -> None:
     assert "channel_mean" in found[Site("relu", "out")].tensors
     assert "channel_mean" not in found[Site("cross_entropy", "in.prediction")].tensors
     assert found[Site("cross_entropy", "in.target.ignored")].scalars["mean"] == pytest.approx(1 / 3)
+
+
+def test_the_token_after_the_next_one() -> None:
+    """Targets that are shifted twice are those two positions ahead; equal neighbors do not count."""
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    twice = F.pad(tokens[:, 2:], (0, 2), value=-100)
+    shares = [share_of_next(each, tokens, ahead=2) for each in (twice, twice[:, :-1], tokens)]
+    assert [float(each) for each in shares if each is not None] == [1.0, 1.0, 0.0]
+    assert share_of_next(twice[:, :3], tokens, ahead=2) is None

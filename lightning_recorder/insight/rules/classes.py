@@ -60,7 +60,7 @@ def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding
     why="The model does not use its input, or one class outweighs the others in the loss.",
     next="See the other findings first. Otherwise compare the numbers of samples of the classes, and weight them.",
     false_alarms="The first 50 steps of a run do not count. It is a note if most targets have the class, or if the "
-    "predictions differ between samples, and nothing if nearly all targets have it.",
+    "predictions differ between samples.",
     needs=("activations",),
     records=8,
 )
@@ -71,7 +71,6 @@ def one_class_predicted(
     begun: int = 50,
     predictions: int = 64,
     most: float = 0.6,
-    nearly_all: float = 0.95,
     spread: float = 0.1,
 ) -> Iterator[Finding]:
     """Yield the losses that get the same class as prediction for all samples of a record."""
@@ -92,7 +91,7 @@ def one_class_predicted(
             continue
         counts, only = [classes_in(each) for each in target.histograms()], int(low[-1])
         share = sum(each.get(only, 0) for each in counts) / max(1, sum(sum(each.values()) for each in counts))
-        if counts and share <= nearly_all:
+        if counts:
             which = f"class {only}" if (low[last] == only).all() else "one class"
             verdict = (
                 f"the predictions that {view.module} gets have {which} for all samples of each of the last "

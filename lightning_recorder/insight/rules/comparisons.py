@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import USUAL_UNTIL, Finding
+from lightning_recorder.insight.module_edges import INPUT
 from lightning_recorder.insight.odd_blocks import LIMITS as ODD_LIMITS
 from lightning_recorder.insight.odd_blocks import OddLimits, odd_blocks
 from lightning_recorder.insight.rule import ANY_GROUP, GRAPH, VALIDATION, rule
@@ -273,7 +274,8 @@ def unlike_siblings(
     why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
     next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
     false_alarms="Dropout, embeddings and losses; outputs that still grow; no record near the validation. It must be "
-    "in two validations in a row, unless the validation loss is 1.5 times that of the training.",
+    "in two validations in a row, unless the validation loss is 1.5 times that of the training, or a layer that takes "
+    "the input differs in the only one.",
     needs=("activations", VALIDATION),
     records=2,
 )
@@ -298,7 +300,9 @@ def train_differs(
     view, here, there = found
     # Running statistics lag early in a training. What stays so is in the next validation, too.
     earlier = _first_apart(evidence, validation.steps[-2], *limits) if len(validation) > 1 else None
-    if (earlier is None or earlier[0] != view) and not _is_worse(evidence, worse):
+    # What the first layer gets does not depend on the training, so that one validation is enough.
+    is_input = len(validation) == 1 and evidence.wiring.inputs.get(view.module) == [INPUT]
+    if (earlier is None or earlier[0] != view) and not is_input and not _is_worse(evidence, worse):
         return
     verdict = (
         f"the output of {view.module} has rms {here:.3g} in training and {there:.3g} in validation at step "

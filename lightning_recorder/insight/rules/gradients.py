@@ -14,7 +14,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.recorded_step import step_of
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import Site
 
 __all__ = [
@@ -301,3 +301,33 @@ def gradient_spike(
             )
             yield replace(largest.found(verdict, "rms", since=step, norm=norms[row]), last_step=step, records=1)
             return
+
+
+@rule(
+    "first-step-only",
+    statistic="gradient of the weight between the steps of a recurrence, in sequences of several steps",
+    usual="above 0",
+    why="The loss depends on the output of the first step only, which has not seen the others.",
+    next="Use the output of the last step, output[:, -1] with batch_first=True, or the last state.",
+    false_alarms="Sequences of a single step, and recurrences of which nothing has a gradient, are left out.",
+    needs=("parameters", GRAPH),
+    records=2,
+    is_lasting=True,
+)
+def first_step_only(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the recurrences whose weight between the steps never gets a gradient, while that of their input does."""
+    for node in evidence.graph.nodes:
+        shape = node.inputs[0].shape if node.inputs and node.name in _RECURRENCES else ()
+        if len(shape) != 3 or min(shape[:2]) < 2 or node.parent is None:
+            continue
+        name = evidence.graph[node.parent].name
+        inner, outer = (evidence.parameter(name, f"weight_{kind}_l0").gradient.rms for kind in ("hh", "ih"))
+        if len(inner) and len(outer) and not inner.any() and outer.all():
+            verdict = (
+                f"the gradient of {name}.weight_hh_l0 is zero in each record: the loss gets the output of the first "
+            )
+            yield evidence.parameter(name, "weight_hh_l0").found(f"{verdict}step only", "rms")
+            return
+
+
+_RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")

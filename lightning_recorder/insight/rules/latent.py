@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ import numpy as np
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import PRIOR_PUSHED_AWAY, Finding
-from lightning_recorder.insight.recorded_step import RecordedStep, found_in, step_of
+from lightning_recorder.insight.recorded_step import RecordedStep, factor_of, found_in, keeps_values, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 _NOISE = ("randn", "randn_like", "normal", "normal_")
 
 
@@ -123,6 +125,62 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+@rule(
+    "latent-scale",
+    statistic="exponents of an output in the samples of a random variable and in the loss",
+    usual="exp(0.5 × log σ²) in the samples, and exp(log σ²) in the loss",
+    why="The samples take for the standard deviation what the loss takes for its logarithm or for the variance, so "
+    "that the divergence is that of another distribution.",
+    next="Compute the samples as mean + noise × exp(0.5 × log σ²).",
+    false_alarms="Only a loss with the exponential of the same output is examined, for the factor of its exponent.",
+    needs=("parameters", GRAPH),
+    is_lasting=True,
+)
+def latent_scale(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a random variable whose samples have another scale than the loss takes for it."""
+    step, learned = step_of(evidence), _learned(evidence)
+    for mean, scale, sample in _latents(evidence.graph, learned, any_scale=True):
+        known = _before(step, [sample], {mean, scale})
+        powers = [node for node in step.operations if node.name == "exp" and _owner_of(step, node, learned) == scale]
+        inside = [_exponent(step, node) for node in powers if node.id in known]
+        outside = [_exponent(step, node) for node in powers if node.id not in known]
+        own = inside[0] if len(inside) == 1 else None if inside else 0.0
+        if own is None or None in outside or not outside or scale == mean:
+            continue
+        # Raw numbers must be those of the layer: a softplus or a square is a scale, too.
+        if not inside and not _is_raw(step, sample, scale):
+            continue
+        if not any(math.isclose(each, 2 * own) for each in outside if each is not None):
+            used = f"exp({own:.3g} × {scale})" if own else f"the output of {scale} itself"
+            verdict = (
+                f"the samples in {step.place(sample)} have {used} as standard deviation, and the loss has "
+                f"exp({outside[0]:.3g} × {scale}) for the variance"
+            )
+            yield replace(found_in(evidence, mean, verdict), others=(scale,))
+            return
+
+
+def _exponent(step: RecordedStep, power: Node) -> float | None:
+    """Return the factor of a layer's output in an exponential; None if something else happens in between."""
+    factor, node = 1.0, power
+    while sources := step.sources(node):
+        source = sources[0]
+        if source.name in _LAYERS:
+            return factor
+        own = factor_of(source)
+        if own is None and not keeps_values(source) and source.name not in ("chunk", "split", "getitem", "clamp"):
+            return None
+        factor, node = factor * (1.0 if own is None else own), source
+    return None
+
+
+def _is_raw(step: RecordedStep, sample: Node, scale: str) -> bool:
+    """Return True if a product with noise takes the output of a layer as it is."""
+    products = [each for each in step.sources(sample) if each.name in ("mul", "mul_")]
+    factors = [step.made_by(one) for each in products for one in step.sources(each)]
+    return any(one.name in _LAYERS and step.owner(one) == scale for one in factors)
+
+
 def _owner_of(step: RecordedStep, node: Node, learned: set[str]) -> str:
     return _source(step.graph, step.sources(node)[:1], learned)[0]
 
@@ -157,8 +215,11 @@ def _learned(evidence: Evidence) -> set[str]:
     return {each.module for each in evidence.tensors if evidence.output(each.module)} - {""}
 
 
-def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str, Node]]:
-    """Yield the modules of mean and logarithmic scale of each random variable, mean + noise * exp(scale), with it."""
+def _latents(graph: Graph, learned: set[str], *, any_scale: bool = False) -> Iterator[tuple[str, str, Node]]:
+    """Yield the modules of mean and logarithmic scale of each random variable, mean + noise * exp(scale), with it.
+
+    With ``any_scale``, the scale need not be an exponential.
+    """
     users: dict[int, list[Node]] = {}
     for edge in graph.edges:
         users.setdefault(edge.source, []).append(graph[edge.target])
@@ -174,7 +235,7 @@ def _latents(graph: Graph, learned: set[str]) -> Iterator[tuple[str, str, Node]]
         for means, scales, sample in pairs:
             mean, _ = _source(graph, means, learned)
             scale, is_exponential = _source(graph, scales, learned)
-            if mean and scale and is_exponential:
+            if mean and scale and (is_exponential or any_scale):
                 yield mean, scale, sample
 
 

@@ -31,6 +31,9 @@ from lightning_recorder.insight.rule import GRAPH, rule
 _ANY = ("any",)
 
 _CUTS_OFF = re.compile(r"(relu|hardtanh|relu6|softplus|sigmoid|hardsigmoid|tanh)_?")  # not all numbers are outputs
+_CLAMPS = ("clamp", "clip", "clamp_", "clip_")
+_NO_PROBABILITY = re.compile(r"(relu|relu6|softplus|tanh|hardtanh)_?|linear|conv\dd")
+_NO_PROBABILITIES = re.compile(rf"sigmoid_?|{_NO_PROBABILITY.pattern}")  # of several classes
 _POWERS = ("pow", "square", "abs", "__pow__")  # of a difference, in a loss that is written by hand
 _DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
 
@@ -46,9 +49,17 @@ _DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
     is_lasting=True,
 )
 def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the losses whose prediction and target have shapes that broadcast."""
+    """Yield the losses whose prediction and target have shapes that broadcast, and weights of samples behind a mean."""
     step = step_of(evidence)
     for node in step.operations:
+        if (shape := _weights_of_mean(step, node)) is not None:
+            verdict = (
+                f"{node.name} in {step.place(node)} returns one number for the batch, which is then multiplied with "
+                f"{listed(shape)} weights: each sample counts the same"
+            )
+            found = found_in(evidence, step.owner(node), verdict)
+            yield replace(found, why=_WHY_WEIGHTS, next=_NEXT_WEIGHTS)
+            return
         is_own = _is_error(step, node)
         if node.name not in ELEMENTWISE and not is_own:
             continue
@@ -64,6 +75,27 @@ def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
             )
             yield found_in(evidence, step.owner(node), verdict)
             return
+
+
+_WHY_WEIGHTS = "The mean over the samples is taken before their weights, so that the weights only scale the loss."
+_NEXT_WEIGHTS = 'Pass reduction="none" to the loss, multiply with the weights, and take the mean afterwards.'
+
+
+def _weights_of_mean(step: RecordedStep, loss: Node) -> Shape | None:
+    """Return the shape of the weights, one for each target, that the mean of a loss is multiplied with."""
+    targets = shape_of(loss, 1)
+    if loss.name not in LOSSES or not targets or not loss.outputs or loss.outputs[0].shape:
+        return None
+    for user in step.users(loss):
+        sources = step.sources(user)
+        if user.name.strip("_") not in ("mul", "rmul", "imul") or len(sources) != 2:
+            continue
+        weights = sources[0] if sources[1] is loss else sources[1]
+        shape = weights.outputs[0].shape if weights.outputs else ()
+        # Weights of the batch; what the model returns may be an uncertainty that scales a loss.
+        if shape in (targets, targets[:1]) and shape[0] > 1 and step.roots[weights.id] == {"input"}:
+            return shape
+    return None
 
 
 def _is_error(step: RecordedStep, node: Node) -> bool:
@@ -94,23 +126,46 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
 
 @rule(
     "cut-off-logits",
-    statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits",
-    usual="a linear layer, whose outputs have both signs",
+    statistic="function that makes the logits of cross_entropy or binary_cross_entropy_with_logits, or the "
+    "probabilities of binary_cross_entropy or of a cross-entropy that is written out",
+    usual="a linear layer, whose outputs have both signs; a sigmoid or softmax for probabilities",
     why="The loss expects logits of any sign and size. An activation before it limits them, and has no gradient, or "
     "hardly one, where it does.",
     next="Give the output of the last linear layer to the loss.",
     false_alarms="Logits that are limited and then scaled, as in models that bound their logits, are left out.",
     needs=(GRAPH,),
-    explains=dict.fromkeys(("dead-output", "gradient-stops", "does-not-move"), _ANY),
+    explains=dict.fromkeys(
+        ("dead-output", "gradient-stops", "does-not-move", "barely-moves", "vanishing-gradient"), _ANY
+    ),
     is_lasting=True,
 )
 def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
     """Yield the activations that limit what a loss expects to be without limits."""
     step = step_of(evidence)
     for node in step.operations:
+        source = step.behind(node)
+        if node.name == "binary_cross_entropy" or node.id in step.probabilities:
+            source = step.probabilities.get(node.id, source)
+            while source is not None and source.name in (*_CLAMPS, "getitem", "select"):
+                source = step.behind(source)
+            is_unfit = _NO_PROBABILITY if node.name == "binary_cross_entropy" else _NO_PROBABILITIES
+            if source is not None and source.kind == "op" and is_unfit.fullmatch(source.name):
+                loss = node.name if node.name == "binary_cross_entropy" else "the cross-entropy"
+                verdict = f"{loss} in {step.place(node)} gets the output of the {source.name} in {step.place(source)}"
+                found = found_in(evidence, step.owner(source), f"{verdict} as probabilities")
+                yield replace(found, why=_WHY_UNFIT, next=_NEXT_UNFIT)
+                return
+        if node.name in ("softmax", "log_softmax"):
+            is_last = any(user.name == "nll_loss" for user in step.readers(node)) or node in step.probabilities.values()
+            if source is None or not is_last or not _CUTS_OFF.fullmatch(source.name):
+                continue
+            verdict = (
+                f"the {node.name} of the loss gets the output of the {source.name} in {step.place(source)} as logits"
+            )
+            yield found_in(evidence, step.owner(source), verdict)
+            return
         if node.name not in ("cross_entropy", "binary_cross_entropy_with_logits"):
             continue
-        source = step.behind(node)
         dropped = _dropout_before(step, node)
         if dropped is not None:
             verdict = f"the dropout in {step.place(dropped)} sets logits of {node.name} to zero"
@@ -124,6 +179,11 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+_WHY_UNFIT = (
+    "These numbers are no probabilities: a clamp has no gradient where it cuts off, and the sigmoids of several "
+    "classes do not add up to 1."
+)
+_NEXT_UNFIT = "Use a softmax for one of several classes and a sigmoid for one of two, or a loss that takes logits."
 _WHY_DROPPED = "A logit of zero is a prediction like any other, so the loss changes with the logits that are drawn."
 _NEXT_DROPPED = "Put the dropout before the last linear layer."
 
@@ -214,7 +274,8 @@ def scaled_twice(evidence: Evidence, *, factor: float = 2.0) -> Iterator[Finding
     usual="cosines that are divided by a temperature, such as 0.1",
     why="Cosines reach from -1 to 1, so that no class can get a probability close to 1, however right they are.",
     next="Divide the cosines by a temperature of 0.05 to 0.2, or multiply them with a learned scale.",
-    false_alarms="Any operation between the product and the loss counts as a scale, and two or three classes are few.",
+    false_alarms="Any operation between the product and the loss but a constant factor counts as a scale, and two or "
+    "three classes are few.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -223,17 +284,19 @@ def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding
     step = step_of(evidence)
     for node in step.operations:
         shape, source = shape_of(node), step.behind(node) if node.name == "cross_entropy" else None
-        if source is not None and source.name in ("mul", "div") and setting(source, "other") in ("1", "1.0"):
-            source = step.behind(source)  # a temperature of 1
+        scale = 1.0
+        while source is not None and (factor := factor_of(source) or 0.0) > 0:
+            scale, source = scale * factor, step.behind(source)
         if source is None or source.kind != "op" or not shape or len(shape) < 2:
             continue
         factors = [step.made_by(each).name for each in step.sources(source)]
         is_cosine = source.name in ("matmul", "mm", "linear", "einsum", "__matmul__") and factors == ["normalize"] * 2
-        least, guess = math.log(1 + (shape[1] - 1) * math.exp(-2)), math.log(shape[1])
+        least, guess = math.log(1 + (shape[1] - 1) * math.exp(-2 * scale)), math.log(shape[1])
         if (is_cosine or source.name == "cosine_similarity") and least > share * guess:
+            cosines = "cosines" if scale == 1 else f"cosines × {scale:.3g}"
             verdict = (
-                f"{node.name} in {step.place(node)} gets cosines as logits of {shape[1]} classes: it cannot fall below "
-                f"{least:.3g}, and is {guess:.3g} for a guess"
+                f"{node.name} in {step.place(node)} gets {cosines} as logits of {shape[1]} classes: it cannot fall "
+                f"below {least:.3g}, and is {guess:.3g} for a guess"
             )
             yield found_in(evidence, step.owner(source), verdict, least=least, guess=guess)
             return
@@ -328,8 +391,12 @@ _PULLS = re.compile(
     ),
 )
 def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float = 0.75) -> Iterator[Finding]:
-    """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike."""
+    """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike.
+
+    So does a loss whose target follows from the outputs of the same layers, as that of a value of the next state.
+    """
     step = step_of(evidence)
+    yield from _own_target(evidence, step)
     losses = [node for node in evidence.graph.nodes if node.kind == "backward"]
     sides, todo = [], [each for node in losses[:1] for each in step.sources(node)]
     for node in todo:
@@ -355,6 +422,37 @@ def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float =
             return
 
 
+def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
+    """Yield the squared errors whose target is a number of the batch plus the best output of the same layer."""
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id not in step.trained:
+            continue
+        total = step.made_by(sources[1])
+        terms = [each for each in step.sources(total) if "parameter" in step.roots[each.id]]
+        given = [each for each in step.sources(total) if step.roots[each.id] == {"input"}]
+        if total.name.strip("_") not in ("add", "radd") or len(terms) != 1 or not given:
+            continue
+        best = terms[0]
+        while best.name in ("mul", "__mul__", "__rmul__", "getitem") or keeps_values(best):
+            best = next((each for each in step.sources(best) if "parameter" in step.roots[each.id]), best)
+        predicted = step.behind(node)
+        while predicted is not None and predicted.name in ("gather", "getitem", "sum", "select"):
+            predicted = step.behind(predicted)
+        layer = step.behind(best) if best.name in ("max", "amax", "min", "amin") else None
+        if layer is not None and predicted is not None and step.owner(layer) == step.owner(predicted) != "":
+            verdict = (
+                f"the target of {node.name} in {step.place(node)} follows from the {best.name} of the outputs of "
+                f"{step.owner(layer)}, which also predicts, and is not detached: the loss also moves the target"
+            )
+            yield replace(found_in(evidence, step.owner(layer), verdict), why=_WHY_OWN, next=_NEXT_OWN)
+            return
+
+
+_WHY_OWN = "The target is for a value that is known. With a gradient, the loss is also smaller if the target is worse."
+_NEXT_OWN = "Compute the target under torch.no_grad(), with a copy of the network that follows it slowly."
+
+
 @rule(
     "one-class",
     statistic="size of the dimension of a softmax whose output a loss gets",
@@ -371,16 +469,109 @@ def one_class(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     for node in step.operations:
         shape = shape_of(node)
+        source = step.probabilities.get(node.id)
+        if source is not None and source.name in ("sigmoid", "sigmoid_") and shape and shape[-1] == 1:
+            verdict = (
+                f"the cross-entropy in {step.place(node)} is that of several classes, and gets the single output of "
+                f"the {source.name} in {step.place(source)}"
+            )
+            yield found_in(evidence, step.owner(source), verdict)
+            return
         if node.name not in ("softmax", "log_softmax") or not shape:
             continue
         dimension = softmax_dimension(node)
         # Attention to a single position, and a mixture of one component, are intended.
         if dimension is None or shape[dimension] != 1 or not any(map(step.is_loss, step.readers(node))):
             continue
-        value = "1" if node.name == "softmax" else "0"
+        value = "0" if node.name == "log_softmax" else "1"
         verdict = (
             f"the {node.name} in {step.place(node)} runs over dimension {dimension} of {listed(shape)}, which has one "
             f"entry: its output is always {value}, and no gradient passes it"
         )
         yield found_in(evidence, step.owner(node), verdict)
         return
+
+
+@rule(
+    "compared-with-itself",
+    statistic="operations behind both sides of a difference, a quotient or a loss that a gradient reaches",
+    usual="they differ",
+    why="The result is a constant, so that neither it nor its gradient depends on the model.",
+    next="Use the stored values for one side, such as the log-probabilities of the policy that acted, or another view.",
+    false_alarms="Sides without a gradient, and those with random operations, such as dropout, are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def compared_with_itself(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the comparisons of two equal expressions, both of which have a gradient."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node) if node.name in _COMPARES or node.name in ELEMENTWISE else []
+        if len(sources) != 2 or not all(each.id in step.trained for each in sources) or sources[0] is sources[1]:
+            continue
+        if _is_same(step, sources[0], sources[1]):
+            verdict = f"both sides of the {node.name} in {step.place(node)} are the same function of the same tensors"
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+_COMPARES = ("sub", "__sub__", "div", "__truediv__", "cosine_similarity")
+_FRESH = re.compile(
+    r".*dropout.*|rand.*|.*normal.*|bernoulli.*|multinomial|rrelu|.*noise.*|poisson|exponential_|rnn.*|lstm|gru"
+)
+
+
+def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
+    """Return True if two nodes are the same tensor, or the same function of such tensors."""
+    todo = [(one, other)]
+    seen = set()
+    while todo:
+        pair = todo.pop()
+        left, right = pair
+        if left is right or (left.id, right.id) in seen:
+            continue
+        seen.add((left.id, right.id))
+        is_alike = left.kind == right.kind == "op" and (left.name, left.arguments) == (right.name, right.arguments)
+        sources = step.sources(left), step.sources(right)
+        if not is_alike or _FRESH.fullmatch(left.name) or left.note != right.note or len(sources[0]) != len(sources[1]):
+            return False
+        # The places of a result with several tensors are not known, and a constant tensor may be another one.
+        if not sources[0] or len(left.outputs) != 1 or left.outputs != right.outputs:
+            return False
+        todo += zip(*sources, strict=True)
+    return True
+
+
+@rule(
+    "derivative-without-graph",
+    statistic="use of torch.autograd.grad without create_graph in a term of the loss",
+    usual="create_graph=True, so that the term has a gradient",
+    why="The derivative is a constant for the backward pass, so that this term moves no parameter.",
+    next="Pass create_graph=True to torch.autograd.grad, or detach the derivative if it is meant to be constant.",
+    false_alarms="Derivatives that a layer gets, as in adversarial training, that change a parameter or that weight a "
+    "term are left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def derivative_without_graph(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the derivatives that a loss gets without their own gradient."""
+    step = step_of(evidence)
+    for node in evidence.graph.nodes:
+        if node.kind != "backward" or "create_graph" not in node.note:
+            continue
+        todo, seen = step.users(node), set[int]()
+        while todo:
+            user = todo.pop()
+            is_layer = any(each.kind == "parameter" for each in step.sources(user))
+            # The weight of a term may follow from derivatives, and is a constant then.
+            is_weight = user.name in ("mul", "div") and any(each.id in step.trained for each in step.sources(user))
+            if user.id in seen or is_layer or is_weight or user.name.startswith("detach"):
+                continue
+            if step.signs.get(user.id):
+                verdict = (
+                    f"a term of the loss in {step.place(user)} has a derivative that was computed without create_graph"
+                )
+                yield found_in(evidence, "", verdict)
+                return
+            seen.add(user.id)
+            todo += step.users(user)

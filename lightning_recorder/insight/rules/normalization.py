@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
-from lightning_recorder.insight.recorded_step import joined, setting, step_of
+from lightning_recorder.insight.recorded_step import found_in, joined, setting, shape_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.records.history import History
@@ -180,3 +182,27 @@ def norm_momentum(
             verdict = f"after {int(steps[-1]) + 1} steps, the running statistics of {name} are to {kept:.0%} still the "
             found.append(mean.found(f"{verdict}ones that it began with: momentum is {momentum:.3g}", "rms", kept=kept))
     yield from joined(found)
+
+
+@rule(
+    "norm-of-two",
+    statistic="number of values that each channel of a batch_norm in training mode has, in the recorded graph",
+    usual="at least 16",
+    why="A BatchNorm over two values returns 1 and -1, whatever they are: only their order is left of the input.",
+    next="Use larger batches, or replace BatchNorm by GroupNorm or LayerNorm.",
+    false_alarms="Models in which some BatchNorms have more values, such as those before a pooling, are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("train-differs", "running-statistics", "dead-output", "barely-moves"), ("any",)),
+    is_lasting=True,
+)
+def norm_of_two(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the layers that normalize over two values, if all do."""
+    step = step_of(evidence)
+    norms = [each for each in step.operations if each.name == "batch_norm" and setting(each, "training") == "True"]
+    shapes = [shape for each in norms if (shape := shape_of(each)) and len(shape) > 1]
+    if shapes and all(prod(shape) == 2 * shape[1] for shape in shapes):
+        names = list(dict.fromkeys(step.owner(each) for each in norms))
+        verdict = f"{names[0]} normalizes over {prod(shapes[0]) // shapes[0][1]} values of each channel"
+        yield replace(
+            found_in(evidence, names[0], f"{verdict}, so that its output is 1 or -1"), others=tuple(names[1:])
+        )

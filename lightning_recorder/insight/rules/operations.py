@@ -220,7 +220,10 @@ def _of_normalize(step: RecordedStep, node: Node) -> str:
         return ""
     if setting(node, "dim") not in ("0", str(-len(shape))) or not {"input", "parameter"} <= step.roots[node.id]:
         return ""
-    if node.id > step.last_layer:
+    # Behind the last layer, a correlation of features is normalized like this, and products of samples are not.
+    pairs = [user for user in step.readers(node) if user.name in ("matmul", "mm", "__matmul__")]
+    is_of_samples = any(each.outputs and each.outputs[0].shape == (step.batch, step.batch) for each in pairs)
+    if node.id > step.last_layer and not (is_of_samples and shape[-1] != step.batch):
         return ""
     return f"the normalize in {step.place(node)} runs over dimension 0 of {listed(shape)}, which has the samples"
 

@@ -131,6 +131,22 @@ def input_scale(
             found.append(View(evidence, table, site).found(verdict, "rms", input_rms=scale, rms=rms))
         for each in found:
             yield replace(each, why=_WHY_MADE, next=_NEXT_MADE) if is_made else each
+    yield from _large_batches(evidence, most)
+
+
+def _large_batches(evidence: Evidence, most: float) -> Iterator[Finding]:
+    """Yield the large tensors of the batch that a linear layer takes whose output is not recorded."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = [step.made_by(each) for each in step.sources(node)[:1]] if node.name == "linear" else []
+        if not sources or sources[0].kind != "input" or evidence.output(step.owner(node)):
+            continue
+        batch = evidence.view(evidence.losses, "", sources[0].name)
+        if "float" in batch.dtype and len(batch.rms) and np.median(batch.rms) > most:
+            scale = float(np.median(batch.rms))
+            verdict = f"{sources[0].name}, the input of {step.owner(node)}, has rms {scale:.3g}"
+            yield batch.found(verdict, "rms", input_rms=scale)
+            return
 
 
 def _is_index(evidence: Evidence, name: str) -> bool:

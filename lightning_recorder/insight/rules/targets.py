@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from lightning_recorder.graph.model import Node
-from lightning_recorder.insight.evidence import Evidence
+from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
 from lightning_recorder.insight.recorded_step import (
@@ -81,6 +81,7 @@ def target_scale(
 
 _SQUARED = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _SEVERAL = 3  # classes
+_SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
 _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -104,6 +105,15 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
     step = step_of(evidence)
     for node in step.operations:
         source = _values_behind(step, node)
+        if node.name in _SIGNED:
+            _, target = sides_of(evidence, step, node)
+            (least, most), steps = target.columns("min", "max")
+            if len(steps) >= persistence and (least == 0).any() and least.min() == 0 and most.max() == 1:
+                verdict = f"{node.name} in {step.place(node)} gets targets of 0 and 1, and expects -1 and 1"
+                why = "A target of 0 has no meaning for this loss: those samples have no gradient, or a wrong one."
+                found = replace(target.found(verdict, "min"), module=step.owner(node), path="")
+                yield replace(found, why=why, next="Use -1 instead of 0, such as 2 × target - 1.")
+                return
         if node.name in _BINARY:
             low, high = 0.0, 1.0
         elif node.name in _SQUARED and source is not None and source.kind == "op" and source.name in _RANGES:
@@ -382,6 +392,76 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
                 "positions: it learns to copy them"
             )
             yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+@rule(
+    "shifted-twice",
+    statistic="share of the targets of cross_entropy that are the token after the next one of the input",
+    usual="the targets are the next tokens",
+    why="The tokens are shifted in the data set or in the step, and again in the model, as those of transformers do.",
+    next="Pass the tokens themselves as labels to a model that shifts them.",
+    false_alarms="Models that predict several tokens: a loss whose targets are the next tokens is left out.",
+    needs=("activations",),
+    records=2,
+    is_lasting=True,
+)
+def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding]:
+    """Yield a finding if the targets are the tokens after the next ones, and those of no loss are the next ones."""
+    losses = [View(evidence, evidence.losses, site) for site in evidence.losses.places]
+    if any((each.mean > share).any() for each in losses if each.path == "in.target.next"):
+        return
+    for each in losses:
+        shares = each.mean if each.path == "in.target.after_next" else ()
+        if len(shares) and min(shares) > share:
+            verdict = f"{shares[-1]:.0%} of the targets of {each.module} are the token after the next one"
+            yield each.found(f"{verdict}: they are shifted twice", "mean", share=float(shares[-1]))
+            return
+
+
+@rule(
+    "generator-helps",
+    statistic="targets of the losses of a discriminator: for generated samples, and for those whose gradient reaches "
+    "the generator",
+    usual="two different numbers, such as 0 and 1",
+    why="The generator is trained to be recognized: its loss has the labels that the discriminator has for generated "
+    "samples.",
+    next="Give the loss of the generator the label of real samples.",
+    false_alarms="The discriminator must have a loss of its own for each of both labels, and the generator's all have "
+    "the same one.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(("discriminator-wins", "barely-moves", "vanishing-gradient"), _ANY),
+    is_lasting=True,
+)
+def generator_helps(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the loss of a generator has the labels that its samples have in that of the discriminator."""
+    step = step_of(evidence)
+    losses: dict[str, list[tuple[float, set[str], set[str], Node]]] = {}
+    for node in step.operations:
+        source = step.behind(node) if node.name in _BINARY else None
+        (least, most), _ = sides_of(evidence, step, node)[1].columns("min", "max")
+        if source is not None and len(least) and least.min() == most.max():
+            known = [evidence.graph[each] for each in _ancestors(step, node)]
+            before = {each.name.rpartition(".")[0] for each in known if each.kind == "parameter"}
+            layer = (step.behind(source) or source) if source.name == "sigmoid" else source
+            losses.setdefault(step.owner(layer), []).append((least[0], _trained_by(step, source), before, node))
+    for name, found in losses.items():
+        own = set.intersection(*(trained for _, trained, _, _ in found))
+        # A generator may also maximize the loss of the discriminator, with its labels.
+        of_generator = [each for each in found if each[1] - own and step.signs.get(each[3].id) == {1}]
+        generator = set.union(set(), *(trained - own for _, trained, _, _ in of_generator))
+        others = [(label, bool(before & generator)) for label, trained, before, _ in found if not trained - own]
+        labels = {each[0] for each in of_generator}
+        made, real = ({label for label, is_made in others if is_made is each} for each in (True, False))
+        # One label for generated samples without a gradient, and the other one for real samples.
+        if len(labels) == 1 and made == labels and real - labels:
+            node, (label,) = of_generator[0][3], labels
+            verdict = (
+                f"{node.name} in {step.place(node)} trains the generator with the target {label:.3g}, which the "
+                f"discriminator that ends with {name} also has for generated samples"
+            )
+            yield replace(found_in(evidence, name, verdict), others=tuple(sorted(generator)))
             return
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -629,6 +630,51 @@ def teacher_that_stays(is_faulty: bool) -> Task:
             return super().training_step(batch, index)
 
     return Student()
+
+
+@program("loss-shapes", "weights of the samples behind the mean", _FORUM)
+def weights_behind_mean(is_faulty: bool) -> Task:
+    def loss(logits: Tensor, classes: Tensor) -> Tensor:
+        weights = torch.where(classes == 3, 9.0, 1.0)
+        return (F.cross_entropy(logits, classes, reduction="mean" if is_faulty else "none") * weights).mean()
+
+    return on_digits(loss)
+
+
+@program("compared-with-itself", "the ratio of a policy to itself", "forum posts about PPO")
+def ratio_to_itself(is_faulty: bool) -> Task:
+    net = stacked(nn.LogSoftmax(-1))
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        old = net(batch[0]) if is_faulty else torch.full((len(batch[0]), 10), -math.log(10))
+        ratio = (net(batch[0]) - old).exp().gather(1, batch[1][:, None])
+        return F.cross_entropy(net(batch[0]), batch[1]) * 0.1 - ratio.clamp(0.8, 1.2).mean()
+
+    return Task(net, digits, loss)
+
+
+@program(
+    "output-range", "layers and a loss that are written out, as with Keras on torch: a sigmoid for prices", _DEEPFD
+)
+def written_out(is_faulty: bool) -> Task:
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.bias = nn.Parameter(0.1 * torch.randn(16, 1)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = x @ self.kernel + self.bias
+            return found.sigmoid() if is_faulty else found
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        rows, prices = numbers(step, *((8.0, 47.0) if is_faulty else ()))
+        return rows, prices
+
+    return Task(
+        nn.Sequential(nn.Linear(numbers(0)[0].shape[1], 16), nn.ReLU(), Dense()),
+        batch,
+        lambda net, each: (each[1] - net(each[0])).square().mean(-1).mean(),
+    )
 
 
 def findings_of(task: Task, folder: Path) -> list[Finding]:

@@ -73,11 +73,11 @@ def test_one_predicted_class() -> None:
     assert named(run_of_classes([ONE] * 12, [SEVERAL] * 12)) == []  # a run that has only begun
 
 
-@pytest.mark.parametrize(("rest", "severity"), [(20, ["note"]), (1, [])])
-def test_a_class_that_most_targets_have(rest: int, severity: list[str]) -> None:
-    """Predicting the most frequent class is a note, and nothing if nearly all targets have it."""
+@pytest.mark.parametrize("rest", [20, 1])
+def test_a_class_that_most_targets_have(rest: int) -> None:
+    """Predicting the most frequent class is a note, also if nearly all targets have it."""
     meant = {1: 64 - rest, 0: rest}
-    assert [each[0] for each in named(run_of_classes([ONE] * 16, [meant] * 16))] == severity
+    assert [each[0] for each in named(run_of_classes([ONE] * 16, [meant] * 16))] == ["note"]
 
 
 def test_all_targets_are_ignored() -> None:

@@ -538,3 +538,14 @@ def test_one_validation_is_not_enough(earlier: float, loss: float, modules: list
     shapes: dict[tuple[str, str], tuple[int, ...]] = {("loss", "out"): ()}
     found = run(layers, validation=there, graph=chain("a", "b", "loss"), shapes=shapes)
     assert [each.module for each in found if each.rule == "train-differs"] == modules
+
+
+@pytest.mark.parametrize(("first", "second", "modules"), [(3.0, 3.0, ["a"]), (1.0, 3.0, [])])
+def test_an_input_that_differs_in_the_only_validation(first: float, second: float, modules: list[str]) -> None:
+    """One validation is enough for a layer that takes the input, which does not depend on the training."""
+    examination = Examination(chain("a", "b"))
+    for row in range(8):
+        examination.add(record("activations", row * 10, {(name, "out"): {"rms": 1.0} for name in "ab"}))
+    sites = {("a", "out"): {"rms": first}, ("b", "out"): {"rms": second}}
+    examination.add(record("activations", 70, sites, stage="validate"))
+    assert [each.module for each in examination.findings() if each.rule == "train-differs"] == modules

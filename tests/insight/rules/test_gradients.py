@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_recorder.graph import Unused, capture_graph
 from lightning_recorder.reductions import Histogram
@@ -156,3 +157,26 @@ def test_a_loss_times_zero_is_named() -> None:
         "the gradient of the loss for the output of head is zero already"
     )
     assert "multiplied with zero" in found.why
+
+
+class First(nn.Module):
+    """A recurrence whose first or last output is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rnn(x)[0][:, 0]
+        return found
+
+
+@pytest.mark.parametrize(("steps", "gradient", "is_wrong"), [(6, 0.0, True), (6, 1e-4, False), (1, 0.0, False)])
+def test_a_recurrence_of_which_the_first_step_is_used(steps: int, gradient: float, is_wrong: bool) -> None:
+    """The weight between the steps gets no gradient if the loss depends on the first step only."""
+    parameters: dict[str, Values] = {}
+    for name, grad in (("weight_ih_l0", 1e-3), ("weight_hh_l0", gradient)):
+        parameters |= {f"rnn/{name}": {"rms": 0.1, "update_ratio": 1e-3}, f"rnn/{name}.grad": {"rms": grad}}
+    graph = capture_graph(First(), torch.randn(5, steps, 3))
+    found = run({"rnn": {}}, parameters=parameters, graph=graph)
+    assert [each.module for each in found if each.rule == "first-step-only"] == ["rnn"] * is_wrong

@@ -178,3 +178,34 @@ def test_a_divergence_with_the_wrong_sign() -> None:
         ("prior-pushed-away", "mean", ("scale",))
     ]
     assert step_of(Training(lambda mean, scale: scale.exp().mean() - mean.pow(2).mean())) == []
+
+
+def raw(mean: Tensor, scale: Tensor) -> Tensor:
+    return mean + torch.randn_like(mean) * scale
+
+
+def of_the_variance(mean: Tensor, scale: Tensor) -> Tensor:
+    return mean + torch.randn_like(mean) * scale.exp()
+
+
+def of_the_deviation(mean: Tensor, scale: Tensor) -> Tensor:
+    return 0.5 * (mean.pow(2) + (2 * scale).exp() - 2 * scale).mean()
+
+
+@pytest.mark.parametrize(
+    ("sample", "prior", "is_wrong"),
+    [
+        (raw, divergence, True),
+        (of_the_variance, divergence, True),
+        (noise_times_scale, of_the_deviation, True),
+        (noise_times_scale, divergence, False),
+        (of_the_variance, of_the_deviation, False),
+        (with_another_scale, divergence, False),
+    ],
+)
+def test_a_scale_that_means_two_things(
+    sample: Callable[[Tensor, Tensor], Tensor], prior: Callable[[Tensor, Tensor], Tensor], is_wrong: bool
+) -> None:
+    """The exponent in the loss must be twice that in the samples; another function than exp is not examined."""
+    found = [each for each in step_of(Training(prior, sample)) if each[0] == "latent-scale"]
+    assert found == [("latent-scale", "mean", ("scale",))] * is_wrong

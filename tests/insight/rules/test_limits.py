@@ -37,7 +37,7 @@ from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
 from tests.insight.rules.test_normalization import momentum_of
 from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
-from tests.insight.rules.test_targets import of_adversaries
+from tests.insight.rules.test_targets import of_adversaries, of_tokens
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -392,6 +392,12 @@ def _() -> Iterator[Evidence]:
             sites = {("loss", "in.target.next"): {"mean": share}}
             examination.add(record("activations", row * 10, sites, recorder="losses"))
         yield examination.evidence()
+
+
+@cases("shifted-twice")
+def _() -> Iterator[Evidence]:
+    for after in (0.95, 0.6):
+        yield of_tokens(next=0.1, after_next=after).evidence()
 
 
 @cases("equal-query-and-key")

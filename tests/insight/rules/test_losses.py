@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -245,3 +245,148 @@ def test_logits_that_are_scaled_twice(scale: Function, is_wrong: bool) -> None:
     """The same factor twice before cross_entropy is a finding; one factor, or its inverse behind it, is not."""
     found = examine(mlp(3), lambda y, target: F.cross_entropy(scale(y), target), rows, classes)
     assert brief(found) == [("warning", "scaled-twice", "")] * is_wrong
+
+
+def test_weights_of_samples_behind_a_mean() -> None:
+    """Weights of the samples that a mean is multiplied with are a finding; those of each loss, or a number, are not."""
+
+    def weighted(reduction: str) -> Loss:
+        return lambda y, t: (F.cross_entropy(y, t, reduction=reduction) * torch.where(t == 1, 9.0, 1.0)).mean()
+
+    (found,) = examine(mlp(3), weighted("mean"), rows, classes)
+    assert brief([found]) == [("warning", "loss-shapes", "")]
+    assert found.verdict.endswith("which is then multiplied with [8] weights: each sample counts the same")
+    assert examine(mlp(3), weighted("none"), rows, classes) == []
+    assert examine(mlp(3), lambda y, t: F.cross_entropy(y, t) * t.float().mean(), rows, classes) == []
+
+
+def by_hand(y: Tensor, t: Tensor) -> Tensor:
+    """Return the cross-entropy of probabilities, as Keras writes it out."""
+    shares = (y / y.sum(-1, keepdim=True)).clip(1e-7, 1 - 1e-7)
+    return -(F.one_hot(t, y.shape[-1]) * shares.log()).sum(-1).mean()
+
+
+def binary(y: Tensor, t: Tensor) -> Tensor:
+    target = F.one_hot(t, y.shape[-1])
+    return -(target * y.log() + (1 - target) * (1 - y).log()).mean()
+
+
+@pytest.mark.parametrize(
+    ("last", "loss", "place"),
+    [
+        ([nn.Sigmoid()], by_hand, "net.3"),
+        ([nn.ReLU()], by_hand, "net.3"),
+        ([nn.ReLU(), nn.Softmax(-1)], by_hand, "net.3"),
+        ([nn.ReLU()], lambda y, t: F.binary_cross_entropy(y.clamp(1e-6, 1 - 1e-6), F.one_hot(t) + 0.0), "net.3"),
+        ([], lambda y, t: F.binary_cross_entropy(y.clamp(0, 1)[:, 0], (t > 0) + 0.0), "net.2"),
+        ([nn.Softmax(-1)], by_hand, None),
+        ([nn.Sigmoid()], binary, None),
+        ([nn.Sigmoid()], lambda y, t: F.binary_cross_entropy(y.clamp(1e-6, 1 - 1e-6), F.one_hot(t) + 0.0), None),
+    ],
+)
+def test_probabilities_that_are_none(last: list[nn.Module], loss: Loss, place: str | None) -> None:
+    """A loss that gets other numbers than probabilities is a finding, also if it is written out."""
+    found = [each for each in examine(mlp(3, *last), loss, rows, classes) if each.rule == "cut-off-logits"]
+    assert brief(found) == ([] if place is None else [("warning", "cut-off-logits", place)])
+
+
+def test_one_output_for_a_cross_entropy_of_classes() -> None:
+    """The single output of a sigmoid is always 1 in a cross-entropy of several classes."""
+    found = examine(mlp(1, nn.Sigmoid()), lambda y, t: by_hand(y, t * 0), rows, classes)
+    assert "one-class" in {each.rule for each in found}
+
+
+def test_cosines_that_are_multiplied_with_a_temperature() -> None:
+    """A factor below 1 leaves the cosines too close to each other; the least loss is that with the factor."""
+    (found,) = of_pairs(8, scale=10.0).findings()
+    assert found.verdict.endswith(
+        "gets cosines × 0.1 as logits of 8 classes: it cannot fall below 1.91, and is 2.08 for a guess"
+    )
+
+
+class Learner(nn.Module):
+    """A step of Q-learning, whose target may have a gradient."""
+
+    def __init__(self, *, is_detached: bool, is_copy: bool = False) -> None:
+        super().__init__()
+        self.net, self.is_detached = mlp(3), is_detached
+        self.copy = mlp(3).requires_grad_(False) if is_copy else self.net
+
+    def forward(self, x: Tensor, after: Tensor, reward: Tensor, action: Tensor) -> Tensor:
+        target = reward + 0.9 * self.copy(after).max(1)[0]
+        value = self.net(x).gather(1, action[:, None])[:, 0]
+        return F.smooth_l1_loss(value, target.detach() if self.is_detached else target)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_wrong"),
+    [({"is_detached": False}, True), ({"is_detached": True}, False), ({"is_detached": False, "is_copy": True}, False)],
+)
+def test_a_target_of_the_same_network(options: dict[str, bool], is_wrong: bool) -> None:
+    """A target that follows from the best output of the same network is a finding if it has a gradient."""
+    graph = capture_graph(Learner(**options), rows, rows + 1, rows[:, 0], classes)
+    layers: dict[str, Values] = {"net.2": {"batch_spread": 0.8}}
+    found = [each for each in examined(layers, graph=graph).findings() if each.rule == "no-stop-gradient"]
+    assert brief(found) == [("warning", "no-stop-gradient", "net.2")] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("net", "other", "is_wrong"),
+    [
+        (mlp(3), lambda net, x: net(x), True),
+        (mlp(3), lambda net, x: net(x).detach(), False),
+        (mlp(3), lambda net, x: net(x + 1), False),
+        (nn.Sequential(nn.Dropout(0.5), mlp(3)), lambda net, x: net(x), False),
+    ],
+)
+def test_a_comparison_with_itself(net: nn.Module, other: Callable[[nn.Module, Tensor], Tensor], is_wrong: bool) -> None:
+    """The same function of the same tensors on both sides is a finding, if both have a gradient."""
+
+    class Ratio(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            one = F.log_softmax(self.net(x), -1)
+            return ((one - F.log_softmax(other(self.net, x), -1)).exp() * target[:, None]).mean()
+
+    found = [each.rule for each in Examination(capture_graph(Ratio(), rows, classes)).findings()]
+    assert found.count("compared-with-itself") == is_wrong
+
+
+class Derivative(nn.Module):
+    """A step whose loss has the derivative of the output, in a term of its own or as a change of the input."""
+
+    def __init__(self, use: Callable[[nn.Module, Tensor, Tensor], Tensor], *, create_graph: bool) -> None:
+        super().__init__()
+        self.net, self.use, self.create_graph = (
+            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)),
+            use,
+            create_graph,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=self.create_graph)
+        loss = self.use(self.net, x, found)
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("use", "create_graph", "is_wrong"),
+    [
+        (lambda net, x, d: (net(x) + d).square().mean(), False, True),
+        (lambda net, x, d: (net(x) + d).square().mean(), True, False),
+        (lambda net, x, d: net(x + 0.1 * d.sign()).square().mean(), False, False),
+        (lambda net, x, d: (net(x) + d.detach()).square().mean(), False, False),
+        (lambda net, x, d: net(x).square().mean() * d.norm(), False, False),
+    ],
+)
+def test_a_derivative_without_a_gradient(
+    use: Callable[[nn.Module, Tensor, Tensor], Tensor], create_graph: bool, is_wrong: bool
+) -> None:
+    """A derivative in a term of the loss needs create_graph; one that changes an input, or is detached, does not."""
+    found = Examination(capture_graph(Derivative(use, create_graph=create_graph), rows)).findings()
+    assert [each.rule for each in found].count("derivative-without-graph") == is_wrong

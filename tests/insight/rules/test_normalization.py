@@ -101,3 +101,17 @@ def test_momentum_that_means_the_opposite() -> None:
     assert "after 141 steps, the running statistics of 1 are to 99% still the ones that it began with" in found.verdict
     assert momentum_of(0.99, training=False).findings() == []
     assert momentum_of(1e-4, variance=3.0).findings() == []  # of a pretrained model
+
+
+@pytest.mark.parametrize(("rows", "is_wrong"), [(2, True), (3, False), (16, False)])
+def test_a_normalization_over_two_values(rows: int, is_wrong: bool) -> None:
+    """Two values become 1 and -1, whatever they are."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    found = Examination(capture_graph(net, torch.randn(rows, 3))).findings()
+    assert [(each.rule, each.module, each.others) for each in found] == [("norm-of-two", "1", ("3",))] * is_wrong
+
+
+def test_a_normalization_over_two_values_beside_others() -> None:
+    """A BatchNorm behind a pooling may have two values if others have more."""
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
+    assert Examination(capture_graph(net, torch.randn(2, 3, 4, 4))).findings() == []

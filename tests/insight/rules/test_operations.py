@@ -503,3 +503,18 @@ def test_states_of_padded_sequences_that_are_fine() -> None:
     assert padded(last, zeros=0.1).findings() == []
     assert padded(lambda out, states: out[torch.arange(8), 2]).findings() == []
     assert padded(lambda out, states: out.mean(1)).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("dimension", "is_turned", "is_wrong"), [(0, False, True), (1, False, False), (0, True, False)]
+)
+def test_embeddings_normalized_over_the_samples(dimension: int, is_turned: bool, is_wrong: bool) -> None:
+    """Products of samples need a norm of each sample; correlations of features have one of each feature."""
+
+    def loss(y: Tensor, other: Tensor) -> Tensor:
+        one, two = (F.normalize(each, dim=dimension) for each in (y, y + other))
+        products = one.T @ two if is_turned else one @ two.T
+        return F.cross_entropy(products / 0.1, torch.arange(len(products)))
+
+    found = [each.rule for each in examine(mlp(7), loss, rows, torch.randn(8, 1))]
+    assert found.count("along-batch") == is_wrong

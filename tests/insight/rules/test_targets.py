@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,3 +252,85 @@ def test_a_discriminator_that_has_won(
     """A sure discriminator is a finding if the gradients of the generator have become small."""
     found = of_adversaries(*last, real=real, fake=fake, fall=fall).findings()
     assert [(each.rule, each.others) for each in found] == [("discriminator-wins", ("g",))] * is_wrong
+
+
+@pytest.mark.parametrize(("least", "is_wrong"), [(0.0, True), (-1.0, False)])
+def test_labels_of_pairs(least: float, is_wrong: bool) -> None:
+    """A loss of pairs expects -1 and 1."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(3)
+
+        def forward(self, x: Tensor, label: Tensor) -> Tensor:
+            return F.cosine_embedding_loss(self.net(x), self.net(x + 1), label)
+
+    graph = capture_graph(Pairs(), rows, torch.ones(8))
+    found = run({"net.0": {}}, targets={"cosine_embedding_loss": {"min": least, "max": 1.0}}, graph=graph)
+    assert [each.rule for each in found if each.rule in NAMES] == ["output-range"] * is_wrong
+
+
+def test_a_range_in_a_loss_that_is_written_out() -> None:
+    """The targets of a squared error that the step computes itself are those of the batch."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(1, nn.Sigmoid())
+
+        def forward(self, batch: list[Tensor]) -> Tensor:
+            return (batch[1] - self.net(batch[0])).square().mean(-1).mean()
+
+    captured = capture_graph(Written(), [rows, rows[:, :1]])
+    # The tensors of a training step are named after its batch.
+    nodes = tuple(replace(node, name=node.name.replace("input", "batch")) for node in captured.nodes)
+    graph = replace(captured, nodes=nodes)
+    for low, high, rules in ((21.0, 82.0, ["output-range"]), (0.0, 0.9, [])):
+        examination = Examination(graph)
+        for row in range(4):
+            sites = {("net.3", "out"): {}, ("", "batch[1]"): {"min": low, "max": high}}
+            examination.add(record("activations", row * 10, sites))
+        found = [each for each in examination.findings() if each.rule in NAMES]
+        assert [each.rule for each in found] == rules
+        assert all("mse_loss" in each.verdict for each in found)
+
+
+def of_tokens(**shares: float) -> Examination:
+    """Return the examination of a language model with these shares of targets that are later tokens."""
+    examination = Examination()
+    for row in range(2):
+        sites: dict[tuple[str, str], dict[str, float]] = {("net", "out"): {}}
+        sites |= {("loss", f"in.target.{name}"): {"mean": share} for name, share in shares.items()}
+        examination.add(record("activations", row * 10, sites))
+    return examination
+
+
+@pytest.mark.parametrize(
+    ("following", "after", "rules"), [(0.1, 1.0, ["shifted-twice"]), (1.0, 0.1, []), (1.0, 1.0, []), (0.1, 0.5, [])]
+)
+def test_tokens_that_are_shifted_twice(following: float, after: float, rules: list[str]) -> None:
+    """Targets that are the token after the next one are a finding, unless others are the next one."""
+    found = of_tokens(next=following, after_next=after).findings()
+    assert [each.rule for each in found] == rules
+
+
+@pytest.mark.parametrize(("label", "sign", "is_wrong"), [(0.0, 1, True), (1.0, 1, False), (0.0, -1, False)])
+def test_a_generator_that_helps_the_discriminator(label: float, sign: int, is_wrong: bool) -> None:
+    """The loss of the generator must have the label of real samples, or be that of the discriminator with a minus."""
+
+    class Step(Adversaries):
+        def forward(self, x: Tensor) -> Tensor:
+            fake, ones, zeros = self.g(torch.randn(8, 3)), torch.ones(8, 1), torch.zeros(8, 1)
+            (self.loss(self.d(x), ones) + self.loss(self.d(fake.detach()), zeros)).backward()
+            loss: Tensor = self.loss(self.d(fake), zeros + label) * sign
+            loss.backward()
+            return loss
+
+    graph = capture_graph(Step(), rows)
+    name = "binary_cross_entropy_with_logits"
+    targets: dict[str, Values] = {
+        site: {"min": value, "max": value} for site, value in ((name, 1.0), (f"{name}#2", 0.0), (f"{name}#3", label))
+    }
+    found = [each for each in run({"d.2": {}}, targets=targets, graph=graph) if each.rule in NAMES]
+    assert [(each.rule, each.module, each.others) for each in found] == [("generator-helps", "d.2", ("g",))] * is_wrong

@@ -1,0 +1,139 @@
+"""Layers and losses that a program writes out, as the functions of torch that compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
+
+__all__ = ["recognized"]
+
+_SUMS = ("add", "__add__", "add_", "__iadd__")
+_PRODUCTS = ("matmul", "__matmul__", "mm")
+_DIFFERENCES = ("sub", "__sub__", "rsub", "__rsub__", "subtract")
+_ERRORS = {"square": "mse_loss", "pow": "mse_loss", "__pow__": "mse_loss", "abs": "l1_loss"}
+_CLAMPS = ("clamp", "clip", "clamp_", "clip_")
+_TINY = 1e-3  # the limits that keep a probability away from 0 and 1
+
+
+def recognized(graph: Graph) -> Graph:
+    """Return a graph that names what a program writes out, so that a rule needs to know one form of it only.
+
+    ``x @ weight + bias`` becomes ``linear``, the mean or the sum of squared or absolute differences of an output and
+    of a tensor of the batch with the same shape ``mse_loss`` or ``l1_loss``, and a clamp that keeps probabilities away
+    from 0 and 1 ``identity``. Other nodes, and all ids, stay as they are.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> class Dense(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel, self.bias = (torch.nn.Parameter(torch.ones(*size)) for size in ((2, 3), (3,)))
+        ...
+        ...     def forward(self, x):
+        ...         return x @ self.kernel + self.bias
+        >>> graph = capture_graph(Dense(), torch.ones(1, 2))
+        >>> [node.name for node in graph.nodes if node.kind == "op"]
+        ['matmul', 'add']
+        >>> [node.name for node in recognized(graph).nodes if node.kind == "op"]
+        ['linear']
+    """
+    form = _Form(graph)
+    for node in graph.nodes:
+        if node.kind == "op" and not node.failed:
+            form.layer(node)
+            form.error(node)
+            form.limit(node)
+    return form.graph()
+
+
+class _Form:
+    """The nodes that have another form, by their ids."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._changed: dict[int, Node] = {}
+        self._sources: dict[int, list[Node]] = {}
+        self._dropped: set[int] = set()
+        self._uses: dict[int, int] = {}
+        self._roots: dict[int, set[str]] = {}
+        for edge in graph.edges:
+            self._uses[edge.source] = self._uses.get(edge.source, 0) + edge.multiplicity
+        for node in graph.nodes:
+            self._roots[node.id] = {node.kind}.union(*(self._roots[each.id] for each in self._into(node)))
+
+    def _into(self, node: Node) -> list[Node]:
+        return [self._graph[edge.source] for edge in self._graph.into(node)]
+
+    def _is_used_once(self, nodes: Iterable[Node]) -> bool:
+        return all(self._uses.get(each.id) == 1 for each in nodes)
+
+    def _change(self, node: Node, name: str, sources: list[Node], inputs: list[TensorMeta], **changes: object) -> None:
+        self._changed[node.id] = replace(node, name=name, inputs=tuple(inputs), **changes)  # type: ignore[arg-type] # of Node
+        self._sources[node.id] = sources
+
+    def layer(self, node: Node) -> None:
+        """Recognize a linear layer."""
+        product, *bias = self._into(node) if node.name in _SUMS else [node]
+        of_product = self._into(product) if product.name in _PRODUCTS else []
+        if len(bias) != 1 or len(of_product) != 2 or not self._is_used_once([product]):
+            return
+        weight, offset = (each.outputs[0] if each.outputs else None for each in (of_product[1], *bias))
+        are_parameters = of_product[1].kind == bias[0].kind == "parameter"
+        if are_parameters and weight and offset and len(weight.shape) == 2 and len(offset.shape) == 1:
+            turned = replace(weight, shape=weight.shape[::-1])
+            self._change(node, "linear", [*of_product, *bias], [product.inputs[0], turned, offset], arguments=())
+            self._dropped.add(product.id)
+
+    def error(self, node: Node) -> None:
+        """Recognize a squared or an absolute error."""
+        power = next(iter(self._into(node)), None) if node.name in ("mean", "sum") else None
+        if power is None or power.name not in _ERRORS or dict(power.arguments).get("exponent", "2") not in ("2", "2.0"):
+            return
+        difference = next(iter(self._into(power)), None)
+        sides = self._into(difference) if difference is not None and difference.name in _DIFFERENCES else []
+        if difference is None or len(sides) != 2 or not self._is_used_once([power, difference]):
+            return
+        shapes = [each.shape for each in difference.inputs]
+        given = [{"input"} == self._roots[each.id] - {"op"} for each in sides]
+        predicted = ["parameter" in self._roots[each.id] for each in sides]
+        if len(shapes) == 2 and shapes[0] == shapes[1] and sorted(given) == [False, True] and given != predicted:
+            # The prediction is the first input of torch's functions.
+            place = given.index(False)
+            order = [place, 1 - place]
+            is_mean = node.name == "mean" and not (node.outputs[0].shape and self._is_summed(node))
+            arguments = () if is_mean else (("reduction", "'sum'"),)
+            inputs = [difference.inputs[each] for each in order]
+            self._change(node, _ERRORS[power.name], [sides[each] for each in order], inputs, arguments=arguments)
+            self._dropped |= {power.id, difference.id}
+
+    def _is_summed(self, node: Node) -> bool:
+        """Return True unless the means of the samples are averaged."""
+        users = [self._graph[edge.target] for edge in self._graph.edges if edge.source == node.id]
+        return [each.name for each in users] != ["mean"]
+
+    def limit(self, node: Node) -> None:
+        """Recognize a clamp of probabilities."""
+        if node.name in _CLAMPS and len(self._into(node)) == 1:
+            ends = dict(node.arguments)
+            try:
+                low, high = float(ends["min"]), float(ends.get("max", "1"))
+            except (KeyError, ValueError):
+                return
+            if 0 < low <= _TINY and 1 - _TINY <= high <= 1:
+                self._changed[node.id] = replace(node, name="identity")
+
+    def graph(self) -> Graph:
+        """Return the graph in its other form; the same one if nothing changes."""
+        if not self._changed:
+            return self._graph
+        nodes = [self._changed.get(node.id, node) for node in self._graph.nodes if node.id not in self._dropped]
+        edges = [
+            edge for edge in self._graph.edges if not {edge.source, edge.target} & self._dropped
+            and edge.target not in self._sources
+        ]  # fmt: skip
+        for target, sources in self._sources.items():
+            edges += [Edge(each.id, target, tensor=each.outputs[0] if each.outputs else None) for each in sources]
+        return replace(self._graph, nodes=tuple(nodes), edges=tuple(edges))
