@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -229,7 +229,8 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
     scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     loader: Any = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
-    train, evaluate = partial(_train, trainer, pl_module), None
+    train = partial(_train, trainer, pl_module)
+    evaluate: Callable[[Any], Any] | None = None
     if getattr(trainer, "step_function", None) is not None:
         evaluate = train  # in evaluation mode
     elif _has_validation(pl_module):

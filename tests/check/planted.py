@@ -76,6 +76,10 @@ def unshifted(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]).flatten(0, 1), batch[0].flatten())
 
 
+def shifted_twice(net: Any, batch: Any) -> Any:
+    return F.cross_entropy(net(batch[0][:, :-2]).flatten(0, 1), batch[0][:, 2:].flatten())
+
+
 def unshifted_decoder(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(*batch).transpose(1, 2), batch[1])
 
@@ -259,6 +263,7 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "no mask": (lambda: language(mask=None), "past-sees-future"),
     "mask shifted by one": (lambda: language(mask=2), "past-sees-future"),
     "target not shifted": (lambda: language(unshifted), "past-sees-future"),
+    "target shifted twice": (lambda: language(shifted_twice), "past-sees-future"),
     "positions along the batch": (lambda: language(along=0), "samples-mix"),
     "detached body": (lambda: language(detach=True), "parameters-learn"),
     # Sequences.
