@@ -29,6 +29,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["transformers"]  # which the site does not need otherwise, and which is large
 maximum_signature_line_length = 90
 add_module_names = False
 toc_object_entries_show_parents = "hide"

@@ -12,16 +12,25 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from lightning_recorder.switch import CHECK, CHECK_ONLY, VARIABLE, is_switched_off, setting
+from lightning_recorder.switch import CHECK_ONLY, VARIABLE, is_check, is_switched_off, setting
 
 __all__ = ["callbacks_from_environment", "see_other_trainers"]
 
 _HANDLER = "transformers.trainer_callback"
 """The module with the list of callbacks of a Trainer of transformers, which has no entry points."""
+
+_OPTIMIZERS = "torch.optim.optimizer"
+"""The module with the hooks of all optimizers, which see a loop without a Trainer."""
+
+_FUNCTION = """\
+nothing is checked, since no Trainer of Lightning or transformers was made. In a loop, give the step as a function:
+  from lightning_recorder import Monitor
+  with Monitor(model, optimizer, step_function=compute_loss) as monitor:  # around the loop
+      with monitor.step(batch):  # around the code of a step; compute_loss(batch) returns its loss"""
 
 _FIVE_LINES = """\
 nothing is recorded, since no Trainer of Lightning or transformers was made. Five lines record a loop:
@@ -52,27 +61,37 @@ def callbacks_from_environment() -> list[Any]:
 
 
 def see_other_trainers() -> None:
-    """Add a callback to each Trainer of transformers, and at the end of a plain loop say how it is recorded.
+    """Add a callback to each Trainer of transformers, and say how a plain loop is recorded or checked.
 
     transformers has no entry point for callbacks, so ``lightning-recorder run`` calls this function when the program
     starts. It never raises.
     """
-    if not setting() or is_switched_off() or setting().lower() in (CHECK, CHECK_ONLY):
+    if not setting() or is_switched_off():
         return
     with contextlib.suppress(Exception):
-        if _HANDLER in sys.modules:
-            _extend(sys.modules[_HANDLER])
+        _after_import(_HANDLER, _extend)
+        if is_check():
+            _after_import(_OPTIMIZERS, lambda module: module.register_optimizer_step_pre_hook(_end_loop))
         else:
-            sys.meta_path.insert(0, _Finder())
-        atexit.register(_explain)
+            atexit.register(_explain)
+
+
+def _after_import(name: str, change: Callable[[Any], object]) -> None:
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, change))
 
 
 class _Finder:
     """Finds one module as Python does, and changes it after its import."""
 
+    def __init__(self, name: str, change: Callable[[Any], object]) -> None:
+        self._name, self._change = name, change
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the module of callbacks, and ``None`` for all others."""
-        if name != _HANDLER:
+        """Return the spec of the module, and ``None`` for all others."""
+        if name != self._name:
             return None
         sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
         spec = PathFinder.find_spec(name, path, target)
@@ -82,7 +101,7 @@ class _Finder:
             def exec_module(module: Any) -> None:
                 run(module)
                 with contextlib.suppress(Exception):
-                    _extend(module)
+                    self._change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec
@@ -105,6 +124,13 @@ def _extend(module: Any) -> None:
             _warn(error)
 
     handler.__init__ = init
+
+
+def _end_loop(*_: object) -> None:
+    """End a program of ``check`` at the first step of a loop, which cannot be checked, with status 2."""
+    if not _seen and "lightning_recorder.loops.monitor" not in sys.modules and setting().lower() == CHECK_ONLY:
+        sys.stderr.write(f"lightning-recorder check: {_FUNCTION}\n")
+        raise SystemExit(2)
 
 
 def _explain() -> None:

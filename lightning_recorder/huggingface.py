@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.callbacks.attach import is_set_everywhere, new_recorders, say
+from lightning_recorder.callbacks.attach import is_set_everywhere, new_checks, new_recorders, say
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import ArgumentError, RecorderError, describe_error, warn
 from lightning_recorder.loops import Monitor
-from lightning_recorder.switch import is_switched_off
+from lightning_recorder.switch import is_check, is_switched_off
 from lightning_recorder.temporary import write_whole
 
 try:
@@ -94,6 +94,7 @@ class RecorderCallback(TrainerCallback):
             scaler=self._scaler,
             loggers=[each for each in (_wandb(),) if each is not None and _reports(args, "wandb")],
             tensorboard=writer is not None or self._log_dir is not None,
+            step_function=_step_of(trainer, model) if is_check() and trainer is not None else None,
             **self._options,
         )
         self.monitor.__enter__()
@@ -234,7 +235,7 @@ class CallbackFromEnvironment(RecorderCallback):
             has_own = any(each is not self and isinstance(each, RecorderCallback) for each in _callbacks(trainer))
             if has_own or is_switched_off() or not is_set_everywhere(args.world_size):
                 return
-            recorders = new_recorders([])
+            recorders = new_checks([]) if is_check() else new_recorders([])
             if recorders:
                 self._options = {"recorders": recorders}
                 super().on_train_begin(args, state, control, model, **kwargs)
@@ -245,6 +246,17 @@ class CallbackFromEnvironment(RecorderCallback):
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write nothing."""
+
+
+def _step_of(trainer: Any, model: Any) -> Callable[[Any], Tensor]:
+    """Return a function from a batch to the loss that the trainer computes, for a check."""
+
+    def loss(batch: Any) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            found: Tensor = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+        return found
+
+    return loss
 
 
 def _tensors(state: object) -> Iterator[Tensor]:

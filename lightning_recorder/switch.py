@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["CHECK", "CHECK_ONLY", "FACTORY_GROUPS", "VARIABLE", "is_default_set", "is_switched_off", "setting"]
+__all__ = ["CHECK_ONLY", "FACTORY_GROUPS", "VARIABLE", "is_check", "is_default_set", "is_switched_off", "setting"]
 
 VARIABLE = "LIGHTNING_RECORDER"
 """The name of the variable."""
@@ -12,8 +12,8 @@ VARIABLE = "LIGHTNING_RECORDER"
 FACTORY_GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
 """The groups of entry points from which Lightning, under each of its names, adds callbacks to every Trainer."""
 
-CHECK, CHECK_ONLY = "check", "check-only"
-"""The values that add a check of the first training step; the second ends the program after it."""
+CHECK_ONLY = "check-only"
+"""The value that ends a program after the check of its first training step."""
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes")
@@ -27,6 +27,11 @@ def setting() -> str:
 def is_switched_off() -> bool:
     """Return True if the variable is ``off``, ``0``, ``false`` or ``no``."""
     return setting().lower() in _OFF
+
+
+def is_check() -> bool:
+    """Return True if the variable asks for a check of the first training step."""
+    return setting().lower() in ("check", CHECK_ONLY)
 
 
 def is_default_set(value: str) -> bool:

@@ -125,6 +125,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", *licenses)
     assert names == sources | {f"{about}/{name}" for name in described}
     assert "lightning_recorder/py.typed" in names
+    description = metadata.partition("\n\n")[2]
+    assert "## Five lines" in description
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", description) == []  # they would lead nowhere at PyPI
     assert f"Version: {lightning_recorder.__version__}" in metadata.splitlines()
     assert wheel.name == f"lightning_recorder-{lightning_recorder.__version__}-py3-none-any.whl"
 

@@ -23,9 +23,9 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
 from lightning_recorder.internals.rendezvous import missing_ranks
 from lightning_recorder.statistics import Exchange
-from lightning_recorder.switch import CHECK, CHECK_ONLY, VARIABLE, is_default_set, is_switched_off, setting
+from lightning_recorder.switch import CHECK_ONLY, VARIABLE, is_check, is_default_set, is_switched_off, setting
 
-__all__ = ["AttachRecorders", "is_set_everywhere", "new_recorders", "say"]
+__all__ = ["AttachRecorders", "is_set_everywhere", "new_checks", "new_recorders", "say"]
 
 _SUFFIXES = (".yaml", ".yml")
 _TIMEOUT_S = 30.0  # Lightning has just synchronized the processes
@@ -87,14 +87,13 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
     present = [each for each in callbacks if isinstance(each, RecorderCallback)]
     if any(each._is_from_environment for each in present) or not setting() or is_switched_off():
         return
-    is_check = setting().lower() in (CHECK, CHECK_ONLY)
     for flag in ("fast_dev_run", "barebones"):
-        if getattr(trainer, flag) and not is_check:
+        if getattr(trainer, flag) and not is_check():
             say(rank_zero_info, f"Trainer({flag}=True) is not recorded")
             return
     if not is_set_everywhere(trainer.world_size):
         return
-    made = _new_checks(callbacks) if is_check else new_recorders(present)
+    made = new_checks(callbacks) if is_check() else new_recorders(present)
     place = next(index for index, each in enumerate(callbacks) if each is after) + 1
     callbacks[place:place] = list(made)
 
@@ -131,7 +130,7 @@ def is_set_everywhere(world_size: int) -> bool:
     return not _agreements.has_failed
 
 
-def _new_checks(callbacks: list[Any]) -> list[Callback]:
+def new_checks(callbacks: list[Any]) -> list[Check]:
     """Return a new check, unless the program has one, which is then told to end the program if that is asked for."""
     only = setting().lower() == CHECK_ONLY
     own = [each for each in callbacks if isinstance(each, Check)]
@@ -140,7 +139,7 @@ def _new_checks(callbacks: list[Any]) -> list[Callback]:
     made = [] if own else [Check(only=only)]
     for each in made:
         each._is_from_environment = True
-    return list(made)
+    return made
 
 
 def new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.callbacks.guard import GuardedCallback, guarded
-from lightning_recorder.callbacks.lightning import LightningModule, Trainer, need_lightning, rank_zero_info
-from lightning_recorder.callbacks.replay import loss_of, replaced, run_manual, training_step, unchanged
-from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
+from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
+from lightning_recorder.callbacks.replay import (
+    NO_FUNCTION,
+    is_unknown,
+    loss_of,
+    replaced,
+    run_manual,
+    runs_alone,
+    unchanged,
+)
+from lightning_recorder.callbacks.trainer import device_of, make_directory, recorder_directory
 from lightning_recorder.check import Answer, Bench, NoAnswerError, Question, Result
 from lightning_recorder.check.batches import named_tensors
 from lightning_recorder.check.bench import StepFunctions
@@ -53,7 +61,8 @@ class Check(GuardedCallback):
     Args:
         questions: The questions to ask: names, and :class:`~lightning_recorder.check.Question` objects of your own. By
             default, all of :data:`~lightning_recorder.check.QUESTIONS`.
-        only: End the program after the check, with the exit status 1 if an answer is *wrong*, and 0 otherwise.
+        only: End the program after the check, with the exit status 1 if an answer is *wrong*, 2 if no question has an
+            answer, and 0 otherwise.
         seconds: The time limit. A check also does at most the work of 30 training steps.
         strict: Raise errors of the check instead of warning about them.
 
@@ -82,7 +91,6 @@ class Check(GuardedCallback):
         seconds: float = 20.0,
         strict: bool = False,
     ) -> None:
-        need_lightning("Check")
         super().__init__()
         check_bool("only", only)
         check_bool("strict", strict)
@@ -121,7 +129,7 @@ class Check(GuardedCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._check(trainer, pl_module, batch)
         if self.only and self.result is not None:
-            raise SystemExit(int(bool(self.result.wrong)))
+            raise SystemExit(self.result.status)
 
     @guarded
     @override
@@ -195,8 +203,10 @@ def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
         return "the run has several processes: check it with devices=1"
     if trainer.global_step:
         return f"the run is resumed at step {trainer.global_step}"
+    if is_unknown(trainer, pl_module):
+        return NO_FUNCTION
     needed = _COPIES * sum(each.nbytes for each in parameters_of(pl_module))
-    if needed > _free_bytes(pl_module.device):
+    if needed > _free_bytes(device_of(pl_module)):
         return f"{_COPIES} copies of the parameters do not fit into the memory"
     return ""
 
@@ -226,14 +236,20 @@ def _bench(trainer: Trainer, pl_module: LightningModule, batch: Any, validation_
     scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     loader: Any = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
+    train = partial(_train, trainer, pl_module)
+    evaluate: Callable[[Any], Any] | None = None
+    if getattr(trainer, "step_function", None) is not None:
+        evaluate = train  # in evaluation mode
+    elif _has_validation(pl_module):
+        evaluate = partial(_evaluate, trainer, pl_module)
     functions = StepFunctions(
-        train=partial(_train, trainer, pl_module),
-        evaluate=partial(_evaluate, trainer, pl_module) if _has_validation(pl_module) else None,
-        unchanged=lambda: unchanged(trainer, pl_module, list(parameters_of(pl_module)), pl_module.device),
+        train=train,
+        evaluate=evaluate,
+        unchanged=lambda: unchanged(trainer, pl_module, list(parameters_of(pl_module)), device_of(pl_module)),
         optimizers=list(trainer.optimizers),
         clip=partial(_clip, trainer),
         loss_scale=1.0 if scaler is None else float(scaler.get_scale()),
-        is_automatic=pl_module.automatic_optimization,
+        is_automatic=runs_alone(trainer, pl_module),
         without_autocast=_without_autocast(trainer),
     )
     return Bench(
@@ -253,12 +269,11 @@ def _has_validation(pl_module: LightningModule) -> bool:
 
 
 def _train(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
-    if not pl_module.automatic_optimization:
+    if not runs_alone(trainer, pl_module):
         losses = _Losses()
         run_manual(trainer, pl_module, batch, 0, losses)
         return sum(losses.found[1:], losses.found[0]) if losses.found else None
-    with trainer.precision_plugin.train_step_context():
-        return loss_of(training_step(pl_module, batch, 0))
+    return loss_of(trainer, pl_module, batch, 0)
 
 
 class _Losses:

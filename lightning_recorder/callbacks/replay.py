@@ -27,9 +27,12 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
 
 __all__ = [
+    "NO_FUNCTION",
     "Replay",
     "ReplayError",
     "computed",
+    "is_unknown",
+    "loss_of",
     "other_values",
     "replay",
     "run_manual",
@@ -37,6 +40,9 @@ __all__ = [
     "training_step",
     "unchanged",
 ]
+
+NO_FUNCTION = "the body of a loop is no function: give Monitor(step_function=…) one that returns the loss"
+"""The reason why a step cannot be run again if :func:`is_unknown`."""
 
 _RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
 
@@ -101,8 +107,8 @@ def replay(
         CommunicationError: If the step communicates with other processes.
         Exception: If the step raises an error that it did not raise before.
     """
-    if not hasattr(type(pl_module), "training_step") and not runs_alone(trainer, pl_module):
-        raise ReplayError("the body of a loop is no function: give Monitor(step_function=…) one that returns the loss")
+    if is_unknown(trainer, pl_module):
+        raise ReplayError(NO_FUNCTION)
     if any(each.is_changed for each in batches):
         raise ReplayError("the step changed its batch in place")
     parameters = list(parameters_of(pl_module))
@@ -139,7 +145,7 @@ def computed(
     """
     with unchanged(trainer, pl_module, parameters, device_of(pl_module)), kept.restored(parameters):
         if not of_gradient:
-            loss = _loss(trainer, pl_module, batch, kept)
+            loss = loss_of(trainer, pl_module, batch, kept.batch_idx)
             return None if loss is None else float(loss.detach())
         gradients = _Gradients(trainer, parameters, by_backward=False)
         try:
@@ -291,20 +297,16 @@ class _Gradients:
 def _run_automatic(
     trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch, gradients: _Gradients
 ) -> None:
-    loss = _loss(trainer, pl_module, batch, kept)
+    loss = loss_of(trainer, pl_module, batch, kept.batch_idx)
     if loss is not None:
         gradients.add(_scaled(trainer, loss / trainer.accumulate_grad_batches))
 
 
-def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Tensor | None:
+def loss_of(trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> Tensor | None:
+    """Return the loss that the training step, or the function of a loop, computes for a batch; None if it has none."""
     step_function = getattr(trainer, "step_function", None)
     with trainer.precision_plugin.train_step_context():
-        output = step_function(batch) if step_function else training_step(pl_module, batch, kept.batch_idx)
-    return loss_of(output)
-
-
-def loss_of(output: object) -> Tensor | None:
-    """Return the loss in the output of a training step; None if it has none."""
+        output = step_function(batch) if step_function else training_step(pl_module, batch, batch_idx)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -312,6 +314,11 @@ def loss_of(output: object) -> Tensor | None:
 def runs_alone(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Return True if a function computes the loss of a batch and does no more: it calls no backward and no step."""
     return is_automatic(pl_module) or getattr(trainer, "step_function", None) is not None
+
+
+def is_unknown(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Return True if the steps are those of a loop that has given no function to compute them."""
+    return not hasattr(type(pl_module), "training_step") and not runs_alone(trainer, pl_module)
 
 
 def training_step(pl_module: LightningModule, batch: Any, batch_idx: int) -> Any:

@@ -38,6 +38,11 @@ class Result:
         """The answers that are *wrong*."""
         return [each for each in self.answers if each.verdict == "wrong"]
 
+    @property
+    def status(self) -> int:
+        """The exit status of a program that ends after the check."""
+        return 1 if self.wrong else 0 if any(each.verdict != "no answer" for each in self.answers) else 2
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         return {
@@ -47,17 +52,18 @@ class Result:
         }
 
     def text(self) -> str:
-        """Return the result as text, one question after another; those without an answer at the end, in short."""
+        """Return the result as text: what has no answer comes first, in short, and *wrong* last, above the prompt."""
         lines: list[str] = []
-        for each in self.answers:
-            if each.verdict != "no answer":
-                lines += _lines(each)
         reasons: dict[str, list[str]] = {}
         for each in self.answers:
             if each.verdict == "no answer":
                 reasons.setdefault(each.text, []).append(each.question)
         for reason, names in reasons.items():
+            names = ["all questions"] if len(names) == len(self.answers) > 1 else names
             lines += _wrapped("  no answer  ", f"{', '.join(names)}: {reason}")
+        for each in sorted(self.answers, key=lambda each: list(_SIGNS).index(each.verdict)):
+            if each.verdict != "no answer":
+                lines += _lines(each)
         return "\n".join([*lines, self.summary])
 
     @property

@@ -159,7 +159,7 @@ def agreement(target: Tensor, tensor: Tensor, shift: int, ignored: int = -100) -
     if target.dim() < 2 or tensor.dim() < 2 or target.shape[2:] != tensor.shape[2:]:
         return 0.0
     length = min(target.shape[1], tensor.shape[1] - shift)
-    if length < 2 or abs(target.shape[1] - tensor.shape[1]) > 1:
+    if length < 2 or abs(target.shape[1] - tensor.shape[1]) > max(1, shift):
         return 0.0
     one, other = target[:, :length], tensor[:, shift : shift + length]
     # Where an element equals the one beside it, a shifted target cannot be told from one that is not.

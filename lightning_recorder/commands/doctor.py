@@ -34,7 +34,12 @@ def run(arguments: Namespace, out: TextIO) -> int:
     runs = open_recording(arguments.path).runs
     examined = {name: each for name, each in runs.items() if each.has_records}
     if not examined:
-        raise ArgumentError(f"{arguments.path!r} has no records to examine: nothing was recorded")
+        hint = (
+            "lightning-recorder view shows its check"
+            if any(each.check for each in runs.values())
+            else "nothing was recorded"
+        )
+        raise ArgumentError(f"{arguments.path!r} has no records to examine: {hint}")
     ignored = check_rules("--ignore", arguments.ignore)
     found = {name: diagnose(each, ignored) for name, each in examined.items()}
     if arguments.format == "json":

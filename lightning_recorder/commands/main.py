@@ -114,8 +114,9 @@ def _add_check(commands: Any) -> None:
         "Check the first training step of a Python program, and end the program before it trains.",
         "check train.py --batch-size 64",
         "The program runs until its first fit has its first batch. The step is then repeated on copies to answer the\n"
-        "questions of docs/how-to/check.md. The exit status is 1 if an answer is wrong, and 0 otherwise. With\n"
-        "LIGHTNING_RECORDER=check, the program trains after the check, with every bit as without it.",
+        "questions of docs/how-to/check.md. The exit status is 1 if an answer is wrong, 2 if there is no answer,\n"
+        "and 0 otherwise. With LIGHTNING_RECORDER=check, the program trains after the check, with every bit\n"
+        "as without it.",
     )
     check.usage = f"{_PROGRAM} check [-h] [-m] PROGRAM ARGS"  # argparse shows only dots for a remainder
     check.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self
 
+from lightning_recorder.callbacks.attach import new_checks
 from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.check import Check
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.lightning import rank_zero_info
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, check_integer, warn
@@ -27,7 +29,7 @@ from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.loops.trainer import LoopTrainer, TensorBoardLogger, as_root, free_folder
 from lightning_recorder.sinks import Sink, TensorBoardSink
-from lightning_recorder.switch import is_switched_off
+from lightning_recorder.switch import CHECK_ONLY, is_check, is_switched_off, setting
 
 __all__ = ["Monitor"]
 
@@ -52,7 +54,7 @@ class Monitor:
         recorders: The recorders. Defaults to :func:`~lightning_recorder.default_recorders` with ``options``.
         scaler: The ``GradScaler`` of the loop, whose scale is then undone.
         step_function: A function that takes a batch and returns its loss, without a backward pass. With it, a step with
-            a bad value is run again, and the finding names its origin and the sample.
+            a bad value is run again, the finding names its origin and the sample, and :class:`Check` has its answers.
         accumulate: The number of batches by which the loop divides each loss before its backward pass. Gradients of
             module outputs are then those of the undivided loss.
         clip: The norm to which the loop clips its gradients, for the findings.
@@ -91,7 +93,7 @@ class Monitor:
         *,
         log_dir: str | Path | None = None,
         every_n_steps: int = 50,
-        recorders: Iterable[RecorderCallback] | None = None,
+        recorders: Iterable[RecorderCallback | Check] | None = None,
         scaler: Any = None,
         step_function: Callable[[Any], Any] | None = None,
         accumulate: int = 1,
@@ -180,12 +182,14 @@ class Monitor:
             self._call("on_fit_end")
         self._call("teardown", "fit")
         trainer.strategy.checkpoint_io.teardown()
-        if error is None and self._has_waited and not (trainer.steps or self._said or is_switched_off()):
+        if is_check() or is_switched_off():
+            return
+        if error is None and self._has_waited and not (trainer.steps or self._said):
             warn(
                 "Monitor recorded no step: no optimizer of torch stepped in a `with monitor.step(batch):`, and the "
                 "parameters did not change in one"
             )
-        elif not self._has_loss and not is_switched_off():
+        elif not self._has_loss:
             rank_zero_info("The loss of the steps is not known: call monitor.log(loss=loss) in each step.")
 
     def _begin(self) -> LoopTrainer:
@@ -197,7 +201,12 @@ class Monitor:
         atexit.register(self.close)  # after an exception that nobody passes on
         if not self._is_entered:
             self._say("Monitor records until the program ends: write `with Monitor(…) as monitor:` around the loop")
-        trainer = LoopTrainer(self._root, list(self._recorders), [], "", **self._settings)
+        callbacks: list[Any] = list(self._recorders)
+        if is_check():
+            callbacks[:0] = new_checks(callbacks)
+        if setting().lower() == CHECK_ONLY:
+            callbacks = [each for each in callbacks if isinstance(each, Check)]
+        trainer = LoopTrainer(self._root, callbacks, [], "", **self._settings)
         folder = free_folder(Path("runs")) if self._log_dir is None else Path(self._log_dir)
         log_dir = trainer.strategy.broadcast(str(folder.absolute()))
         trainer.log_dir = trainer.default_root_dir = log_dir
@@ -615,7 +624,7 @@ def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _checked(recorders: Iterable[Any]) -> list[RecorderCallback]:
+def _checked(recorders: Iterable[Any]) -> list[RecorderCallback | Check]:
     """Return the recorders.
 
     Raises:
@@ -623,7 +632,7 @@ def _checked(recorders: Iterable[Any]) -> list[RecorderCallback]:
     """
     found = list(recorders)
     for each in found:
-        if not isinstance(each, RecorderCallback):
+        if not isinstance(each, (RecorderCallback, Check)):
             raise ArgumentError(f"Monitor: recorders takes recorders such as ActivationRecorder(), got {each!r:.80}")
     if not found:
         raise ArgumentError("Monitor: recorders is empty, so nothing would be recorded")

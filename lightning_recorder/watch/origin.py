@@ -67,6 +67,7 @@ class Origin:
         count: The number of bad values.
         has_bad_input: True if an input of the operation was already infinite, for example by a mask.
         has_constant: True if an input was already bad that no operation of the step made, such as a constant.
+        ranges: The ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``.
     """
 
     module: str
@@ -79,6 +80,7 @@ class Origin:
     count: int
     has_bad_input: bool = False
     has_constant: bool = False
+    ranges: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class _Event:
     """True if all bad values are minus infinity, as in the logarithm of a mask."""
     is_constant: bool = False
     """True if the tensor was there before the operation that used it, which is the one that is named."""
+    ranges: str = ""
+    """The ranges of the inputs, if they were finite and the operation has not written to them."""
     adds: bool = False
     """True if an operation on single elements made one bad that was finite in its inputs."""
 
@@ -217,6 +221,7 @@ class OriginTrace(TorchDispatchMode):
             event.count,
             has_bad_input=bool(event.causes),
             has_constant=event.is_constant,
+            ranges=event.ranges,
         )
 
     def _first_of(self, chain: list[int]) -> _Event:
@@ -274,7 +279,11 @@ class OriginTrace(TorchDispatchMode):
             more = bool(causes) and not fills and torch.Tag.pointwise in func.tags and adds(tensor, args)
             negative = not is_nan and not causes and int((tensor.detach() == -math.inf).sum()) == count
             backward = self._is_backward()
-            event = _Event(place, backward, name, "", count, is_nan, explicit, causes, negative, adds=more)
+            is_lost = bool(causes) or backward or func._schema.is_mutable
+            ranges = "" if is_lost else self._guarded(_ranges, (args, kwargs)) or ""
+            event = _Event(
+                place, backward, name, "", count, is_nan, explicit, causes, negative, ranges=ranges, adds=more
+            )
             index = self._add(tensor, event)
             if not backward:
                 self._results.setdefault(place.number, index)
@@ -387,6 +396,16 @@ class _Enter(ModuleHook):
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         self._trace.leave(self._name, output)
+
+
+def _ranges(values: Any) -> str:
+    """Return the ranges of the tensors in the arguments of an operation."""
+    found = []
+    for each in floating(values):
+        if each.numel() and not each.is_complex():
+            low, high = (f"{float(bound) + 0.0:.3g}" for bound in each.detach().double().aminmax())  # no -0
+            found.append(low if low == high else f"{low} to {high}")
+    return "; ".join(found)
 
 
 def _address(tensor: Tensor) -> int:

@@ -100,6 +100,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
         what = f"{'backward of ' if origin.backward else ''}{operation}{at}" if operation else ""
         what = f"a backward hook{at}" if origin.backward and operation == "hook" else what
         inputs = "its input has infinities" if origin.has_bad_input else "its inputs are finite"
+        inputs += f" ({origin.ranges})" if origin.ranges else ""
         if origin.has_constant:
             inputs = f"a value that it uses, such as a constant, is {origin.kind} already"
         why, advice = _cause(origin)

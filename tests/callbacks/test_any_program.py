@@ -512,10 +512,11 @@ def program(code: str, folder: Path, *arguments: str, value: str = "on") -> subp
     (folder / "train.py").write_text(code)
     site = folder / "site" if (folder / "site").is_dir() else write_entry_points(folder / "site")
     environment = {**os.environ, "LIGHTNING_RECORDER": value, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    command = [sys.executable, "-m", "lightning_recorder", "run", "train.py", *arguments]
-    if value == "off":
-        command = [sys.executable, "train.py", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    subcommand = {"off": [], "check": ["-m", "lightning_recorder", "check"]}
+    command = [sys.executable, *subcommand.get(value, ["-m", "lightning_recorder", "run"]), "train.py", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or value == "check", done.stderr
+    return done
 
 
 @pytest.mark.slow
@@ -538,6 +539,29 @@ def test_a_plain_loop_is_told_the_five_lines(tmp_path: Path) -> None:
     done = program(LOOP, tmp_path)
     assert "with monitor.step(batch):" in done.stderr
     assert program(LOOP, tmp_path, value="off").stderr == ""
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_is_checked(tmp_path: Path) -> None:
+    """The command answers the questions and ends a program of transformers before its first step."""
+    wrong = TRANSFORMERS.replace('"labels": each}', '"labels": torch.full((8,), -100)}')
+    for code, status in (TRANSFORMERS, 0), (wrong, 1):
+        done = program(code, tmp_path, "out", value="check")
+        assert done.returncode == status, done.stderr
+        assert ("WRONG      Does the loss use its target? All targets are ignored" in done.stdout) == bool(status)
+        # Without targets, there is nothing to be seen.
+        is_seen = "Does the past see the future? Predictions do not depend on later elements." in done.stdout
+        assert is_seen == (status == 0)
+    assert not (tmp_path / "out/model.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_not_checked(tmp_path: Path) -> None:
+    """A loop ends at its first step with status 2, so that CI does not take silence for a check that passed."""
+    done = program(LOOP + "print('trained')\n", tmp_path, value="check")
+    assert done.returncode == 2
+    assert "nothing is checked" in done.stderr
+    assert "trained" not in done.stdout
 
 
 @pytest.mark.slow

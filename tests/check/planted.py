@@ -76,6 +76,10 @@ def unshifted(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]).flatten(0, 1), batch[0].flatten())
 
 
+def shifted_twice(net: Any, batch: Any) -> Any:
+    return F.cross_entropy(net(batch[0][:, :-2]).flatten(0, 1), batch[0][:, 2:].flatten())
+
+
 def unshifted_decoder(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(*batch).transpose(1, 2), batch[1])
 
@@ -182,6 +186,24 @@ def first_steps() -> Program:
     return Program(Lit(net, xent), loader(normal(COUNT, 12, 6), integers(3, COUNT)))
 
 
+def first_columns() -> Program:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    whole = Function(lambda self, x: self.body(x[..., : x.shape[-1] // 2]), body=net)
+    return Program(Lit(whole, xent), loader(normal(COUNT, 3, 8, 8), integers(4, COUNT)))
+
+
+def one_category() -> Program:
+    net = Function(
+        lambda self, x: self.out(self.of(x[:, [0, 0]]).flatten(1)), of=nn.Embedding(5, 4), out=nn.Linear(8, 4)
+    )
+    return Program(Lit(net, xent), loader(integers(5, COUNT, 2), integers(4, COUNT)))
+
+
+def standardized_by_batch(net: Any, batch: Any) -> Any:
+    x = batch[0]
+    return F.cross_entropy(net((x - x.mean(0)) / x.std(0)), batch[1])
+
+
 def flipped(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), 0.1, maximize=True)
 
@@ -208,6 +230,9 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "loaded for inference": (asleep, "evaluation"),
     "functional dropout": (functional_dropout, "evaluation"),
     "two of three channels": (two_channels, "input-is-used"),
+    "half of an image": (first_columns, "input-is-used"),
+    "one of two categories": (one_category, "input-is-used"),
+    "standardized by the batch": (lambda: mlp(standardized_by_batch), "samples-mix"),
     "optimizer of a copy": (lambda: mlp(optimizer=copied_optimizer), "parameters-learn"),
     "blocks that are not used": (forgotten_layers, "parameters-learn"),
     "rate too large": (lambda: mlp(optimizer=sgd(300.0)), "learning-rate"),
@@ -225,6 +250,10 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "broadcast of the target": (lambda: regression(lambda net, b: F.mse_loss(net(b[0]), b[1])), "target-is-used"),
     "broadcast in own loss": (lambda: regression(whole_tensor), "target-is-used"),
     "targets of another scale": (lambda: regression(scale=1e5), "loss-at-start"),
+    "target is the prediction": (
+        lambda: regression(lambda net, b: F.mse_loss(net(b[0]), net(b[0]).detach())),
+        "target-is-used",
+    ),
     "softmax of one unit": (
         lambda: regression(net=nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1), nn.Softmax(-1))),
         "input-is-used",
@@ -234,6 +263,7 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "no mask": (lambda: language(mask=None), "past-sees-future"),
     "mask shifted by one": (lambda: language(mask=2), "past-sees-future"),
     "target not shifted": (lambda: language(unshifted), "past-sees-future"),
+    "target shifted twice": (lambda: language(shifted_twice), "past-sees-future"),
     "positions along the batch": (lambda: language(along=0), "samples-mix"),
     "detached body": (lambda: language(detach=True), "parameters-learn"),
     # Sequences.

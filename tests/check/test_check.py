@@ -268,10 +268,10 @@ def test_the_text_has_the_answers_and_the_reasons() -> None:
         0.5,
     )
     assert result.text().splitlines() == [
+        "  no answer  a, b: no loss",
         "  ok         What will it cost? Fine.",
         "  WRONG      Do samples mix? They mix at train.py:3.",
         "             Expected: they do not.",
-        "  no answer  a, b: no loss",
         "checked before the training: 1 ok, 1 wrong, 2 no answer (12 steps of work, 0.5 s)",
     ]
 

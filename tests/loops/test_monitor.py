@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recorder import (
     ActivationRecorder,
     ArgumentError,
+    Check,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
@@ -407,6 +408,36 @@ def test_findings_name_the_origin_with_a_step_function(tmp_path: Path) -> None:
     assert first.first_step == 2
     assert "row 19" in first.line
     assert "batch[0]" in first.line
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_loop_is_checked_with_a_step_function(tmp_path: Path, has_function: bool) -> None:
+    """A check answers the questions about the first step, which needs a function of the loop, and changes no bit."""
+    check = Check(strict=True)
+
+    def monitor(net: nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
+        def compute(batch: Batch) -> Tensor:
+            return F.cross_entropy(net(batch[0]), batch[1])
+
+        function = compute if has_function else None
+        return Monitor(net, optimizer, log_dir=tmp_path, recorders=[check], step_function=function)
+
+    assert same_bits(train(monitor), train(None))
+    assert check.result is not None
+    verdicts = {each.question: each.verdict for each in check.result.answers}
+    assert verdicts["parameters-learn"] == verdicts["evaluation"] == ("ok" if has_function else "no answer")
+    assert check.result.status == (0 if has_function else 2)
+    assert (tmp_path / "recorder" / "check.json").is_file()
+
+
+@pytest.mark.parametrize("value", ["check", "check-only"])
+def test_the_variable_checks_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """`LIGHTNING_RECORDER=check` checks before the recorders record, and the command ends the loop after the check."""
+    monkeypatch.setenv("LIGHTNING_RECORDER", value)
+    with pytest.raises(SystemExit) if value == "check-only" else contextlib.nullcontext():
+        train(lambda net, optimizer: Monitor(net, optimizer, log_dir=tmp_path, recorders=[ActivationRecorder()]))
+    assert (tmp_path / "recorder" / "check.json").is_file()
+    assert (tmp_path / "recorder" / "records").exists() == (value == "check")
 
 
 def test_without_a_function_the_finding_says_how_to_get_the_origin(tmp_path: Path) -> None:

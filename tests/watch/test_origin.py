@@ -85,6 +85,15 @@ def test_the_operation_is_named(name: str) -> None:
     assert found.call == 1
 
 
+def test_the_inputs_of_the_operation_have_their_ranges() -> None:
+    """A quotient has the ranges of both sides; an operation in place has none, since its input is overwritten."""
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    for divide, ranges in ((lambda y: torch.full_like(y, 2.5) / (y * 0)), "2.5; 0"), (lambda y: (y * 0).log_(), ""):
+        found = origin_of(Net(divide), x)
+        assert found is not None
+        assert found.ranges == ranges
+
+
 def test_masks_alone_are_fine() -> None:
     """Infinities of a mask that reach neither the loss nor a gradient are no origin."""
     assert origin_of(Net(lambda x: causal(x).softmax(-1)), torch.ones(3, 3)) is None

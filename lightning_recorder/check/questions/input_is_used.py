@@ -23,6 +23,7 @@ __all__ = ["QUESTION"]
 
 _BLOCKS = 4
 _FEW = 6  # indices in a text
+_KINDS = {2: ("feature",), 4: ("channel", "row", "column")}
 
 
 def answer(bench: Bench) -> Answer:
@@ -61,21 +62,24 @@ def _matters_in_training(bench: Bench, found: Influences) -> bool:
 
 
 def _unused_features(bench: Bench, found: Influences) -> list[str]:
-    """Return the channels and features of inputs without influence."""
+    """Return the features of tables, and the channels, rows and columns of images, without influence."""
     texts = []
     for name in found.inputs:
         tensor = named_tensors(found.batch)[name]
-        if tensor.is_floating_point() and tensor.dim() in (2, 4):
-            places = _without_gradient(bench, found, name)
-            if places and not _matters(bench, found, name, places):
-                kind = "feature" if tensor.dim() == 2 else "channel"
+        kinds = _KINDS.get(tensor.dim(), ()) if tensor.is_floating_point() else ()
+        gradient = _gradient(bench, found, name) if kinds else None
+        for dim, kind in enumerate(kinds if gradient is not None else (), 1):
+            places = _places(gradient, tensor, dim)
+            # A convolution with a stride may leave out the last row.
+            few = kind in ("row", "column") and 4 * len(places) < tensor.shape[dim]
+            if places and not few and not _matters(bench, found, name, places, dim):
                 listed = ", ".join(map(str, places[:_FEW])) + (" …" if len(places) > _FEW else "")
-                texts.append(f"{name}, {len(places)} of {tensor.shape[1]} {kind}s ({listed})")
+                texts.append(f"{name}, {len(places)} of {tensor.shape[dim]} {kind}s ({listed})")
     return texts
 
 
-def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
-    """Return the indices of dimension 1 that vary among the samples and have no gradient."""
+def _gradient(bench: Bench, found: Influences, name: str) -> Tensor | None:
+    """Return the gradient of the squared predictions with respect to a tensor of the batch; None if it has none."""
     leaves: list[Tensor] = []
 
     def watched(path: str, tensor: Tensor) -> Tensor:
@@ -89,25 +93,26 @@ def _without_gradient(bench: Bench, found: Influences, name: str) -> list[int]:
             seen = bench.forward(changed(found.batch, watched), is_own=True)
             predictions = [each for each in seen.predictions if each.requires_grad]
             if not predictions:
-                return []
+                return None
             total = torch.stack([each.double().square().sum() for each in predictions]).sum()
-            gradient: Tensor | None = torch.autograd.grad(total, leaves[-1:], allow_unused=True)[0]
+            return torch.autograd.grad(total, leaves[-1:], allow_unused=True)[0]
     except RuntimeError:  # an operation in place, or one without a gradient
-        return []
+        return None
+
+
+def _places(gradient: Tensor | None, tensor: Tensor, dim: int) -> list[int]:
+    """Return the indices of a dimension that vary among the samples and have no gradient."""
     if gradient is None:
         return []
-    dims = [dim for dim in range(gradient.dim()) if dim != 1]
-    is_zero = gradient.abs().amax(dims) == 0
-    tensor = leaves[-1].detach()
-    varies = (tensor != tensor[:1]).flatten(2).any(-1).any(0) if tensor.dim() > 2 else (tensor != tensor[:1]).any(0)
-    return torch.nonzero(is_zero & varies).flatten().tolist()
+    is_zero, varies = (each.movedim(dim, 0).flatten(1) for each in (gradient == 0, tensor != tensor[:1]))
+    return torch.nonzero(is_zero.all(1) & varies.any(1)).flatten().tolist()
 
 
-def _matters(bench: Bench, found: Influences, name: str, places: list[int]) -> bool:
+def _matters(bench: Bench, found: Influences, name: str, places: list[int], dim: int = 1) -> bool:
     def exchanged(path: str, tensor: Tensor) -> Tensor:
         new = tensor.clone()
         if path == name:
-            new[:, places] = tensor.roll(1, 0)[:, places]
+            new.movedim(dim, 0)[places] = tensor.roll(1, 0).movedim(dim, 0)[places]
         return new
 
     other = bench.observe(changed(found.batch, exchanged), training=False)
@@ -115,22 +120,27 @@ def _matters(bench: Bench, found: Influences, name: str, places: list[int]) -> b
 
 
 def _unused_positions(bench: Bench, found: Influences) -> list[str]:
-    """Return the blocks of positions of sequences without influence. Masks and lengths make them intended."""
+    """Return the positions of sequences, in blocks, and the columns of tables without influence.
+
+    Masks and lengths make them intended.
+    """
     tensors = named_tensors(found.batch)
     has_lengths = any(tensors[name].dim() == 1 and not tensors[name].is_floating_point() for name in found.inputs)
     if has_lengths or any("mask" in name.lower() for name in tensors):
         return []
     texts = []
-    for name in found.inputs[:1]:
-        tensor = tensors[name]
-        is_sequence = tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
-        if is_sequence and tensor.shape[1] >= 2 * _BLOCKS:
-            for block in torch.arange(tensor.shape[1], device="cpu").chunk(_BLOCKS):
-                places = block.tolist()
-                if bool((tensor[:, places] != tensor.roll(1, 0)[:, places]).any()) and not _matters(
-                    bench, found, name, places
-                ):
-                    texts.append(f"{name}, positions {places[0]} to {places[-1]}")
+    for number, name in enumerate(found.inputs):
+        tensor, kind = tensors[name], ""
+        size, is_whole = (tensor.shape[1], not tensor.is_floating_point()) if tensor.dim() in (2, 3) else (0, False)
+        if number == 0 and size >= 2 * _BLOCKS and (tensor.dim() == 3 or is_whole):
+            kind = "positions"
+        elif tensor.dim() == 2 and is_whole and 1 < size < 2 * _BLOCKS and not found.tensors[name].on_target:
+            kind = "columns"  # of a table; the last token of a short sequence may be a target alone
+        for block in torch.arange(size, device="cpu").chunk(size if kind == "columns" else _BLOCKS) if kind else ():
+            places = block.tolist()
+            varies = bool((tensor[:, places] != tensor.roll(1, 0)[:, places]).any())
+            if varies and not _matters(bench, found, name, places):
+                texts.append(f"{name}, {kind} {places[0]} to {places[-1]}")
     return texts
 
 

@@ -27,6 +27,8 @@ def answer(bench: Bench) -> Answer:
     before = bench.first.loss
     if before is None or not before.numel() == 1:
         raise NoAnswerError("the training step returns no loss")
+    if not math.isfinite(float(before)):
+        raise NoAnswerError("the loss is not finite")
     loss, after = float(before), {factor: bench.loss_at(factor) for factor in _FACTORS}
     numbers = {"loss": loss, **{f"at {factor:g}×": value for factor, value in after.items()}}
     size = max(abs(loss), 1e-6)

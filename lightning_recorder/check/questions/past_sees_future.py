@@ -28,9 +28,9 @@ def answer(bench: Bench) -> Answer:
     batch = bench.few
     rows = rows_of(batch)
     base = bench.influences.base
-    place, call = next(
-        ((place, each) for place, each in enumerate(base.losses) if _shifts(each, batch, rows).get(1)), (0, None)
-    )
+    inputs = set(bench.influences.inputs)
+    ahead = (inputs.intersection(_shifts(each, batch, rows).get(1, ())) for each in base.losses)
+    place, call = next(((place, base.losses[place]) for place, names in enumerate(ahead) if names), (0, None))
     if call is None:
         return _of_copied_target(bench, rows)
     shifts = _shifts(call, batch, rows)
@@ -43,13 +43,19 @@ def answer(bench: Bench) -> Answer:
 
 
 def _of_copied_target(bench: Bench, rows: int) -> Answer:
-    """Return an answer for tokens whose target is the element at the same place of the input.
+    """Return an answer for tokens whose target is the element at the same place of the input, or two places ahead.
 
-    The decoder of a translation receives its target, but only the elements before.
+    The decoder of a translation receives its target, but only the elements before. A model that shifts its labels
+    itself predicts two places ahead if they are shifted before as well.
     """
     found = bench.influences
     for place, call in enumerate(found.base.losses):
-        copies = [name for name in _shifts(call, bench.few, rows).get(0, []) if name in found.inputs]
+        copies, twice = (
+            [name for name in _shifts(call, bench.few, rows).get(shift, []) if name in found.inputs] for shift in (0, 2)
+        )
+        if call.has_classes and twice:
+            text = f"the target is {twice[0]} two positions ahead: is it shifted twice?"
+            return Answer("look", text, line=call.line)
         if call.has_classes and copies:
             share, _ = _changed_later(bench, place, {0: copies}, rows)
             if share > tolerance(call.prediction):
@@ -71,7 +77,7 @@ def _shifts(call: LossCall, batch: Any, rows: int) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, each in named_tensors(batch).items():
         if each.dim() and each.shape[0] == rows:
-            for shift in (1, 0):
+            for shift in (1, 0, 2):
                 if agreement(target, each, shift, call.ignored) >= _SAME:
                     found.setdefault(shift, []).append(name)
                     break

@@ -44,14 +44,11 @@ def answer(bench: Bench) -> Answer:
     if residual > _SMALL or min(weights) <= 0:
         raise NoAnswerError("the loss of a sample depends on the other samples of its batch")
     if max(weights) > _UNEVEN * min(weights):
-        text = (
-            f"halves of the batch weigh {weights[0]:.2f} and {weights[1]:.2f}: samples count by their length or padding"
-        )
+        text = f"samples do not weigh the same: halves of the batch weigh {weights[0]:.2f} and {weights[1]:.2f}"
         return Answer("look", text, numbers)
     if min(weights) > 0.8:
-        return Answer(
-            "ok", "the loss is a sum over samples: the learning rate depends on the size of the batch", numbers
-        )
+        text = "the loss is a sum over samples: the learning rate depends on the size of the batch"
+        return Answer("ok", text, numbers)
     return Answer("ok", "the gradient of a batch is the mean over its samples", numbers)
 
 

@@ -106,11 +106,13 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         has_rows = tensor.dim() and tensor.shape[0] == rows and rows not in tensor.shape[1:]
         return tensor[[0, -1]] if has_rows else None
 
+    # With others that are all equal to it, a sample divided by the spread of its batch would be NaN.
+    orders = (
+        [None, [0, *[1] * (rows - 1)], [*[rows - 2] * (rows - 1), rows - 1]] if rows > 2 else [None, [0, 0], [1, 1]]
+    )
     base, first, last = (
-        bench.observe(
-            bench.few if index is None else take_rows(bench.few, [index] * rows), training=training, keep=kept
-        )
-        for index in (None, 0, rows - 1)
+        bench.observe(bench.few if each is None else take_rows(bench.few, each), training=training, keep=kept)
+        for each in orders
     )
     predictions = (_predictions(seen, base, rows, bench) for seen in (base, first, last))
     found = [_leak(*each) for each in zip(*predictions, strict=False)]

@@ -55,6 +55,8 @@ def _of_call(call: LossCall) -> Answer | None:
         if shape.numel() > max(prediction.numel(), target.numel()):
             text = f"{call.name} compares every prediction with every target: {_shapes(call)} broadcast"
             return Answer("wrong", text, line=call.line)
+    if torch.equal(prediction, target) and bool((target != target.flatten()[:1]).any()):
+        return Answer("look", f"{call.name} compares the prediction with itself, or with a copy of it", line=call.line)
     if call.has_classes and target.numel():
         ignored = float((target == call.ignored).double().mean())
         if ignored == 1.0:

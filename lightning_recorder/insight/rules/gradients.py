@@ -297,7 +297,7 @@ def gradient_spike(
             largest = gradients[int(np.nanargmax(squares[row]))]
             verdict = (
                 f"the norm of all gradients at step {step} is {norms[row] / np.median(past):.3g} × its median in the "
-                f"{records} records before, most of it in {largest.module or '(root)'}"
+                f"{records} records before, most of it in {largest.module or largest.name.removesuffix('.grad')}"
             )
             yield replace(largest.found(verdict, "rms", since=step, norm=norms[row]), last_step=step, records=1)
             return
