@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.names import Site
 from lightning_recorder.records.history import History
-from lightning_recorder.records.table import Table, make_schema
+from lightning_recorder.records.table import Floats, Table, make_schema
 
 __all__ = ["add_parts", "family_of", "layers_of", "listed", "new_parts"]
 
@@ -31,12 +32,19 @@ def add_parts(history: History, table: Table) -> None:
     found = [(site, table.tensors[site]) for site in table.sites if names[0] in table.tensors.get(site, {})]
     if not found:
         return
-    blocks = [np.stack([vectors[name].numpy() for name in names], axis=1) for _, vectors in found]
+    blocks = [np.stack([_numbers(vectors, name) for name in names], axis=1) for _, vectors in found]
     sites = tuple(
         Site(site.name, str(row)) for (site, _), block in zip(found, blocks, strict=True) for row in range(len(block))
     )
     nothing = (None,) * len(sites)
     history.add(Table(make_schema(sites, names, nothing, nothing), np.concatenate(blocks), about=table.about))
+
+
+def _numbers(vectors: Mapping[str, Any], name: str) -> Floats:
+    """Return a vector; NaN for one that records of an earlier version lack."""
+    known = vectors.get(name)
+    found: Floats = np.full(len(next(iter(vectors.values()))), np.nan) if known is None else known.numpy()
+    return found
 
 
 def layers_of(evidence: Evidence, history: History) -> Mapping[str, list[View]]:

@@ -370,6 +370,14 @@ def _() -> Iterator[Evidence]:
         yield heads({"future": 1.0, "visible": visible})
 
 
+@cases("attends-padding")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield heads({"padding": 0.2}, records=records)
+    for share in (0.0075, 0.015, 0.7, 1.0):
+        yield heads({"padding": share})
+
+
 @cases("sees-later-keys")
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
