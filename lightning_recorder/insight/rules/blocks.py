@@ -85,7 +85,7 @@ def no_residual(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def odd_activation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a feed-forward layer with another activation than all others of its stack, and a stack of sigmoids."""
+    """Yield a feed-forward layer with another activation than all others, and a stack of sigmoids or of none."""
     step = step_of(evidence)
     stacked = _stacked(step)
     families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
@@ -99,9 +99,10 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
             last, functions = odd[0]
             name, others = step.owner(last), f"{_named(usual)} in the {count} other blocks"
             yield found_in(evidence, name, f"the activation before {name} is {_named(functions)}, and {others}")
-        elif len(sigmoid) == len(members):
+        elif len(sigmoid) == len(members) or not any(functions for _, functions in members):
             names = [step.owner(last) for last, _ in members]
-            verdict = f"the activation before {names[0]} is a sigmoid, as in all {len(names)} blocks"
+            what = "a sigmoid" if sigmoid else "missing"
+            verdict = f"the activation before {names[0]} is {what}, as in all {len(names)} blocks"
             yield replace(found_in(evidence, names[0], verdict), others=tuple(names[1:]))
 
 

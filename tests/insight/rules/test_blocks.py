@@ -178,6 +178,18 @@ def test_a_sigmoid_in_all_blocks_is_found_unless_it_is_a_gate() -> None:
     assert found(models[1]) == []
 
 
+def test_no_activation_in_any_block_is_found_unless_there_is_a_gate() -> None:
+    """Two linear layers in a row are named in all blocks; the product of a gated one needs no activation."""
+    models = [Model(blocks=2, **KINDS[kind]) for kind in ("gpt", "llama")]
+    for model in models:
+        for block in model.blocks:
+            block.mlp.act = nn.Identity()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(models[0])
+    assert (finding.module, finding.others) == ("blocks.0.mlp.down", ("blocks.1.mlp.down",))
+    assert finding.verdict == "the activation before blocks.0.mlp.down is missing, as in all 2 blocks"
+    assert found(models[1]) == []
+
+
 def test_two_kinds_of_activations_are_a_design() -> None:
     """With two of each kind, nothing is odd."""
     model = Model(**PRE)
