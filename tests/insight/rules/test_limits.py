@@ -31,6 +31,7 @@ from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
+from tests.insight.rules.test_blocks import with_values_times
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
@@ -400,6 +401,12 @@ def _() -> Iterator[Evidence]:
             sites = {("loss", "in.target.next"): {"mean": share}}
             examination.add(record("activations", row * 10, sites, recorder="losses"))
         yield examination.evidence()
+
+
+@cases("odd-attention")
+def _() -> Iterator[Evidence]:
+    for times in (2.0, 4.0):
+        yield case(graph=capture_graph(with_values_times(times), torch.arange(20).reshape(2, 10) % 11))
 
 
 @cases("equal-query-and-key")
