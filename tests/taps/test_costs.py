@@ -45,7 +45,8 @@ class Work(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.clock.now += self.forward_s
-        made: Tensor = _Takes.apply(self.fc(x), self.clock, self.backward_s)
+        x = self.fc(x)
+        made: Tensor = _Takes.apply(x, self.clock, self.backward_s)  # type: ignore[no-untyped-call]  # torch is untyped
         return made
 
 
