@@ -146,7 +146,8 @@ def _direction(columns: int) -> Tensor:
     """Return a random vector of length one."""
     generator = torch.Generator().manual_seed(_SEED)
     vector = torch.randn(columns, generator=generator, dtype=torch.float64, device="cpu")
-    return vector / torch.linalg.vector_norm(vector)
+    found: Tensor = vector / torch.linalg.vector_norm(vector)
+    return found
 
 
 def _projection(features: int, kept: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from importlib import import_module
 
 import pytest
 import torch
@@ -174,23 +175,30 @@ def test_a_quantized_tensor_has_a_reason() -> None:
 
 def of_torchao(tensor: Tensor) -> dict[str, Tensor]:
     """Return a weight after the conversion of torchao to each format and back."""
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-    from torchao.quantization import quant_primitives as torchao
+    mx, nvfp4, torchao = (
+        import_module(f"torchao.{name}")
+        for name in (
+            "prototype.mx_formats.mx_tensor",
+            "prototype.mx_formats.nvfp4_tensor",
+            "quantization.quant_primitives",
+        )
+    )
 
     def integer(bits: int, *block: int) -> Tensor:
         low, high, symmetric = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, torchao.MappingType.SYMMETRIC
         limits = {"quant_min": low, "quant_max": high}
         scales = torchao.choose_qparams_affine(tensor, symmetric, block, torch.int8, **limits)
         coded = torchao.quantize_affine(tensor, block, *scales, torch.int8, low, high)
-        return torchao.dequantize_affine(coded, block, *scales, torch.int8, low, high)
+        found: Tensor = torchao.dequantize_affine(coded, block, *scales, torch.int8, low, high)
+        return found
 
     def float8(dtype: torch.dtype) -> Tensor:
         scale = torchao._choose_scale_float8(tensor, list(tensor.shape), dtype)
-        return torchao._dequantize_affine_float8(torchao._quantize_affine_float8(tensor, scale, dtype), scale)
+        found: Tensor = torchao._dequantize_affine_float8(torchao._quantize_affine_float8(tensor, scale, dtype), scale)
+        return found
 
     whole, row = tuple(tensor.shape), (1, tensor.shape[1])
-    of_tensor = per_tensor_amax_to_scale(tensor.abs().max())
+    of_tensor = nvfp4.per_tensor_amax_to_scale(tensor.abs().max())
     return {
         "int8": integer(8, *whole),
         "int8-channel": integer(8, *row),
@@ -198,8 +206,8 @@ def of_torchao(tensor: Tensor) -> dict[str, Tensor]:
         "int4-128": integer(4, 1, 128),
         "e4m3": float8(torch.float8_e4m3fn),
         "e5m2": float8(torch.float8_e5m2),
-        "mxfp8": MXTensor.to_mx(tensor, torch.float8_e4m3fn, 32).dequantize(torch.float32),
-        "nvfp4": NVFP4Tensor.to_nvfp4(tensor, per_tensor_scale=of_tensor).dequantize(torch.float32),
+        "mxfp8": mx.MXTensor.to_mx(tensor, torch.float8_e4m3fn, 32).dequantize(torch.float32),
+        "nvfp4": nvfp4.NVFP4Tensor.to_nvfp4(tensor, per_tensor_scale=of_tensor).dequantize(torch.float32),
     }
 
 

@@ -60,7 +60,7 @@ def measure(net: nn.Module, step: Callable[[], Tensor], clock: Clock, steps: int
     tap = CostTap(dict(net.named_modules()), receive, strict=True, clock=clock)
     for _ in range(steps):
         tap.attach()
-        step().backward()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        step().backward()
         tap.pause()
     tap.remove()
     return found
