@@ -21,6 +21,7 @@ CALLBACKS = {
     "activations": "ActivationRecorder",
     "gradients": "GradientRecorder",
     "parameters": "ParameterRecorder",
+    "costs": "CostRecorder",
     "graph": "GraphRecorder",
     "dumper": "TensorDumper",
     "watch": "StepWatch",
@@ -43,8 +44,8 @@ the full description.
 ## Arguments of the callbacks
 
 The column *taken by* uses short names: *activations* is `ActivationRecorder`, *gradients* is `GradientRecorder`,
-*parameters* is `ParameterRecorder`, and *statistics* are these three; *graph* is `GraphRecorder`, *dumper* is
-`TensorDumper`, *watch* is `StepWatch` and *check* is `Check`.
+*parameters* is `ParameterRecorder`, and *statistics* are these three; *costs* is `CostRecorder`, *graph* is
+`GraphRecorder`, *dumper* is `TensorDumper`, *watch* is `StepWatch` and *check* is `Check`.
 
 {callbacks}
 

@@ -1,6 +1,7 @@
 from .callbacks import (
     ActivationRecorder,
     Check,
+    CostRecorder,
     GradientRecorder,
     GraphRecorder,
     Outputs,
@@ -41,6 +42,7 @@ __all__ = [
     "BackwardInput",
     "BackwardOutput",
     "Check",
+    "CostRecorder",
     "Drawing",
     "DumpError",
     "FlowError",

@@ -108,6 +108,7 @@ class Sampling(Schedule):
         every_n_train_steps: The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
             nothing. If ``None``, the caller chooses the interval with :meth:`with_default`; with a window or a
             predicate it is then every step.
+        delay: The number of steps between a step of the interval and the step that is recorded instead.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
@@ -125,6 +126,7 @@ class Sampling(Schedule):
     """
 
     every_n_train_steps: int | None = None
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is True:
@@ -153,7 +155,8 @@ class Sampling(Schedule):
         first, stop = self.step_window or (0, math.inf)
         n = self.every_n_train_steps or 0
         # Same as _is_nth, inlined because this runs for every batch.
-        due = step < self.first_n_steps or (n > 0 and (step == 0 or (step + 1) % n == 0))
+        at = step - self.delay
+        due = step < self.first_n_steps or (n > 0 and (at == 0 or (at > 0 and (at + 1) % n == 0)))
         return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
 
     def why_none(self, steps: range, epochs: range) -> str:
@@ -177,7 +180,8 @@ class Sampling(Schedule):
             return f"{span} lie{'' if len(steps) > 1 else 's'} outside of step_window={self.step_window}"
         if not any(map(self.in_epoch, epochs)):
             return f"no epoch was due with every_n_epochs={self.every_n_epochs}"
-        if not any(step < self.first_n_steps or _is_nth(step, interval) for step in inside):
+        delayed = (step for step in inside if step >= self.delay)
+        if inside[0] >= self.first_n_steps and not any(_is_nth(step - self.delay, interval) for step in delayed):
             return f"none of {span} was due with every_n_train_steps={interval}"
         return "" if self.when is None else "when= was not true for any step that was due"
 

@@ -2,6 +2,7 @@
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.check import Check
+from lightning_recorder.callbacks.cost import CostRecorder
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.dumper import TensorDumper
 from lightning_recorder.callbacks.gradient import GradientRecorder
@@ -14,6 +15,7 @@ from lightning_recorder.schedule import Schedule
 __all__ = [
     "ActivationRecorder",
     "Check",
+    "CostRecorder",
     "GradientRecorder",
     "GraphRecorder",
     "Outputs",

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.cost import CostRecorder
 from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.output_options import Outputs
@@ -17,6 +18,7 @@ from lightning_recorder.callbacks.parameter import ParameterRecorder
 from lightning_recorder.callbacks.watch import StepWatch
 from lightning_recorder.errors import check_bool
 from lightning_recorder.functions import DEFAULT_KINDS, SCORE_KINDS
+from lightning_recorder.reductions import FormatErrors, MassiveValues, SpectralNorm
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.sinks import Sink
@@ -38,6 +40,9 @@ def default_recorders(
     attention: bool = True,
     experts: bool = True,
     noise_scale: bool = False,
+    costs: bool = False,
+    formats: bool = False,
+    spectra: bool = False,
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:
@@ -64,6 +69,12 @@ def default_recorders(
         noise_scale: Also record the gradient of each batch that a step takes the mean of, and derive the gradient noise
             scale of the model and of its blocks: about the largest batch that still saves steps. Needs
             ``accumulate_grad_batches`` of at least 2, or several ranks.
+        costs: Also record the time and the memory of each module with a :class:`CostRecorder`.
+        formats: Also record the error of activations, weights and gradients in narrow number formats, and the place of
+            massive activations; see :class:`~lightning_recorder.reductions.FormatErrors`. Recorded steps take several
+            times as long.
+        spectra: Also record the spectral norm and the orthogonality of weights, gradients and updates; see
+            :class:`~lightning_recorder.reductions.SpectralNorm`.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
         strict: Raise errors of the recorders instead of warning about them.
 
@@ -79,12 +90,20 @@ def default_recorders(
 
         Trainer(callbacks=default_recorders(every_n_train_steps=100))
     """
-    for name, value in (("attention", attention), ("experts", experts), ("noise_scale", noise_scale)):
+    wanted = {"attention": attention, "experts": experts, "noise_scale": noise_scale}
+    wanted |= {"costs": costs, "formats": formats, "spectra": spectra}
+    for name, value in wanted.items():
         check_bool(name, value)
     scores = [kind for kind, is_wanted in zip(SCORE_KINDS, (attention, experts), strict=True) if is_wanted]
     further: dict[type[RecorderCallback], dict[str, Any]] = {
-        ActivationRecorder: {"functions": [*DEFAULT_KINDS, *scores]},
-        ParameterRecorder: {"parts": EVERY_PARAMETER_PART if noise_scale else PARAMETER_PARTS},
+        ActivationRecorder: {
+            "functions": [*DEFAULT_KINDS, *scores],
+            "extra": [FormatErrors(), MassiveValues()] if formats else [],
+        },
+        ParameterRecorder: {
+            "parts": EVERY_PARAMETER_PART if noise_scale else PARAMETER_PARTS,
+            "extra": [*([FormatErrors(weights=True)] if formats else []), *([SpectralNorm()] if spectra else [])],
+        },
     }
     sinks = list(sinks)
     in_training = replace(schedule, stages=("train",))
@@ -107,4 +126,7 @@ def default_recorders(
     for each in watch:
         each.is_default = True
     graph: Literal["eager", "skip"] = "skip" if compiled == "skip" else "eager"
+    if costs:
+        chosen: dict[str, Any] = {"types": types, "exclude": exclude, "every_n_train_steps": every_n_train_steps}
+        watch.append(CostRecorder(names, **chosen, schedule=in_training, outputs=outputs, sinks=sinks, strict=strict))
     return [GraphRecorder(compiled=graph, sinks=sinks, strict=strict), *statistics, *watch]

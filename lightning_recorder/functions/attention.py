@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Args:
         largest: The largest score of each query and head that may attend a key, otherwise zero.
-        block: The numbers of each head, ``[21, heads]``; see ``HEAD_SLOTS``.
+        block: The numbers of each head, ``[23, heads]``; see ``HEAD_SLOTS``.
     """
 
     largest: Tensor
@@ -52,6 +52,7 @@ class _Sample(NamedTuple):
         is_masked: True if the call has a mask.
         values: The values of some keys, ``[samples, key heads, keys, features]``; None if they are unknown.
         alike: The cosine of each query and the key of the same position, ``[samples, heads, queries]``; None likewise.
+        each_sample: The sample is every n-th one of the batch.
     """
 
     scores: Tensor
@@ -61,15 +62,27 @@ class _Sample(NamedTuple):
     is_masked: bool
     values: Tensor | None = None
     alike: Tensor | None = None
+    each_sample: int = 1
 
 
 def scores_of_call(
-    name: str, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str,
+    module: nn.Module | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    paddings: Sequence[Tensor] = (),
 ) -> Scores | None:
     """Return the scores of a call of a function; None if it is no attention or cannot be read.
 
     At most four samples of a batch and eight queries of a sequence are read, evenly spaced. The scores are computed
     again in float32 from queries and keys, or read where the function gets them, as a softmax does.
+
+    Args:
+        name: The name of the function.
+        module: The module that calls it.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        paddings: True for the padding in the tokens of the model, ``[samples, positions]`` each.
 
     Note:
         Nothing waits for the device, and nothing is kept. Autograd must be disabled by the caller.
@@ -89,10 +102,17 @@ def scores_of_call(
     if sample is None:
         return None
     with without_autocast(tensors[0].device):
-        return _scores(sample)
+        return _scores(sample, _padding_of(sample, paddings))
 
 
-def _scores(sample: _Sample) -> Scores:
+def _padding_of(sample: _Sample, paddings: Sequence[Tensor]) -> Tensor | None:
+    """Return True for the keys of a sample that are padding, ``[samples, keys]``; None if that is unknown."""
+    found = (each[:: sample.each_sample] for each in reversed(paddings) if each.device == sample.scores.device)
+    shape = len(sample.scores), sample.scores.shape[-1]
+    return next((each for each in found if sample.is_own and each.shape == shape), None)
+
+
+def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
     scores, hidden = sample.scores, sample.hidden
     keys = scores.shape[-1]
     if hidden is None:
@@ -136,6 +156,12 @@ def _scores(sample: _Sample) -> Scores:
         found["placed"] = found["queries"]
         found["distance"] = _total((weights * offsets.abs()).sum(-1), counts)
         found["future"] = _total((weights * (offsets > 0)).sum(-1), counts)
+    if padding is not None:
+        # [samples, 1, queries]
+        is_token = ~padding[:, sample.rows] & padding.any(1, keepdim=True)
+        asks = counts & is_token[:, None]
+        found["padded"] = _total(asks)
+        found["padding"] = _total((weights * padding[:, None, None]).sum(-1), asks)
     if sample.values is not None:
         squares = sample.values.float().square().mean((0, 2, 3))
         found["values"] = squares.repeat_interleave(scores.shape[1] // len(squares))
@@ -223,7 +249,7 @@ def _of_fused(
         mates = places.of(key).float().repeat_interleave(groups, 1)
         alike = F.cosine_similarity(some, mates, dim=-1) if mates.shape == some.shape else None
     values = value[:: places.each_sample, :, :: math.ceil(keys / _MOST_VALUES)]
-    return _Sample(scores, hidden, rows, queries == keys, hidden is not None, values, alike)
+    return _Sample(scores, hidden, rows, queries == keys, hidden is not None, values, alike, places.each_sample)
 
 
 def _with_heads(tensor: Tensor, module: nn.Module | None) -> Tensor:
@@ -269,7 +295,8 @@ def _of_softmax(module: nn.Module | None, scores: Tensor, *args: Any, **kwargs: 
     some = places.of(whole).float()
     hidden = some <= HIDDEN
     # Attention without a mask is common, but to find out whether anything is hidden would wait for the device.
-    return _Sample(some, hidden, places.rows(queries, scores.device), queries == keys, is_masked=False)
+    rows = places.rows(queries, scores.device)
+    return _Sample(some, hidden, rows, queries == keys, is_masked=False, each_sample=places.each_sample)
 
 
 def _is_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -353,7 +380,8 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
     if padding is not None:
         padding = _negated(padding if padding.dim() == 2 else padding[None])[::each_sample, None, None]
         mask = padding if mask is None else _both(mask, padding)
-    return _of_fused(None, query, key, value, mask, is_causal=is_causal)
+    found = _of_fused(None, query, key, value, mask, is_causal=is_causal)
+    return None if found is None else found._replace(each_sample=each_sample * found.each_sample)
 
 
 def _negated(mask: Tensor) -> Tensor:

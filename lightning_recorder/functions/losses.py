@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN, NO_CLASS_BIN
 from lightning_recorder.records.classes import CLASS_COUNTS
 
-__all__ = ["classes_of_loss", "share_of_next", "sides_of_loss", "some_of"]
+__all__ = ["classes_of_loss", "padding_of", "share_of_next", "sides_of_loss", "some_of"]
 
 _MOST_VALUES = 1 << 20
 
@@ -139,6 +139,22 @@ def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor |
     for place in range(ahead):
         counts &= tokens[:, place : place - ahead] != after
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
+
+
+def padding_of(tokens: Tensor, padding: int) -> Tensor:
+    """Return True for the padding at the beginning and the end of sequences, ``[samples, positions]``.
+
+    Args:
+        tokens: The tokens, ``[samples, positions]``.
+        padding: The token that stands for padding. Elsewhere in a sequence it may have a meaning.
+
+    Example:
+        >>> import torch
+        >>> padding_of(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
+        [[1, 0, 0, 0, 1, 1]]
+    """
+    same = (tokens == padding).long()
+    return (same.cumprod(1) + same.flip(1).cumprod(1).flip(1)) > 0
 
 
 def some_of(tensor: Tensor) -> Tensor:

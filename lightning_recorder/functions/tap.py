@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.attention import scores_of_call
 from lightning_recorder.functions.known import KNOWN
-from lightning_recorder.functions.losses import classes_of_loss, share_of_next, sides_of_loss, some_of
+from lightning_recorder.functions.losses import classes_of_loss, padding_of, share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
 from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
@@ -470,11 +470,16 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
     def _tokens(self) -> deque[Tensor]:
         return deque(maxlen=_MOST_TOKENS)
 
+    @cached_property
+    def _paddings(self) -> deque[Tensor]:
+        return deque(maxlen=_MOST_TOKENS)
+
     @override
     def _leave(self) -> None:
         super()._leave()
         self._routers.clear()
         self._tokens.clear()
+        self._paddings.clear()
 
     @override
     def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
@@ -490,10 +495,13 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
             tokens = args[0] if args else kwargs["input"]
             if type(tokens) is Tensor and tokens.dim() == 2 and tokens.shape[1] > 1:
                 self._tokens.append(tokens)
+                padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+                if type(padding) is int and padding >= 0:
+                    self._paddings.append(padding_of(tokens, padding))
             return
         scores = None
         if "heads" in self.chosen.functions:
-            scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs)
+            scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs, self._paddings)
         if scores is not None:
             self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
         # The model itself chooses predictions, not experts.

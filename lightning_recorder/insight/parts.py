@@ -32,9 +32,12 @@ def add_parts(history: History, table: Table) -> None:
     blocks: dict[Site, NDArray[np.float64]] = {}
     for site in table.sites:
         vectors = table.tensors.get(site, {})
-        columns = [np.asarray(vectors[name]) for name in names if name in vectors]
-        # A damaged file may lack some of them, or have others.
-        if len(columns) == len(names) and len({each.shape for each in columns}) == 1:
+        if names[0] not in vectors:
+            continue
+        # Records of an earlier version lack some of them. A damaged file may have others.
+        unknown = np.full(np.shape(vectors[names[0]]), np.nan)
+        columns = [np.asarray(vectors.get(name, unknown)) for name in names]
+        if len({each.shape for each in columns}) == 1:
             blocks[site] = np.stack(columns, axis=1)
     if not blocks:
         return

@@ -20,6 +20,7 @@ __all__ = [
     "LOSSES",
     "RecordedStep",
     "Shape",
+    "factor_of",
     "found_in",
     "is_attention",
     "is_masked",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-__all__ = ["Stopwatch"]
+__all__ = ["Started", "Stopwatch", "elapsed_ms"]
 
 
 class Started(NamedTuple):
@@ -85,3 +85,11 @@ class Stopwatch:
         events, self._events = self._events, []
         on_gpu: float = sum(first.elapsed_time(last) for first, last in events if last.query())
         return float(max(1000 * sum(spans), on_gpu))
+
+
+def elapsed_ms(first: Started, last: Started) -> float:
+    """Return the milliseconds between the starts of two spans, on the GPU if it has them. Waits for the GPU."""
+    if first.event is None or last.event is None:
+        return 1000 * (last.at - first.at)
+    last.event.synchronize()
+    return float(first.event.elapsed_time(last.event))

@@ -21,6 +21,7 @@ HEAD_STATISTICS = (
     "attention_blind",
     "attention_value_rms",
     "attention_alike",
+    "attention_padding",
 )
 """The statistics of each head."""
 

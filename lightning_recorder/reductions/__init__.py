@@ -20,6 +20,7 @@ from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, Batch
 from lightning_recorder.reductions.histogram import ExponentHistogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
+from lightning_recorder.reductions.number_formats import FormatErrors, MassiveValues
 from lightning_recorder.reductions.precision import PrecisionShares
 from lightning_recorder.reductions.reservoir import Reservoir
 from lightning_recorder.reductions.row import SCALAR_STATISTICS
@@ -33,7 +34,7 @@ from lightning_recorder.reductions.scalars import (
     Tallies,
 )
 from lightning_recorder.reductions.shaped import ChannelExtrema, ChannelMoments, DeadChannels, ShapedReduction
-from lightning_recorder.reductions.spectrum import FeatureRank
+from lightning_recorder.reductions.spectrum import FeatureRank, SpectralNorm
 from lightning_recorder.reductions.statistics import Statistics
 from lightning_recorder.reductions.values import Values
 
@@ -57,10 +58,12 @@ __all__ = [
     "ExponentHistogram",
     "Extrema",
     "FeatureRank",
+    "FormatErrors",
     "HeadEntropy",
     "HigherMoments",
     "Histogram",
     "LastValue",
+    "MassiveValues",
     "NearZero",
     "Norms",
     "PrecisionShares",
@@ -70,6 +73,7 @@ __all__ = [
     "Saturation",
     "ShapedReduction",
     "SparseCounts",
+    "SpectralNorm",
     "StateBank",
     "Statistics",
     "Sums",

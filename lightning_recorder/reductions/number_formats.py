@@ -1,19 +1,32 @@
-"""Error of a tensor in narrow number formats with scales, and its channels and tokens far above the rest."""
+"""Error of tensors in narrow number formats with scales, and channels and tokens far above the rest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
+from lightning_recorder.errors import check_some
+from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.precision import FORMATS
+from lightning_recorder.reductions.values import Values, finite_or_zero
 
-__all__ = ["NUMBER_FORMATS", "FormatError", "MeasuredTensor", "Outlier", "measure_formats", "why_not_measured"]
+__all__ = [
+    "NUMBER_FORMATS",
+    "FormatError",
+    "FormatErrors",
+    "MassiveValues",
+    "MeasuredTensor",
+    "Outlier",
+    "measure_formats",
+    "why_not_measured",
+]
 
 _CHUNK = 2**21  # values that are converted at a time, in float64
 _FAR_ABOVE = 20.0
@@ -264,3 +277,136 @@ NUMBER_FORMATS: dict[str, Callable[[Tensor, _Peaks], _Converted]] = {
     "nvfp4": _nvfp4,
 }
 """The conversion of each format: integers and float8 per tensor, per channel or in groups, MXFP8 and NVFP4."""
+
+
+def _matrix(values: Values, *, is_weight: bool) -> Tensor:
+    """Return values as a matrix, ``[channels, …]`` of a weight and ``[…, channels]`` of others; empty for a vector."""
+    shaped = values.shaped
+    if shaped.dim() < 2:
+        return shaped.new_zeros(0, 1)
+    ordered = shaped if is_weight or shaped.dim() <= 3 else shaped.movedim(1, -1)
+    return finite_or_zero(ordered.flatten(1) if is_weight else ordered.flatten(0, -2))
+
+
+class FormatErrors(Reduction):
+    """Error that narrow number formats would make, for each record of a run.
+
+    The formats are those of ``lightning-recorder precision``: ``int8`` and ``int8-channel``, ``int4-32`` and
+    ``int4-128`` in groups, ``e4m3`` and ``e5m2``, ``mxfp8`` and ``nvfp4``, with the scales of each tensor. Statistics,
+    with ``nvfp4`` as an example: ``nvfp4_snr``, the signal-to-noise ratio in dB, ``10 log10(Σ x² / Σ error²)``;
+    ``nvfp4_clipped`` and ``nvfp4_flushed``, the shares of the values other than zero that are beyond the largest number
+    and that become zero. Vectors are left out, and values that are not finite count as zero.
+
+    State: the energy, the number of values other than zero, and three numbers for each format. States are merged by
+    addition.
+
+    Args:
+        formats: The formats.
+        weights: True for weights, ``[output channels, …]``; False for activations and gradients, ``[…, channels]`` or
+            ``[batch, channels, …]`` with more than three dimensions. Groups lie along the inputs of a weight, and along
+            the channels of others.
+
+    Raises:
+        ArgumentError: If a format is unknown.
+
+    Example:
+        >>> errors = FormatErrors("int8", weights=True)
+        >>> errors.update(torch.linspace(-1, 1, 64).reshape(8, 8))
+        >>> {name: round(float(value), 3) for name, value in errors.compute().items()}
+        {'int8_snr': 48.114, 'int8_clipped': 0.016, 'int8_flushed': 0.0}
+    """
+
+    def __init__(self, formats: str | Sequence[str] = tuple(NUMBER_FORMATS), *, weights: bool = False) -> None:
+        self.formats = check_some("formats", formats, tuple(NUMBER_FORMATS))
+        self.weights = bool(weights)
+
+    @property
+    @override
+    def width(self) -> int:  # type: ignore[override]  # read-only here, because it follows from the formats
+        """Number of float64 slots in the state."""
+        return 2 + 3 * len(self.formats)
+
+    @property
+    @override
+    def statistics(self) -> tuple[str, ...]:  # type: ignore[override]  # likewise
+        """The names of the statistics, which begin with the formats."""
+        return tuple(f"{name}_{what}" for name in self.formats for what in ("snr", "clipped", "flushed"))
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        matrix = _matrix(values, is_weight=self.weights)
+        if not matrix.numel():
+            return
+        rows, columns = matrix.double().abs().amax(1, keepdim=True), matrix.double().abs().amax(0, keepdim=True)
+        step = max(1, _CHUNK // matrix.shape[1])
+        for start in range(0, len(matrix), step):
+            chunk = matrix[start : start + step].double()
+            peaks = _Peaks(columns.max(), rows[start : start + step] if self.weights else columns)
+            known = chunk != 0
+            state[0] += chunk.square().sum()
+            state[1] += known.sum()
+            for place, name in enumerate(self.formats):
+                converted, clipped = NUMBER_FORMATS[name](chunk, peaks)
+                found = (chunk - converted).square().sum(), clipped.sum(), (known & (converted == 0)).sum()
+                state[2 + 3 * place : 5 + 3 * place] += torch.stack([each.double() for each in found])
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        signal, known, parts = state[..., 0], state[..., 1], state[..., 2:].unflatten(-1, (-1, 3))
+        snr = 10 * torch.log10(signal[..., None] / parts[..., 0])
+        shares = parts[..., 1:] / known[..., None, None]
+        found = torch.cat([snr[..., None], shares], -1).flatten(-2)
+        return dict(zip(self.statistics, found.unbind(-1), strict=True))
+
+
+class MassiveValues(Reduction):
+    """The channel and the token with the largest magnitude, compared with the others.
+
+    In transformers, a few activations are thousands of times as large as the rest, always in the same channels and at
+    the same tokens (`Massive Activations in Large Language Models <https://arxiv.org/abs/2402.17762>`_). Statistics, of
+    the tensor with the largest value in a record: ``massive_value``, its magnitude; ``massive_times``, this in medians
+    of the largest magnitudes of all channels; ``massive_channel`` and ``massive_token``, its place: the last dimension
+    and the one before it, or for more than three dimensions the second one and the place in the dimensions after it.
+    Vectors are left out, and values that are not finite count as zero.
+
+    State: four numbers. A merge keeps those with the larger value.
+
+    Example:
+        >>> massive = MassiveValues()
+        >>> tokens = torch.ones(2, 5, 8)
+        >>> tokens[1, 3, 6] = -100.0
+        >>> massive.update(tokens)
+        >>> {name: float(value) for name, value in massive.compute().items()}
+        {'massive_value': 100.0, 'massive_times': 100.0, 'massive_channel': 6.0, 'massive_token': 3.0}
+    """
+
+    width = 4
+    statistics: tuple[str, ...] = ("massive_value", "massive_times", "massive_channel", "massive_token")
+    additive = False
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64, device="cpu")
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        matrix = _matrix(values, is_weight=False).abs()
+        if not matrix.numel():
+            return
+        shape = values.shaped.shape
+        tokens = shape[-2] if len(shape) <= 3 else shape[2:].numel()
+        peaks = matrix.amax(0)
+        channel = peaks.argmax()
+        token = matrix.take_along_dim(channel.reshape(1, 1), 1).argmax() % tokens
+        peak = peaks.max()
+        found = (peak, peak / peaks.median(), channel, token)
+        self.merge_states(state, torch.stack([each.double() for each in found]))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.where(other[..., :1] > state[..., :1], other, state))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        known = torch.where(state[..., :1] > -torch.inf, state, torch.nan)
+        return dict(zip(self.statistics, known.unbind(-1), strict=True))

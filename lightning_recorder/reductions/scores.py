@@ -41,6 +41,8 @@ HEAD_SLOTS = (
     "blind",
     "valued",
     "values",
+    "padded",
+    "padding",
     "max_logit",
     "most_ratio",
     "minus_least_ratio",
@@ -104,7 +106,7 @@ class _Scores(ShapedReduction):
 class HeadScores(_Scores):
     """Statistics of the scores of attention for each head, from a sample of queries.
 
-    Values are the block of one call, ``[21, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
+    Values are the block of one call, ``[23, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
     ``[heads]`` and exact in float32:
 
     - ``attention_max_logit``: the largest score before the softmax, with the scale and the mask;
@@ -122,7 +124,9 @@ class HeadScores(_Scores):
     - ``attention_masked``: the share of queries that had a mask;
     - ``attention_blind``: the share of samples none of whose queries may attend any key. Some queries may be padding;
     - ``attention_value_rms``: the root mean square of the values; NaN where they are unknown;
-    - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown.
+    - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown;
+    - ``attention_padding``: the mean share of the padding, for queries that are no padding themselves, in samples that
+      have some; NaN if no tokens of the model have padding.
 
     Queries that may attend fewer than two keys count only in the largest score and in the shares of queries and keys.
     """
@@ -154,6 +158,7 @@ class HeadScores(_Scores):
             slots["blind"] / slots["samples"],
             (slots["values"] / slots["valued"]).sqrt(),
             -largest["minus_least_alike"],
+            slots["padding"] / slots["padded"],
         )
         # Records take half of the space for numbers that float32 can hold.
         return {name: each.float().double() for name, each in zip(HEAD_STATISTICS, found, strict=True)}

@@ -1,4 +1,4 @@
-"""Effective ranks of the features of a stream."""
+"""Effective ranks of the features of a stream, and the spectral norm of matrices."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.errors import check_integer
-from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension, whole_dimension
+from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, check_unsharded, dimension, whole_dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
-__all__ = ["FeatureRank"]
+__all__ = ["FeatureRank", "SpectralNorm"]
 
+_STEPS = 4
 _SEED = 0x5EED  # the same on all ranks, so that their sketches can be added
 
 
@@ -73,6 +74,80 @@ class FeatureRank(ShapedReduction):
             "stable_rank": squares.sum(-1) / squares.amax(-1),
             "effective_rank": torch.exp(-torch.special.xlogy(shares, shares).sum(-1)),
         }
+
+
+class SpectralNorm(ShapedReduction):
+    """Spectral norm of a weight, a gradient or an update, by a power iteration that continues over the records.
+
+    Statistics, of the last matrix: ``spectral_norm``, its largest singular value; ``orthogonality``,
+    ``‖W‖_F² / (min(rows, columns) ‖W‖₂²)``: 1 if all singular values are equal, as those of Muon's updates should
+    nearly be, and 1 / min(rows, columns) for a matrix of rank one. Times min(rows, columns), it is the stable rank.
+    Further dimensions belong to the columns. Values that are not finite count as zero.
+
+    Each matrix takes four steps from the vector of the one before, each of two products with a vector. The norm is a
+    lower bound, and close if the matrix changes slowly: then it grows to the norm over the records.
+
+    State: the energy and the square of the norm, and a vector of the size of a row. The reduction is ordered, and a
+    recorder keeps the vector after a result. Of several ranks, the first one counts.
+    """
+
+    blocks = 1
+    lead = 4
+    additive = False
+    ordered = True
+    statistics = ("spectral_norm", "orthogonality")
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        shape = values.shaped.shape
+        if len(shape) < 2:
+            raise ArgumentError("a vector has no spectral norm: it takes matrices")
+        check_unsharded(values.sharded_dims)
+        return (shape[1:].numel(),)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        matrix = finite_or_zero(values.shaped.flatten(1).float())
+        if not matrix.numel():
+            return
+        vector = torch.where(lead[3] > 0, blocks[0], _direction(matrix.shape[1]).to(blocks.device)).float()
+        for _ in range(_STEPS):
+            made = matrix.T @ (matrix @ vector)
+            size = torch.linalg.vector_norm(made)
+            vector = torch.where(size > 0, made / size, vector)
+        lead[0] = matrix.double().square().sum()
+        lead[1] = (matrix @ vector).double().square().sum()
+        lead[2] = min(matrix.shape)
+        lead[3] = 1
+        blocks[0] = vector
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.where(other[..., 2:3] > 0, other, state))
+
+    @override
+    def merge_ranks(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.where(state[..., 2:3] > 0, state, other))
+
+    @override
+    def restart(self, state: Tensor) -> None:
+        state[..., :3] = 0
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        energy, square, rank = state[..., :3].unbind(-1)
+        return {
+            "spectral_norm": torch.where(rank > 0, square.sqrt(), torch.nan),
+            "orthogonality": energy / (rank * square),
+        }
+
+
+def _direction(columns: int) -> Tensor:
+    """Return a random vector of length one."""
+    generator = torch.Generator().manual_seed(_SEED)
+    vector = torch.randn(columns, generator=generator, dtype=torch.float64, device="cpu")
+    found: Tensor = vector / torch.linalg.vector_norm(vector)
+    return found
 
 
 def _projection(features: int, kept: int) -> Tensor:

@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_recorder import (
     ActivationRecorder,
+    CostRecorder,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
@@ -321,6 +322,7 @@ def recorders(reduce: Reduce = "step", *, pictures: bool = True) -> list[Callbac
         ),
         GradientRecorder(tensors=both, extra={"seen": _sum}, functions=True, **options),
         ParameterRecorder(**options),
+        CostRecorder(every_n_train_steps=1, strict=True),
     ]
 
 

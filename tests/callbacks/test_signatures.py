@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_recorder import (
     ActivationRecorder,
     ArgumentError,
+    CostRecorder,
     GradientRecorder,
     GraphRecorder,
     Outputs,
@@ -22,7 +23,14 @@ from lightning_recorder import (
     TensorDumper,
 )
 
-CALLBACKS: list[type[Any]] = [ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder, TensorDumper]
+CALLBACKS: list[type[Any]] = [
+    ActivationRecorder,
+    CostRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    ParameterRecorder,
+    TensorDumper,
+]
 GROUPS: list[type[Any]] = [Outputs, Schedule]
 
 

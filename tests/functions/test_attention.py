@@ -195,6 +195,62 @@ def test_grouped_heads() -> None:
     assert found["0.scaled_dot_product_attention"]["attention_value_rms"] == pytest.approx(some.tolist())
 
 
+class Padded(nn.Module):
+    """Embeds tokens with padding and attends them with one of the functions."""
+
+    num_heads = HEADS
+
+    def __init__(self, function: str, *, masked: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, HEADS * WIDTH, padding_idx=0)
+        self.attention = nn.MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True)
+        self.function, self.masked = function, masked
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        padding = tokens == 0 if self.masked else torch.zeros_like(tokens, dtype=torch.bool)
+        if self.function == "module":
+            found: Tensor = self.attention(x, x, x, key_padding_mask=padding)[0]
+            return found
+        heads = x.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        if self.function == "fused":
+            return F.scaled_dot_product_attention(heads, heads, heads, ~padding[:, None, None])
+        return eager(heads, heads, heads, mask=~padding[:, None, None])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("function", ["module", "fused", "eager"])
+def test_padding(function: str, masked: bool) -> None:
+    """The share of padding is that of the queries that are no padding, in the samples that are read and have some."""
+    tokens = torch.randint(1, 9, (SAMPLES, LENGTH))
+    lengths = [12, 20, 9, 5, 16, 3]
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = 0
+    tokens[0, 4] = 0  # no padding, as tokens follow
+    net = Padded(function, masked=masked)
+    heads = net.embedding(tokens).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+    scores = heads @ heads.mT / WIDTH**0.5
+    if function == "module":
+        query, key, _ = F.linear(net.embedding(tokens), *net.attention.parameters(recurse=False)).chunk(3, -1)
+        split = [each.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for each in (query, key)]
+        scores = split[0] @ split[1].mT / WIDTH**0.5
+    if masked:
+        scores = scores.masked_fill((tokens == 0)[:, None, None], -torch.inf)
+    weights = scores.softmax(-1)
+    rows = [row for row in range(LENGTH) if (LENGTH - 1 - row) % math.ceil(LENGTH / MOST_QUERIES) == 0]
+    shares = [
+        weights[sample, :, row, length:].sum(-1)
+        for sample, length in list(enumerate(lengths))[:: math.ceil(SAMPLES / MOST_SAMPLES)]
+        for row in rows
+        if row < length < LENGTH
+    ]
+    found = recorded(nn.Sequential(net), lambda: net(tokens))
+    (name,) = (each for each in found if "embedding" not in each)
+    expected = torch.stack(shares).mean(0).tolist()
+    assert found[name]["attention_padding"] == pytest.approx(expected, abs=1e-6)
+    assert (max(expected) == 0.0) is masked
+
+
 def test_another_sequence() -> None:
     """Attention to another sequence has no distance."""
     query, key, value = sides(keys=33)

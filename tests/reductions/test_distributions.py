@@ -16,10 +16,14 @@ from lightning_recorder.reductions import (
     ChannelMoments,
     ExpertLoad,
     FeatureRank,
+    FormatErrors,
     HeadEntropy,
+    MassiveValues,
     PrecisionShares,
     Reduction,
+    SpectralNorm,
 )
+from lightning_recorder.reductions.number_formats import MeasuredTensor, measure_formats
 from tests.reductions.laws import assert_neutral, assert_nothing_waits, computed, merged, reduced
 
 NAN, INF = math.nan, math.inf
@@ -37,6 +41,8 @@ CASES: list[tuple[Callable[[], Reduction], tuple[int, ...]]] = [
     (partial(FeatureRank, sketch=2), (6, 5)),
     (ChannelExtrema, (4, 6)),
     (partial(ChannelMoments, -1, 2), (4, 6)),
+    (partial(FormatErrors, weights=True), (6, 40)),
+    (MassiveValues, (2, 4, 6)),
 ]
 each_case = pytest.mark.parametrize(("make", "shape"), CASES)
 
@@ -246,3 +252,71 @@ def test_groups_divide_the_channels() -> None:
         ChannelMoments(-1, 4).update(torch.ones(2, 6))
     with pytest.raises(ArgumentError, match="groups"):
         ChannelExtrema(1, 0)
+
+
+def matrix_with(sizes: list[float], rows: int = 12) -> Tensor:
+    """Return a matrix with these singular values."""
+    left, right = (torch.linalg.qr(random(seed, rows if seed else len(sizes), len(sizes)))[0] for seed in (1, 0))
+    return left @ torch.tensor(sizes, dtype=torch.float64).diag() @ right.T
+
+
+def test_the_spectral_norm_grows_to_the_true_one() -> None:
+    """The iteration goes on from record to record until the norm is exact, although all singular values are near."""
+    norm, weight = SpectralNorm(), matrix_with([1.0, 0.98, 0.96, 0.5])
+    found = []
+    for _ in range(40):
+        norm.update(weight)
+        found.append(norm.compute())
+        norm.restart(norm.state)
+    norms = [float(each["spectral_norm"]) for each in found]
+    assert norms[0] < 0.99 < norms[5] < 0.9999 < norms[-1]
+    assert norms[-1] == pytest.approx(1.0, abs=1e-3)
+    assert float(found[-1]["orthogonality"]) == pytest.approx((1 + 0.98**2 + 0.96**2 + 0.5**2) / 4, abs=1e-2)
+    assert norm.compute()["spectral_norm"].isnan()
+
+
+@pytest.mark.parametrize(("sizes", "orthogonality"), [([2.0] * 4, 1.0), ([3.0, 0.0, 0.0, 0.0], 0.25)])
+def test_orthogonality(sizes: list[float], orthogonality: float) -> None:
+    """Equal singular values have an orthogonality of 1, and a matrix of rank one has 1 / min(rows, columns)."""
+    found = reduced(SpectralNorm, matrix_with(sizes)).compute()
+    assert float(found["spectral_norm"]) == pytest.approx(sizes[0], rel=1e-5)
+    assert float(found["orthogonality"]) == pytest.approx(orthogonality, rel=1e-5)
+
+
+def test_the_last_matrix_counts() -> None:
+    """Of several matrices the last one counts, also after a merge; of several ranks the first one."""
+    one, other = matrix_with([2.0, 1.0]), matrix_with([5.0, 1.0])
+    first, second = reduced(SpectralNorm, one), reduced(SpectralNorm, other)
+    assert float(reduced(SpectralNorm, one, other).compute()["spectral_norm"]) == pytest.approx(5.0, rel=1e-3)
+    assert float(merged(SpectralNorm, first, second).compute()["spectral_norm"]) == pytest.approx(5.0, rel=1e-2)
+    state = first.state.clone()
+    first.merge_ranks(state, second.state)
+    assert torch.equal(state, first.state)
+
+
+def test_format_errors_are_those_of_the_command() -> None:
+    """The errors of a record are those that the command measures for the same weight, and for the same activation."""
+    for shape, is_weight in (((24, 96), True), ((2, 12, 96), False), ((2, 6, 4, 4), False)):
+        tensor = random(3, *shape).float() ** 3
+        found = reduced(partial(FormatErrors, weights=is_weight), tensor).compute()
+        direct = measure_formats(tensor, is_weight=is_weight)
+        assert isinstance(direct, MeasuredTensor)
+        for name, error in direct.errors.items():
+            own = [float(found[f"{name}_{what}"]) for what in ("snr", "clipped", "flushed")]
+            assert own == pytest.approx([error.snr, error.clipped, error.flushed], rel=1e-9)
+
+
+def test_vectors_have_no_format_errors_and_no_massive_values() -> None:
+    """A vector is left out, and NaN and infinity count as zero."""
+    for make in (FormatErrors, MassiveValues):
+        assert all(each.isnan() for each in reduced(make, random(0, 7)).compute().values())
+    tensor = torch.ones(1, 3, 4)
+    tensor[0, 1, 2], tensor[0, 0, 0] = 9.0, INF
+    assert [float(each) for each in reduced(MassiveValues, tensor).compute().values()] == [9.0, 9.0, 2.0, 1.0]
+
+
+def test_the_place_of_a_massive_value_in_an_image() -> None:
+    """The token of an image is its position in row order, and its channel the second dimension."""
+    image = torch.ones(2, 3, 4, 5)
+    image[1, 2, 3, 1] = -30.0
+    assert [float(each) for each in reduced(MassiveValues, image).compute().values()] == [30.0, 30.0, 2.0, 16.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from importlib import import_module
 
 import pytest
 import torch
@@ -170,3 +171,55 @@ def test_a_quantized_tensor_has_a_reason() -> None:
     """A tensor that is already quantized is not measured."""
     tensor = torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8)
     assert measure_formats(tensor, is_weight=True) == "quantized"
+
+
+def of_torchao(tensor: Tensor) -> dict[str, Tensor]:
+    """Return a weight after the conversion of torchao to each format and back."""
+    mx, nvfp4, torchao = (
+        import_module(f"torchao.{name}")
+        for name in (
+            "prototype.mx_formats.mx_tensor",
+            "prototype.mx_formats.nvfp4_tensor",
+            "quantization.quant_primitives",
+        )
+    )
+
+    def integer(bits: int, *block: int) -> Tensor:
+        low, high, symmetric = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, torchao.MappingType.SYMMETRIC
+        limits = {"quant_min": low, "quant_max": high}
+        scales = torchao.choose_qparams_affine(tensor, symmetric, block, torch.int8, **limits)
+        coded = torchao.quantize_affine(tensor, block, *scales, torch.int8, low, high)
+        found: Tensor = torchao.dequantize_affine(coded, block, *scales, torch.int8, low, high)
+        return found
+
+    def float8(dtype: torch.dtype) -> Tensor:
+        scale = torchao._choose_scale_float8(tensor, list(tensor.shape), dtype)
+        found: Tensor = torchao._dequantize_affine_float8(torchao._quantize_affine_float8(tensor, scale, dtype), scale)
+        return found
+
+    whole, row = tuple(tensor.shape), (1, tensor.shape[1])
+    of_tensor = nvfp4.per_tensor_amax_to_scale(tensor.abs().max())
+    return {
+        "int8": integer(8, *whole),
+        "int8-channel": integer(8, *row),
+        "int4-32": integer(4, 1, 32),
+        "int4-128": integer(4, 1, 128),
+        "e4m3": float8(torch.float8_e4m3fn),
+        "e5m2": float8(torch.float8_e5m2),
+        "mxfp8": mx.MXTensor.to_mx(tensor, torch.float8_e4m3fn, 32).dequantize(torch.float32),
+        "nvfp4": nvfp4.NVFP4Tensor.to_nvfp4(tensor, per_tensor_scale=of_tensor).dequantize(torch.float32),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torchao and what it imports
+@pytest.mark.parametrize("power", [1, 3])
+def test_torchao_agrees(power: int) -> None:
+    """The ratio of each format is that of torchao's own conversion; ties in float32 may be rounded otherwise."""
+    pytest.importorskip("torchao")
+    tensor = normal(64, 256, power=power)
+    errors = measured(tensor).errors
+    converted = of_torchao(tensor)
+    assert converted.keys() == errors.keys()
+    for name, other in converted.items():
+        noise = (tensor.double() - other.double()).square().sum() / tensor.double().square().sum()
+        assert errors[name].snr == pytest.approx(-10 * math.log10(float(noise)), abs=1e-4), name

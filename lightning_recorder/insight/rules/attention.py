@@ -250,6 +250,14 @@ def mask_inverted(
         yield found[0].found(verdict, "attention_blind", others=_others(found), share=blind)
     later = [each for each in _layers_above(evidence, "attention_future", persistence, future) if each not in found]
     later = [each for each in later if _none_above(_last(each, "attention_visible", persistence), hidden)]
+    padded = _layers_above(evidence, "attention_padding", persistence, future)
+    if padded:
+        name = padded[0].module
+        verdict = f"the queries of {name} attend the padding only, in all samples that have some"
+        yield padded[0].found(
+            verdict, "attention_padding", others=_others(padded), share=float(padded[0].attention_padding[-1])
+        )
+    later = [each for each in later if each not in padded]
     if later:
         seen = float(later[0].attention_visible[-1])
         verdict = (
@@ -269,6 +277,31 @@ def _layers_above(evidence: Evidence, statistic: str, persistence: int, limit: f
 
 def _others(found: Sequence[View]) -> tuple[str, ...]:
     return tuple(each.module for each in found[1:])
+
+
+@rule(
+    "attends-padding",
+    statistic="share of the padding in the attention of tokens that are no padding",
+    usual="0",
+    why="The layer gets no mask for the padding, so that the result for a sample depends on how long the others of "
+    "its batch are.",
+    next="Pass the mask: attention_mask to models of transformers, key_padding_mask to nn.MultiheadAttention.",
+    false_alarms="Padding is what the embedding has as padding_idx, at the beginning or the end of a sequence. Queries "
+    "that are padding themselves do not count.",
+    needs=("activations",),
+    records=2,
+    explains={"unlike-siblings": _ANY, "odd-block": _ANY, "odd-attention": _ANY},
+)
+def attends_padding(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.01, most: float = 0.99
+) -> Iterator[Finding]:
+    """Yield the layers whose queries give some of their attention to padding."""
+    found = _layers_above(evidence, "attention_padding", persistence, share)
+    found = [each for each in found if each.attention_padding[-1] < most]  # otherwise the mask is inverted
+    if found:
+        last = float(found[0].attention_padding[-1])
+        verdict = f"tokens give {last:.0%} of their attention in {found[0].module} to padding"
+        yield found[0].found(verdict, "attention_padding", others=_others(found), share=last)
 
 
 @rule(

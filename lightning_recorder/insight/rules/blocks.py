@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from lightning_recorder.insight.parts import family_of
 from lightning_recorder.insight.recorded_step import (
     ATTENTION,
     RecordedStep,
+    factor_of,
     found_in,
     is_attention,
     keeps_values,
@@ -32,6 +34,7 @@ _CHANGES = (
 """The functions that one block alone calls by mistake rather than by design."""
 _MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout")
 """The functions that move values to other places, such as into windows, or drop some."""
+_PARTS = ("getitem", "split", "chunk", "unbind", "expand", "repeat_interleave")
 _MOST_LISTED = 3
 _FEWEST = 2  # blocks of a stack, and others that must agree
 _MOST = 400  # operations between the projections and the attention, or in the activation of a block
@@ -85,7 +88,7 @@ def no_residual(evidence: Evidence) -> Iterator[Finding]:
     is_lasting=True,
 )
 def odd_activation(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a feed-forward layer with another activation than all others of its stack, and a stack of sigmoids."""
+    """Yield a feed-forward layer with another activation than all others, and a stack of sigmoids or of none."""
     step = step_of(evidence)
     stacked = _stacked(step)
     families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
@@ -99,9 +102,10 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
             last, functions = odd[0]
             name, others = step.owner(last), f"{_named(usual)} in the {count} other blocks"
             yield found_in(evidence, name, f"the activation before {name} is {_named(functions)}, and {others}")
-        elif len(sigmoid) == len(members):
+        elif len(sigmoid) == len(members) or not any(functions for _, functions in members):
             names = [step.owner(last) for last, _ in members]
-            verdict = f"the activation before {names[0]} is a sigmoid, as in all {len(names)} blocks"
+            what = "a sigmoid" if sigmoid else "missing"
+            verdict = f"the activation before {names[0]} is {what}, as in all {len(names)} blocks"
             yield replace(found_in(evidence, names[0], verdict), others=tuple(names[1:]))
 
 
@@ -112,15 +116,18 @@ def odd_activation(evidence: Evidence) -> Iterator[Finding]:
     why="The queries, keys, values or scores of this block are changed: a factor, a dropout or a detach.",
     next="Compare the attention of this block with that of the others.",
     false_alarms="A block that has or lacks other functions, such as one without rotary positions, may be a design, "
-    "and is a note. All others must agree.",
+    "and is a note. All others must agree. In all blocks, only a constant factor of the values counts.",
     needs=(GRAPH,),
     explains=dict.fromkeys(
         ("unlike-siblings", "scale-jump", "odd-block", "attention-collapse", "one-hot-heads", "gradient-stops"), _ANY
     ),
     is_lasting=True,
 )
-def odd_attention(evidence: Evidence) -> Iterator[Finding]:
-    """Yield an attention that treats queries, keys, values or scores in another way than all others of its stack."""
+def odd_attention(evidence: Evidence, *, factor: float = 3.0) -> Iterator[Finding]:
+    """Yield an attention that treats queries, keys, values or scores in another way than all others of its stack.
+
+    A stack whose values are all multiplied by a constant is found, too.
+    """
     step = step_of(evidence)
     families: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
     for last, projections in _stacked(step):
@@ -130,6 +137,11 @@ def odd_attention(evidence: Evidence) -> Iterator[Finding]:
     for members in families.values():
         counts = Counter(tuple(sorted(functions)) for _, functions in members)
         usual, count = counts.most_common(1)[0]
+        factors = {_factor_of_values(step, last) for last, _ in members}
+        if len(counts) == len(factors) == 1 and (times := factors.pop()) and abs(math.log(times)) >= math.log(factor):
+            names = [step.owner(last) for last, _ in members]
+            verdict = f"the values of the attention {names[0]} are multiplied by {times:.3g}, as in all {count} blocks"
+            yield replace(found_in(evidence, names[0], verdict, factor=times), others=tuple(names[1:]))
         odd = [(last, Counter(functions)) for last, functions in members if tuple(sorted(functions)) != usual]
         if len(odd) != 1 or count < _FEWEST:
             continue
@@ -140,6 +152,21 @@ def odd_attention(evidence: Evidence) -> Iterator[Finding]:
         found = found_in(evidence, step.owner(last), verdict)
         is_change = all(each.partition(" ")[0] in _CHANGES for each in (*more, *fewer))
         yield found if is_change else replace(found, severity="note")
+
+
+def _factor_of_values(step: RecordedStep, last: Node) -> float:
+    """Return the positive constant that the values of an attention are multiplied by behind their projection."""
+    found, place = 1.0, 2 if last.name == ATTENTION else 1
+    for _ in range(_MOST):
+        sources = step.sources(last)
+        if len(sources) <= place or sources[place].kind != "op" or sources[place].name in _LINEAR:
+            break
+        last, place = sources[place], 0
+        own = factor_of(last)
+        if own is None and not keeps_values(last) and last.name not in _PARTS:
+            break
+        found *= own if own is not None and own > 0 else 1.0
+    return found
 
 
 def _listed(functions: list[str]) -> str:

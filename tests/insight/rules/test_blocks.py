@@ -24,11 +24,12 @@ class Attention(nn.Module):
         self.qkv, self.out, self.is_fused = nn.Linear(16, 48), nn.Linear(16, 16), is_fused
         self.scale = 8**-0.5
         self.change: Callable[[Tensor], Tensor] = nn.Identity()
+        self.change_values: Callable[[Tensor], Tensor] = nn.Identity()
         self.change_scores: Callable[[Tensor], Tensor] = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        q, k = self.change(q), self.change(k)
+        q, k, v = self.change(q), self.change(k), self.change_values(v)
         if self.is_fused:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         else:
@@ -178,6 +179,18 @@ def test_a_sigmoid_in_all_blocks_is_found_unless_it_is_a_gate() -> None:
     assert found(models[1]) == []
 
 
+def test_no_activation_in_any_block_is_found_unless_there_is_a_gate() -> None:
+    """Two linear layers in a row are named in all blocks; the product of a gated one needs no activation."""
+    models = [Model(blocks=2, **KINDS[kind]) for kind in ("gpt", "llama")]
+    for model in models:
+        for block in model.blocks:
+            block.mlp.act = nn.Identity()  # type: ignore[union-attr]  # of a Block
+    (finding,) = found(models[0])
+    assert (finding.module, finding.others) == ("blocks.0.mlp.down", ("blocks.1.mlp.down",))
+    assert finding.verdict == "the activation before blocks.0.mlp.down is missing, as in all 2 blocks"
+    assert found(models[1]) == []
+
+
 def test_two_kinds_of_activations_are_a_design() -> None:
     """With two of each kind, nothing is odd."""
     model = Model(**PRE)
@@ -185,6 +198,28 @@ def test_two_kinds_of_activations_are_a_design() -> None:
     for block in blocks[1::2]:
         block.mlp.act = copy.deepcopy(nn.ReLU())
     assert found(model) == []
+
+
+def with_values_times(times: float, kind: str = "gpt") -> Model:
+    """Return a model that multiplies the values of all its attention layers, and their queries and keys by ten."""
+    model = Model(**KINDS[kind])
+    for block in model.blocks:
+        block.attn.change = _Times()  # type: ignore[union-attr]  # of a Block
+        block.attn.change_values = _Times(times)  # type: ignore[union-attr]  # likewise
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", [1.0, 2.0, 10.0, 0.1])
+def test_values_times_a_constant_in_all_blocks(kind: str, times: float) -> None:
+    """A large or small constant factor of the values is named although all blocks have it; keys may have one."""
+    findings = found(with_values_times(times, kind))
+    assert len(findings) == (times in (10.0, 0.1))
+    for each in findings:
+        assert each.rule == "odd-attention"
+        words = f"the values of the attention blocks.0.attn are multiplied by {times:g}, as in all 4 blocks"
+        assert each.verdict == words
+        assert each.others == tuple(f"blocks.{place}.attn" for place in (1, 2, 3))
 
 
 CHANGES: dict[str, Callable[[Attention], None]] = {
@@ -196,8 +231,12 @@ CHANGES: dict[str, Callable[[Attention], None]] = {
 
 
 class _Times(nn.Module):
+    def __init__(self, times: float = 10) -> None:
+        super().__init__()
+        self.times = times
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * 10
+        return x * self.times
 
 
 class _Detached(nn.Module):

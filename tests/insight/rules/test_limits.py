@@ -31,6 +31,7 @@ from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
+from tests.insight.rules.test_blocks import with_values_times
 from tests.insight.rules.test_classes import run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
@@ -370,6 +371,14 @@ def _() -> Iterator[Evidence]:
         yield heads({"future": 1.0, "visible": visible})
 
 
+@cases("attends-padding")
+def _() -> Iterator[Evidence]:
+    for records in (1, 2):
+        yield heads({"padding": 0.2}, records=records)
+    for share in (0.0075, 0.015, 0.7, 1.0):
+        yield heads({"padding": share})
+
+
 @cases("sees-later-keys")
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
@@ -398,6 +407,12 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for after in (0.95, 0.6):
         yield of_tokens(next=0.1, after_next=after).evidence()
+
+
+@cases("odd-attention")
+def _() -> Iterator[Evidence]:
+    for times in (2.0, 4.0):
+        yield case(graph=capture_graph(with_values_times(times), torch.arange(20).reshape(2, 10) % 11))
 
 
 @cases("equal-query-and-key")

@@ -1,0 +1,108 @@
+"""Record the time and the memory of each module during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_recorder.callbacks.activation import ActivationRecorder
+from lightning_recorder.callbacks.lightning import LightningModule
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.schedule import Schedule
+from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.signatures import checked_arguments, described_like
+from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
+from lightning_recorder.taps import CostTap
+
+__all__ = ["CostRecorder"]
+
+
+@described_like(ActivationRecorder)
+class CostRecorder(StatisticsCallback):
+    """Records the time and the memory of the calls of each module, over the whole run.
+
+    The tags are ``costs/<module>/<cost>/mean``, the mean over the calls of a recorded step:
+
+    - ``forward_ms``: the time of a call, with all calls inside it;
+    - ``backward_ms``: the time from the first gradient of its output to the last gradient of its input, or of its
+      parameters if the input needs none;
+    - ``saved_bytes``: the memory that its operations keep for the backward pass, without the model's own tensors;
+    - ``allocated_bytes``: on a GPU, the largest allocated memory at the beginning or end of the call and of those
+      inside it.
+
+    It records the step after each one that other recorders of the same interval record, so that their time does not
+    count. With an interval of one step it does count.
+
+    Args:
+        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. By default
+            all modules that are called, without the model itself.
+
+    Raises:
+        ArgumentError: If an argument is invalid. Raised at construction.
+        SelectionError: If a name matches no module. Raised when the fit starts; the message lists the closest names.
+
+    Note:
+        On a GPU, times are those between events in its stream, and the recorder waits for the GPU once per recorded
+        step. Modules in compiled code are not measured. Training is not changed.
+
+    Example::
+
+        Trainer(callbacks=[CostRecorder(every_n_train_steps=100)])
+    """
+
+    group = "costs"
+    _compiled_choices: ClassVar = ("skip",)
+
+    @checked_arguments
+    def __init__(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        outputs: Outputs = Outputs(),
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            statistics="mean",
+            outputs=replace(outputs, histograms=False, plots=False, dumps=False),
+            compiled="skip",
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
+        self.sampling = replace(self.sampling, delay=1)
+
+    @override
+    def _choose(self, pl_module: LightningModule) -> SelectedModules:
+        if not self.selection.is_default:
+            return super()._choose(pl_module)
+        chosen = Selection(predicate=_is_called, exclude=self.selection.exclude)
+        return (
+            chosen.resolve(pl_module)
+            if any(_is_called(*each) for each in pl_module.named_modules())
+            else (SelectedModules({}, {}))
+        )
+
+    @override
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+        return StatisticsRecorder(modules, CostTap, eager=False, **self.options)
+
+
+def _is_called(name: str, module: nn.Module) -> bool:
+    return bool(name) and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss))
