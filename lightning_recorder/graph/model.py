@@ -215,6 +215,8 @@ class Edge:
             of the edge to its repetitions; see :data:`Repetition`.
         outputs: The place of each of these tensors among the outputs of the source; empty if all are the first one. In
             a view, it may have each place once, or be empty if repetitions take different outputs.
+        part: Only in a view without the functions that change shapes: the part of the output that is taken, such as
+            ``2`` of ``chunk`` or ``[4:]``; not compared.
     """
 
     source: int
@@ -223,6 +225,7 @@ class Edge:
     tensor: TensorMeta | None = field(default=None, compare=False)
     across: tuple[tuple[int, Repetition], ...] = ()
     outputs: tuple[int, ...] = ()
+    part: str = field(default="", compare=False)
 
     def relates(self, word: Repetition) -> bool:
         """Return True if the edge has this relation to the repetitions of any node."""
@@ -299,6 +302,13 @@ class Graph:
         return into
 
     @cached_property
+    def _out_of(self) -> dict[int, list[Edge]]:
+        out_of: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            out_of.setdefault(edge.source, []).append(edge)
+        return out_of
+
+    @cached_property
     def _largest(self) -> dict[str, float]:
         return {}
 
@@ -324,6 +334,10 @@ class Graph:
     def into(self, node: Node) -> list[Edge]:
         """Return the edges into a node, in the order of their first use."""
         return self._into.get(node.id, [])
+
+    def out_of(self, node: Node) -> list[Edge]:
+        """Return the edges out of a node, in the order of their first use."""
+        return self._out_of.get(node.id, [])
 
     def ancestors(self, node: Node) -> Iterator[Node]:
         """Yield the module calls around a node, starting with the innermost."""

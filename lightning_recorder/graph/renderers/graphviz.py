@@ -337,7 +337,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         for first, second in constraints(self.graph):
             if self._sheet[first] == self._sheet[second]:
-                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen="0")
+                # Below an input begins a frame.
+                least = "1" if self.graph[first].kind == "input" else "0"
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen=least)
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")

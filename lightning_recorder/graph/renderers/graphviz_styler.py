@@ -71,6 +71,7 @@ PAPER: dict[Kind, dict[str, str]] = {
 _SIGNS = {"add": "+", "mul": "×"}
 _ALWAYS_IN_PLACE = ("setitem", "set_data")
 _SIGN = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
+_WIDE = {"shape": "ellipse", "width": "0.46", "height": "0.28"}
 
 LOSS = "loss"  # prefix of the scopes of losses
 
@@ -155,6 +156,7 @@ class GraphvizStyler:
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
             **(_SIGN if (sign := "" if self.details else _sign(node, graph)) else {}),
+            **(_WIDE if sign and node.note == IN_PLACE else {}),
             "label": sign or _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
@@ -202,14 +204,15 @@ class GraphvizStyler:
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several, and their places among the outputs of the source if
-        they are used in another order, such as the swapped states of an LSTM cell. An edge to the next repetition of a
-        folded call is dashed.
+        The label shows the number of tensors if there are several, or the parts of a divided tensor that are used in
+        several places, and their places among the outputs of the source if they are used in another order, such as the
+        swapped states of an LSTM cell. An edge to the next repetition of a folded call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [across] if across else []
-        words += [f"×{times}"] if times > 1 else []
+        part = labels.shown_part(edge, graph)
+        words += [part] if part else [f"×{times}"] if times > 1 else []
         places = ", ".join(map(str, edge.outputs))
         words += [f"outputs {places}"] if list(edge.outputs) != sorted(edge.outputs) else []
         about = f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else ""
@@ -232,6 +235,8 @@ def _sign(node: Node, graph: Graph) -> str:
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
+    if node.kind == "module" and not node.total_parameters:
+        name = name.partition("#")[0]  # one of several that have no name in the model and are alike
     # As torch names it.
     name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
     name = f"{name} {labels.shown_times(node)}".strip()
@@ -240,8 +245,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         lines.append(small(about))
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
-    if again := labels.same_weights(node, graph):
-        lines.append(small(again))
+    lines += [small(each) for each in (labels.same_weights(node, graph), labels.unused(node, graph)) if each]
     if (again := labels.repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
     if node.failed:

@@ -15,12 +15,14 @@ __all__ = [
     "short_name",
     "shown_across",
     "shown_class",
+    "shown_part",
     "shown_shapes",
     "shown_times",
     "size",
     "tied_to",
     "times",
     "title",
+    "unused",
 ]
 
 _LONGEST_NAME = 60  # characters
@@ -135,6 +137,13 @@ def same_weights(node: Node, graph: Graph) -> str:
     return "same weights as call 1" if known and (node.total_parameters or node.parameters) else ""
 
 
+def unused(node: Node, graph: Graph) -> str:
+    """Return ``not used for the loss``, or ``output``, for a call whose result nothing takes; else an empty text."""
+    kinds = {each.kind for each in graph.nodes} & {"backward", "output"}
+    alone = node.kind == "module" and node.outputs and not graph.out_of(node) and not graph.children(node)
+    return f"not used for the {'loss' if 'backward' in kinds else 'output'}" if alone and kinds else ""
+
+
 def tied_to(node: Node) -> str:
     """Return the names of the tensors that a node shares with other modules; empty if there are none."""
     if not node.tied:
@@ -196,6 +205,11 @@ def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
     alike = [one[node] for node in possible].count(one[group]) > 1
     outer = " outer" if group == possible[-1] else " inner"
     return f" of{outer if alike else ''} ×{one[group]}"
+
+
+def shown_part(edge: Edge, graph: Graph) -> str:
+    """Return the part of a tensor that an edge takes, such as ``2`` of a ``chunk``; empty if no edge takes another."""
+    return edge.part if any(each.part != edge.part for each in graph.out_of(graph[edge.source])) else ""
 
 
 def times(edge: Edge, graph: Graph) -> int:
