@@ -32,7 +32,7 @@ ENDS = re.compile(r"(\w+) -> (\w+)")
 _SHEET = "cluster_sheet_"
 _BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
 _BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
-_TITLE = 36.0  # points of the title and the caption of the page
+_TITLES = 18.0, 48.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
 _LONGEST = 5000.0  # points of a page that gets margins
 _NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10
@@ -88,14 +88,8 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = worked_s()
-    sheets = sheets_of(source)
-    if sheets is None:
-        source, layout = arranged(renderer, source, start)
-        left, bottom, right, top = map(float, layout["bb"].split(","))
-        source, engine = with_margins(source, right - left, top - bottom), "dot"
-    else:
-        source, engine = beside_each_other(renderer, sheets, start), "nop2"
-    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], engine)
+    source = beside_each_other(renderer, sheets_of(source), start)
+    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], "nop2")
     for path, picture in zip(pictures, made, strict=True):
         Path(path).write_bytes(picture)
 
@@ -140,10 +134,8 @@ class Sheets:
     between: list[str]
 
 
-def sheets_of(source: str) -> Sheets | None:
-    """Return the parts of a document with several sheets, in their order; ``None`` for any other document."""
-    if _SHEET not in source:
-        return None
+def sheets_of(source: str) -> Sheets:
+    """Return the parts of a document: its sheets in their order, and what is on none of them."""
     opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
     settings, edges = [opening], list[str]()
     rest: list[str] = []
@@ -178,6 +170,7 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
     drawn upwards.
     """
     direction = (re.findall(r"\brankdir=(\w\w)", "\n".join(sheets.settings)) or ["TB"])[-1]
+    gap = _SKIPS if sheets.between else _BETWEEN
     made: list[tuple[list[str], Any]] = []
     for part, edges in zip(sheets.parts, sheets.edges, strict=True):
         # Dot ignores the attribute, by which the layout tells edges with the same ends.
@@ -198,16 +191,18 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
         along = max(along, right - left if flat else top - bottom)
         if not flat:
             moves.append((at - left, 0.0 if sheets.between else -(top if direction == "TB" else bottom)))
-            at += right - left + (_SKIPS if sheets.between else _BETWEEN)
+            at += right - left + gap
         else:
             moves.append((-(left if direction == "LR" else right), at - top))
-            at -= top - bottom + _BETWEEN
+            at -= top - bottom + gap
         document += placed(statements, layout, moves[-1])
     if sheets.between:
+        ends = [[float(each[1]["bb"].split(",")[side]) for each in made] for side in (1, 3)]
+        along = max(ends[1]) - min(ends[0])
         document += lines_between(made[0][1], made[1][1], moves, sheets.between)
-    across = abs(at) - _BETWEEN
+    across = abs(at) - gap
     width, height = (along, across) if direction in ("LR", "RL") else (across, along)
-    settings = [with_margins("\n\t".join(sheets.settings), width, height + _TITLE)]
+    settings = [with_margins("\n\t".join(sheets.settings), width, height + _TITLES[height > width])]
     return "\n\t".join([*settings, *document]) + "\n}\n"
 
 
@@ -235,9 +230,12 @@ def align(first: Any, second: Any, between: Sequence[str]) -> None:
             low[lower] -= wider
         shift[lower] += wider
     for layout, least, wider_gaps in zip((first, second), low, gaps, strict=True):
-        stretch(layout, lambda y, least=least, gaps=wider_gaps: y - least + sum(
-            size * min(max((y - start) / (end - start), 0.0), 1.0) for start, end, size in gaps
-        ))
+        stretch(
+            layout,
+            lambda y, least=least, gaps=wider_gaps: (
+                y - least + sum(size * min(max((y - start) / (end - start), 0.0), 1.0) for start, end, size in gaps)
+            ),
+        )
 
 
 def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from typing_extensions import override
@@ -23,7 +23,7 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import short_name, shown_shapes, shown_times
+from lightning_recorder.graph.renderers.labels import in_bracket, short_name, shown_shapes, shown_times
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import facing, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
@@ -302,6 +302,17 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                 if outer and outer[-1].kind == "module" and outer[-1].name:
                     return outer[-1]
         return None
+
+    @override
+    def render_nodes(self, canvas: Digraph, nodes: Iterable[Node]) -> None:
+        for note, run in groupby(nodes, lambda each: each.note if in_bracket(each, self.graph) else ""):
+            part = list(run)
+            if not note or not self.frames:
+                super().render_nodes(canvas, part)
+                continue
+            with canvas.subgraph(name=f"cluster_bracket_{part[0].id}") as frame:
+                frame.attr(**_movable(self.styler.style_scope(note)))
+                super().render_nodes(frame, part)
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""

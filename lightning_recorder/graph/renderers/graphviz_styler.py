@@ -180,7 +180,7 @@ class GraphvizStyler:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
         about = (labels.shown_class(node), labels.size(node))
-        lines = (*about, labels.same_weights(node, graph), labels.repetition(node, graph), labels.tied_to(node))
+        lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
             # Short lines, since the layout looks for a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
@@ -193,11 +193,11 @@ class GraphvizStyler:
         }
 
     def style_scope(self, scope: str) -> dict[str, str]:
-        """Return the Graphviz attributes of the cluster around a loss."""
+        """Return the Graphviz attributes of the cluster around a loss, or nodes that are all recomputed or vmapped."""
         return {
             "label": f"<{small(scope)}>",
             "tooltip": dot_attribute(scope),
-            "color": "#000000" if self.paper else "#d55e00",
+            "color": "#000000" if self.paper else "#d55e00" if scope.startswith(LOSS) else "#5f5f5f",
             "style": "rounded,dashed",
         }
 
@@ -223,6 +223,10 @@ class GraphvizStyler:
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
 
 
+def _repetition(node: Node, graph: Graph) -> str:
+    return "" if labels.in_bracket(node, graph) else labels.repetition(node, graph)
+
+
 def _sign(node: Node, graph: Graph) -> str:
     """Return the sign of a function that adds or multiplies two tensors and has nothing else to show, else ""."""
     into = graph.into(node)
@@ -235,8 +239,8 @@ def _sign(node: Node, graph: Graph) -> str:
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
-    if node.kind == "module" and not node.total_parameters:
-        name = name.partition("#")[0]  # one of several that have no name in the model and are alike
+    if name.startswith(f"{node.type_name}#") and not node.total_parameters:
+        name = node.type_name  # one of several that have no name in the model and are alike
     # As torch names it.
     name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
     name = f"{name} {labels.shown_times(node)}".strip()
@@ -246,7 +250,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
     lines += [small(each) for each in (labels.same_weights(node, graph), labels.unused(node, graph)) if each]
-    if (again := labels.repetition(node, graph)) and "note" not in details:
+    if (again := _repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
     if node.failed:
         lines.append(small("failed here"))

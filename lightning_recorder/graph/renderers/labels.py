@@ -8,6 +8,7 @@ __all__ = [
     "caption",
     "class_and_size",
     "full_name",
+    "in_bracket",
     "own_name",
     "repetition",
     "same_weights",
@@ -129,6 +130,15 @@ def repetition(node: Node, graph: Graph) -> str:
     """Return ``recomputed`` or ``vmapped ×3`` for a call, unless it holds for the whole call around it."""
     around = "" if node.parent is None else graph[node.parent].note
     return node.note if node.note.startswith((RECOMPUTED, VMAPPED)) and node.note != around else ""
+
+
+def in_bracket(node: Node, graph: Graph) -> bool:
+    """Return True if the node before or behind is recomputed or vmapped as well, so that one frame says it of all."""
+    beside = graph.children(graph[node.parent]) if node.parent is not None else []
+    at = beside.index(node) if node in beside else 0
+    return bool(repetition(node, graph)) and any(
+        each.note == node.note for each in (*beside[max(0, at - 1) : at], *beside[at + 1 : at + 2])
+    )
 
 
 def same_weights(node: Node, graph: Graph) -> str:
