@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ _PART = re.compile(
 )
 _POINT = re.compile(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)")
 ENDS = re.compile(r"(\w+) -> (\w+)")
-_SHEET = "cluster_sheet_"
+_OURS, _SHEET = "newrank=true", "cluster_sheet_"
 _BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
 _BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
 _TITLES = 18.0, 48.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
@@ -88,8 +88,11 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = worked_s()
-    source = beside_each_other(renderer, sheets_of(source), start)
-    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], "nop2")
+    # Any other document than those of GraphvizRenderer is drawn as it is.
+    engine = "dot"
+    if _OURS in source:
+        source, engine = beside_each_other(renderer, sheets_of(source), start)
+    made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], engine)
     for path, picture in zip(pictures, made, strict=True):
         Path(path).write_bytes(picture)
 
@@ -159,12 +162,16 @@ def sheets_of(source: str) -> Sheets:
     between: list[str] = []
     for edge in edges:
         tail, head = ENDS.match(edge).groups()  # type: ignore[union-attr]  # each is an edge
-        (divided[where[tail]] if where[tail] == where[head] else between).append(edge)
+        side = where.get(tail, 0)
+        (divided[side] if side == where.get(head, side) else between).append(edge)
     return Sheets(settings, parts, divided, between)
 
 
-def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
+def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str, str]:
     """Return a document with the positions of all nodes, edges and frames of sheets, which are laid out one by one.
+
+    The second value is the engine that draws it: ``dot`` if there is one sheet with other statements than those of
+    this package, such as a node that the user has added.
 
     The sheets stand side by side, or below each other if the data flows across the page. The second side of a U-Net is
     drawn upwards.
@@ -203,7 +210,11 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
     across = abs(at) - gap
     width, height = (along, across) if direction in ("LR", "RL") else (across, along)
     settings = [with_margins("\n\t".join(sheets.settings), width, height + _TITLES[height > width])]
-    return "\n\t".join([*settings, *document]) + "\n}\n"
+    known = sum(" pos=" in each or "[pos=" in each for each in document)
+    things = sum("pos" in each for _, layout in made for key in ("objects", "edges") for each in layout.get(key, ()))
+    if len(made) == 1 and known != things:
+        return "\n\t".join([*settings, *made[0][0]]) + "\n}\n", "dot"
+    return "\n\t".join([*settings, *document]) + "\n}\n", "nop2"
 
 
 def align(first: Any, second: Any, between: Sequence[str]) -> None:
@@ -229,13 +240,8 @@ def align(first: Any, second: Any, between: Sequence[str]) -> None:
         else:
             low[lower] -= wider
         shift[lower] += wider
-    for layout, least, wider_gaps in zip((first, second), low, gaps, strict=True):
-        stretch(
-            layout,
-            lambda y, least=least, gaps=wider_gaps: (
-                y - least + sum(size * min(max((y - start) / (end - start), 0.0), 1.0) for start, end, size in gaps)
-            ),
-        )
+    for layout, least, wide in zip((first, second), low, gaps, strict=True):
+        stretch(layout, least, wide)
 
 
 def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
@@ -248,8 +254,18 @@ def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
     return found
 
 
-def stretch(layout: Any, height: Callable[[float], float]) -> None:
-    """Move everything in a layout to other heights; a title stays at the border of its frame."""
+def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]]) -> None:
+    """Move everything in a layout to other heights; a title stays at the border of its frame.
+
+    Args:
+        layout: The layout.
+        least: The height that becomes zero.
+        gaps: Where a stretch without nodes begins and ends, and by how much it becomes longer.
+    """
+
+    def height(y: float) -> float:
+        shares = ((min(max((y - start) / (end - start), 0.0), 1.0), size) for start, end, size in gaps)
+        return y - least + sum(share * size for share, size in shares)
 
     def higher(point: re.Match[str]) -> str:
         return f"{point[1]},{height(float(point[2])):.2f}"

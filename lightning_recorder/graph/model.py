@@ -423,7 +423,8 @@ class Graph:
         """Return the graph as JSON values.
 
         The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``, the last
-        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``.
+        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``. An
+        empty ``part`` of an edge is left out.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -431,8 +432,9 @@ class Graph:
             True
         """
         nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
+        edges = [{key: value for key, value in asdict(edge).items() if value or key != "part"} for edge in self.edges]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": [*map(asdict, self.edges)]}
+        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:

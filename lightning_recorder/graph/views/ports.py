@@ -172,7 +172,7 @@ class _Ports:
         for around in (call, *self._graph.ancestors(call)):
             self._inside[around.id].add(port.id)
         whole = _common(edge.part for edge in edges)
-        outer = [Edge(one, port.id, 1, edges[0].tensor, *more, whole) for one, *more in tensors]
+        outer = [Edge(one, port.id, 1, edges[0].tensor, across, outputs, whole) for one, across, outputs in tensors]
         shown: dict[int, int] = {}
         parts: dict[int, list[str]] = {}
         for edge in edges:
