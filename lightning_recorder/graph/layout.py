@@ -29,8 +29,8 @@ _LEAST_SCALE = 0.68
 # Isolated mode, so that neither the working directory nor the user's start-up files have an effect. So the script gets
 # the path of pygraphviz as an argument.
 _SCRIPT = [sys.executable, "-I", str(Path(__file__).with_name("layout_process.py"))]
-# A part of the titles that the script moves away from edges, and of sheets; without them, dot gets the document itself.
-_SCRIPTED = ('<td port="left"', "subgraph cluster_sheet_")
+# A part of the documents of GraphvizRenderer; dot gets any other document itself.
+_SCRIPTED = "newrank=true"
 
 _NO_RENDERER = (
     "Graphviz was not found: install the package pygraphviz (pip install pygraphviz), whose wheels include it, "
@@ -160,7 +160,7 @@ def _arguments(command: Sequence[str], document: Path, made: Sequence[Path]) -> 
     if len(command) > 1:
         return [*command, str(document), *map(str, made)]
     source = document.read_text(encoding="utf-8")
-    if sys.executable and any(each in source for each in _SCRIPTED):
+    if sys.executable and _SCRIPTED in source:
         return [*_SCRIPT, *command, str(document), *map(str, made)]
     outputs = [f"-{option}{value}" for path in made for option, value in (("T", path.suffix[1:]), ("o", path))]
     return [*command, *outputs, str(document)]

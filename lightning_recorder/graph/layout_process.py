@@ -28,9 +28,11 @@ _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
 _POINT = re.compile(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)")
-_SHEET = "cluster_sheet_"
-_BETWEEN = 24.0  # points between two sheets
-_TITLE = 36.0  # points of the title and the caption of the page
+ENDS = re.compile(r"(\w+) -> (\w+)")
+_OURS, _SHEET = "newrank=true", "cluster_sheet_"
+_BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
+_BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
+_TITLES = 18.0, 48.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
 _LONGEST = 5000.0  # points of a page that gets margins
 _NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10
@@ -86,13 +88,10 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = worked_s()
-    sheets = sheets_of(source)
-    if sheets is None:
-        source, layout = arranged(renderer, source, start)
-        left, bottom, right, top = map(float, layout["bb"].split(","))
-        source, engine = with_margins(source, right - left, top - bottom), "dot"
-    else:
-        source, engine = beside_each_other(renderer, sheets, start), "nop2"
+    # Any other document than those of GraphvizRenderer is drawn as it is.
+    engine = "dot"
+    if _OURS in source:
+        source, engine = beside_each_other(renderer, sheets_of(source), start)
     made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures], engine)
     for path, picture in zip(pictures, made, strict=True):
         Path(path).write_bytes(picture)
@@ -129,17 +128,17 @@ class Sheets:
         settings: The statements about the graph and all nodes and edges.
         parts: The statements of each sheet, without the frame around them, and those of what is on none.
         edges: The edges of each part.
+        between: The edges from one side of a U-Net to the other.
     """
 
     settings: list[str]
     parts: list[list[str]]
     edges: list[list[str]]
+    between: list[str]
 
 
-def sheets_of(source: str) -> Sheets | None:
-    """Return the parts of a document with several sheets, in their order; ``None`` for any other document."""
-    if _SHEET not in source:
-        return None
+def sheets_of(source: str) -> Sheets:
+    """Return the parts of a document: its sheets in their order, and what is on none of them."""
     opening, *inner = source.rstrip().removesuffix("}").rstrip().split("\n\t")
     settings, edges = [opening], list[str]()
     rest: list[str] = []
@@ -152,7 +151,7 @@ def sheets_of(source: str) -> Sheets | None:
             part = rest
         elif part is rest and re.match(r"(graph|node|edge) \[", statement):
             settings.append(statement)
-        elif part is rest and re.match(r"\w+ -> \w+", statement):
+        elif part is rest and ENDS.match(statement):
             edges.append(statement)
         # The attributes of the frame around a sheet, which is not drawn, are left out.
         elif part is rest or not re.match(r"\t[\w]+=", statement):
@@ -160,40 +159,168 @@ def sheets_of(source: str) -> Sheets | None:
     parts = [numbered[number] for number in sorted(numbered)] + ([rest] if rest else [])
     where = {name: at for at, each in enumerate(parts) for name in re.findall(r"(?m)^\t*(\w+) \[", "\n".join(each))}
     divided: list[list[str]] = [[] for _ in parts]
+    between: list[str] = []
     for edge in edges:
-        divided[where[edge.split(" ", 1)[0]]].append(edge)
-    return Sheets(settings, parts, divided)
+        tail, head = ENDS.match(edge).groups()  # type: ignore[union-attr]  # each is an edge
+        side = where.get(tail, 0)
+        (divided[side] if side == where.get(head, side) else between).append(edge)
+    return Sheets(settings, parts, divided, between)
 
 
-def beside_each_other(renderer: str, sheets: Sheets, start: float) -> str:
+def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str, str]:
     """Return a document with the positions of all nodes, edges and frames of sheets, which are laid out one by one.
 
-    The sheets stand side by side, or below each other if the data flows across the page.
+    The second value is the engine that draws it: ``dot`` if there is one sheet with other statements than those of
+    this package, such as a node that the user has added.
+
+    The sheets stand side by side, or below each other if the data flows across the page. The second side of a U-Net is
+    drawn upwards.
     """
-    document: list[str] = []
-    along = 0.0
     direction = (re.findall(r"\brankdir=(\w\w)", "\n".join(sheets.settings)) or ["TB"])[-1]
-    untitled = [*sheets.settings, 'graph [label=""]']
-    at = 0.0
+    gap = _SKIPS if sheets.between else _BETWEEN
+    made: list[tuple[list[str], Any]] = []
     for part, edges in zip(sheets.parts, sheets.edges, strict=True):
         # Dot ignores the attribute, by which the layout tells edges with the same ends.
         marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
-        source, layout = arranged(renderer, "\n\t".join([*untitled, *part, *marked]) + "\n}\n", start)
+        upwards = ["graph [rankdir=BT]"] if sheets.between and len(made) == 1 else []
+        settings = [*sheets.settings, 'graph [label=""]', *upwards]
+        source, layout = arranged(renderer, "\n\t".join([*settings, *part, *marked]) + "\n}\n", start)
         keep_inside(layout)
+        made.append((source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(settings) :], layout))
+    if sheets.between:
+        align(made[0][1], made[1][1], sheets.between)
+    document: list[str] = []
+    moves: list[Point] = []
+    along = at = 0.0
+    for statements, layout in made:
         left, bottom, right, top = map(float, layout["bb"].split(","))
         flat = direction in ("LR", "RL")
         along = max(along, right - left if flat else top - bottom)
         if not flat:
-            move = at - left, -(top if direction == "TB" else bottom)
-            at += right - left + _BETWEEN
+            moves.append((at - left, 0.0 if sheets.between else -(top if direction == "TB" else bottom)))
+            at += right - left + gap
         else:
-            move = -(left if direction == "LR" else right), at - top
-            at -= top - bottom + _BETWEEN
-        document += placed(source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(untitled) :], layout, move)
-    across = abs(at) - _BETWEEN
+            moves.append((-(left if direction == "LR" else right), at - top))
+            at -= top - bottom + gap
+        document += placed(statements, layout, moves[-1])
+    if sheets.between:
+        ends = [[float(each[1]["bb"].split(",")[side]) for each in made] for side in (1, 3)]
+        along = max(ends[1]) - min(ends[0])
+        document += lines_between(made[0][1], made[1][1], moves, sheets.between)
+    across = abs(at) - gap
     width, height = (along, across) if direction in ("LR", "RL") else (across, along)
-    settings = with_margins("\n\t".join(sheets.settings), width, height + _TITLE)
-    return "\n\t".join([settings, *document]) + "\n}\n"
+    settings = [with_margins("\n\t".join(sheets.settings), width, height + _TITLES[height > width])]
+    known = sum(" pos=" in each or "[pos=" in each for each in document)
+    things = sum("pos" in each for _, layout in made for key in ("objects", "edges") for each in layout.get(key, ()))
+    if len(made) == 1 and known != things:
+        return "\n\t".join([*settings, *made[0][0]]) + "\n}\n", "dot"
+    return "\n\t".join([*settings, *document]) + "\n}\n", "nop2"
+
+
+def align(first: Any, second: Any, between: Sequence[str]) -> None:
+    """Put both ends of each skip connection of a U-Net at one height, by wider gaps below the nodes."""
+    sides = {name: box for layout in (first, second) for name, box in boxes_of(layout).items()}
+    low = [min(bottom for _, bottom, _, _ in boxes_of(each).values()) for each in (first, second)]
+    gaps: tuple[list[tuple[float, float, float]], ...] = ([], [])
+    shift = [-low[0], -low[1]]
+    ends = [match.groups() for match in map(ENDS.match, between) if match]
+    # The lowest one leads from the end of the first side to the beginning of the second.
+    _, *skips = sorted(ends, key=lambda pair: sum(sides[pair[0]][1::2]))
+    for number, pair in enumerate(skips):
+        heights = [sum(sides[name][1::2]) / 2 for name in pair]
+        lower = int(heights[0] + shift[0] > heights[1] + shift[1])
+        wider = abs(heights[0] + shift[0] - heights[1] - shift[1])
+        boxes = boxes_of((first, second)[lower]).values()
+        bottom = min(box[1] for box in boxes if abs(sum(box[1::2]) / 2 - heights[lower]) < 1)
+        top = max((box[3] for box in boxes if sum(box[1::2]) / 2 < heights[lower] - 1), default=bottom - 6)
+        # Where the lines begin, since an arrowhead must not become longer.
+        start = top + 1 if lower else bottom - 5
+        if number:
+            gaps[lower].append((start, start + 4, wider))
+        else:
+            low[lower] -= wider
+        shift[lower] += wider
+    for layout, least, wide in zip((first, second), low, gaps, strict=True):
+        stretch(layout, least, wide)
+
+
+def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
+    """Return the left, lower, right and upper end of each node."""
+    found = {}
+    for each in layout.get("objects", ()):
+        if "pos" in each:
+            (x, y), width, height = map(float, each["pos"].split(",")), float(each["width"]), float(each["height"])
+            found[each["name"]] = x - 36 * width, y - 36 * height, x + 36 * width, y + 36 * height
+    return found
+
+
+def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]]) -> None:
+    """Move everything in a layout to other heights; a title stays at the border of its frame.
+
+    Args:
+        layout: The layout.
+        least: The height that becomes zero.
+        gaps: Where a stretch without nodes begins and ends, and by how much it becomes longer.
+    """
+
+    def height(y: float) -> float:
+        shares = ((min(max((y - start) / (end - start), 0.0), 1.0), size) for start, end, size in gaps)
+        return y - least + sum(share * size for share, size in shares)
+
+    def higher(point: re.Match[str]) -> str:
+        return f"{point[1]},{height(float(point[2])):.2f}"
+
+    for each in (*layout.get("objects", ()), *layout.get("edges", ()), layout):
+        if "bb" in each:
+            left, bottom, right, top = map(float, each["bb"].split(","))
+            each["bb"] = f"{left},{height(bottom):.2f},{right},{height(top):.2f}"
+            if "lp" in each:
+                x, y = map(float, each["lp"].split(","))
+                border = top if top - y < y - bottom else bottom
+                each["lp"] = f"{x},{y + height(border) - border:.2f}"
+            continue
+        for key in ("pos", "lp"):
+            if key in each:
+                each[key] = _POINT.sub(higher, each[key])
+
+
+def lines_between(first: Any, second: Any, moves: Sequence[Point], between: Sequence[str]) -> list[str]:
+    """Return the edges from one side of a U-Net to the other, below the nodes that are in their way."""
+    sides = [
+        {name: (left + x, low + y, right + x, high + y) for name, (left, low, right, high) in boxes_of(layout).items()}
+        for layout, (x, y) in zip((first, second), moves, strict=False)
+    ]
+    boxes = [box for side in sides for box in side.values()]
+    found = []
+    for edge in between:
+        tail, head = ENDS.match(edge).groups()  # type: ignore[union-attr]  # each is an edge
+        (begin, low, left, high), (right, bottom, end, top) = sides[0][tail], sides[1][head]
+        y, goal = (low + high) / 2, (bottom + top) / 2
+        passed = [box[1] for box in boxes if left < box[0] and box[2] < right and box[1] - 2 < y < box[3] + 2]
+        if goal < low:
+            x = (begin + left) / 2
+            path = [(x, low), (x, goal), (right, goal)]
+        elif y < bottom:
+            x = (right + end) / 2
+            path = [(left, y), (x, y), (x, bottom)]
+        elif passed:
+            under = min([low, *passed]) - _INSIDE
+            path = [(left, y), (left + _BEND, y), (left + _BEND, under), (right - 2 * _BEND, under)]
+            path += [(right - 2 * _BEND, y), (right, y)]
+        else:
+            path = [(left, y), (right, y)]
+        found.append(_with(edge, pos=straight(path)))
+    return found
+
+
+def straight(path: Sequence[Point]) -> str:
+    """Return the spline of an arrow along straight lines."""
+    (x, y), tip = path[-2:]
+    long = math.hypot(tip[0] - x, tip[1] - y)
+    base = tuple(to - (to - at) * _ARROW / long for at, to in zip((x, y), tip, strict=True))
+    knots = [path[0]] + [each for point in (*path[1:-1], base) for each in (point, point, point)]
+    knots[1] = path[0]
+    return f"e,{tip[0]:.2f},{tip[1]:.2f} " + " ".join(f"{x:.2f},{y:.2f}" for x, y in knots)
 
 
 def keep_inside(layout: Any) -> None:

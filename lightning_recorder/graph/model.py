@@ -215,6 +215,8 @@ class Edge:
             of the edge to its repetitions; see :data:`Repetition`.
         outputs: The place of each of these tensors among the outputs of the source; empty if all are the first one. In
             a view, it may have each place once, or be empty if repetitions take different outputs.
+        part: Only in a view without the functions that change shapes: the part of the output that is taken, such as
+            ``2`` of ``chunk`` or ``[4:]``; not compared.
     """
 
     source: int
@@ -223,6 +225,7 @@ class Edge:
     tensor: TensorMeta | None = field(default=None, compare=False)
     across: tuple[tuple[int, Repetition], ...] = ()
     outputs: tuple[int, ...] = ()
+    part: str = field(default="", compare=False)
 
     def relates(self, word: Repetition) -> bool:
         """Return True if the edge has this relation to the repetitions of any node."""
@@ -299,6 +302,13 @@ class Graph:
         return into
 
     @cached_property
+    def _out_of(self) -> dict[int, list[Edge]]:
+        out_of: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            out_of.setdefault(edge.source, []).append(edge)
+        return out_of
+
+    @cached_property
     def _largest(self) -> dict[str, float]:
         return {}
 
@@ -324,6 +334,10 @@ class Graph:
     def into(self, node: Node) -> list[Edge]:
         """Return the edges into a node, in the order of their first use."""
         return self._into.get(node.id, [])
+
+    def out_of(self, node: Node) -> list[Edge]:
+        """Return the edges out of a node, in the order of their first use."""
+        return self._out_of.get(node.id, [])
 
     def ancestors(self, node: Node) -> Iterator[Node]:
         """Yield the module calls around a node, starting with the innermost."""
@@ -409,7 +423,8 @@ class Graph:
         """Return the graph as JSON values.
 
         The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``, the last
-        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``.
+        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``. An
+        empty ``part`` of an edge is left out.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -417,8 +432,9 @@ class Graph:
             True
         """
         nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
+        edges = [{key: value for key, value in asdict(edge).items() if value or key != "part"} for edge in self.edges]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": [*map(asdict, self.edges)]}
+        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:

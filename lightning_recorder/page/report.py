@@ -118,7 +118,7 @@ def report_html(run: Run) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:; font-src data:">'
-        f"<title>{escape(found.title)}</title><style>{_STYLE}</style></head><body>\n{chr(10).join(parts)}\n</body></html>\n"
+        f"<title>{escape(found.title)}</title><style>{_STYLE}</style></head><body><main>\n{chr(10).join(parts)}\n</main></body></html>\n"
     )
 
 

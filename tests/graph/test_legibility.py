@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,20 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Direction, Graph, GraphPicture, GraphvizRenderer, Node, capture_graph, draw
+from lightning_recorder.graph import (
+    Direction,
+    Graph,
+    GraphPicture,
+    GraphvizRenderer,
+    Node,
+    capture_graph,
+    draw,
+    fit_view,
+)
 from lightning_recorder.graph.layout_process import line_of, points_of
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.graph.views.ports import with_ports
+from lightning_recorder.graph.views.sides import sides
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import Net, X, linear
 from tests.graph.svg import Item, Picture, Text, read_svg
@@ -96,13 +106,21 @@ def covered_labels(picture: Picture) -> Iterator[tuple[str, str]]:
                 yield label.content, other.content
 
 
-def backward_edges(picture: Picture, direction: Direction = "TB") -> list[str]:
-    """Return the lines of which the target begins before the end of the source, in the direction of the flow."""
+def backward_edges(picture: Picture, direction: Direction = "TB", upwards: Collection[str] = ()) -> list[str]:
+    """Return the lines of which the target begins before the end of the source, in the direction of the flow.
+
+    Args:
+        picture: The picture.
+        direction: The direction of the flow.
+        upwards: The nodes of the second side of a U-Net, at which lines end that go upwards or across.
+    """
     found = []
     for item in picture.items:
         if item.kind == "edge":
             one, other = (picture.named(end) for end in item.name.split("->"))
             back = other.top < one.bottom if direction == "TB" else other.left < one.right
+            if other.name in upwards:
+                back = one.top < other.bottom if one.name in upwards else other.left < one.right
             found += [item.name] if back and one is not other else []
     return found
 
@@ -110,6 +128,7 @@ def backward_edges(picture: Picture, direction: Direction = "TB") -> list[str]:
 def out_of_order(picture: Picture, view: Graph, direction: Direction = "TB") -> list[tuple[str, str]]:
     """Return pairs of modules in one frame, on one sheet, of which the later one begins before the earlier one."""
     sheet = sheets_in(picture, view, direction)
+    is_facing = bool(GraphvizRenderer(view, direction=direction)._between)
     found = []
     for call in view.nodes:
         placed = [
@@ -118,6 +137,7 @@ def out_of_order(picture: Picture, view: Graph, direction: Direction = "TB") -> 
         for (one, first), (other, second) in pairwise(placed):
             # Where both begin at one height, the titles of frames differ.
             ahead = first.top - second.top if direction == "TB" else first.left - second.left
+            ahead = second.bottom - first.bottom if is_facing and sheet[one.id] else ahead
             if ahead > 60 and sheet[one.id] == sheet[other.id]:
                 found.append((one.name, other.name))
     return found
@@ -132,7 +152,8 @@ def sheets_in(picture: Picture, view: Graph, direction: Direction = "TB") -> dic
     """Return the sheet of each node of a view, or of the first node inside it."""
     renderer = GraphvizRenderer(view, direction=direction)
     ids = {number: min(on) for number, on in renderer._sheets_of.items()}
-    assert max(ids.values()) == 0 or any(item.name.startswith("in_") for item in picture.items)
+    between = max(ids.values()) == 0 or renderer._between
+    assert between or any(item.name.startswith("in_") for item in picture.items)
     return ids
 
 
@@ -159,7 +180,9 @@ def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -
     path = drawing.save(tmp_path / "graph.svg")
     picture = read_svg(path)
     onward = {f"n{e.source}->n{e.target}" for e in with_ports(drawing.view).edges if not e.relates("next")}
-    assert [line for line in backward_edges(picture, direction) if line in onward] == []
+    renderer = GraphvizRenderer(drawing.view, direction=direction)
+    upwards = {f"n{number}" for number, side in renderer._sheet.items() if renderer._between and side}
+    assert [line for line in backward_edges(picture, direction, upwards) if line in onward] == []
     assert out_of_order(picture, drawing.view, direction) == OUT_OF_ORDER.get((name, direction), [])
     assert set(edges_over_titles(path)) == set()
     assert set(covered_labels(picture)) == set()
@@ -239,7 +262,7 @@ def test_a_tensor_that_changes_its_sheet_is_named_at_both_ends(tmp_path: Path) -
             x = part(x)
             kept.append(x)
         for part in net.up.children():
-            x = part(x + kept.pop())
+            x = part(x + kept.pop(0))
         return x
 
     def blocks() -> dict[str, nn.Module]:
@@ -380,3 +403,69 @@ def test_a_sheet_has_no_gaps_from_another_one(tmp_path: Path) -> None:
     gaps = [after.top - before.bottom for before, after in pairwise(layers) if after.top > before.top]
     assert "cluster_sheet_2" in drawing.visual_graph.source
     assert max(gaps) - min(gaps) <= 1
+
+
+def test_the_sides_of_a_unet_face_each_other(tmp_path: Path) -> None:
+    """The second side is drawn upwards beside the first one, and each skip connection is a straight line across."""
+    net, batch, keywords = ARCHITECTURES["U-Net"]()
+    with torch.no_grad():
+        drawing = draw(capture_graph(net, *batch, **keywords))
+    renderer = GraphvizRenderer(drawing.view)
+    *skips, last = renderer._between
+    assert [drawing.view[edge.target].name for edge in skips] == ["cat", "cat"]
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    middles = {item.name: (item.top + item.bottom) / 2 for item in picture.nodes()}
+    assert all(abs(middles[f"n{edge.source}"] - middles[f"n{edge.target}"]) < 1 for edge in skips)
+    assert all(picture.named(f"n{e.source}").right < picture.named(f"n{e.target}").left for e in (*skips, last))
+    outputs = [node.id for node in drawing.view.nodes if node.kind == "output"]
+    assert all(middles[f"n{outputs[0]}"] < middles[f"n{edge.target}"] for edge in (*skips, last))
+
+
+def test_other_graphs_have_no_sides() -> None:
+    """Nested residual connections of one shape, and those that are used in the order of their making, are no U-Net."""
+
+    def nested(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return x + net.d(y + net.c(net.b(y)))  # type: ignore[no-any-return]  # the attributes are not declared
+
+    def in_order(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = net.b(y)
+        return net.d(net.c(z) + x) + y + z  # type: ignore[no-any-return]  # the attributes are not declared
+
+    for forward in (nested, in_order):
+        net = Net(forward, a=linear(), b=linear(), c=linear(), d=linear())
+        assert sides(fit_view(capture_graph(net, X))) is None
+
+
+def test_a_line_inside_a_frame_does_not_leave_it(tmp_path: Path) -> None:
+    """The line around a block inside of a repeated part stays inside the frame of the part, also on one sheet."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for block in net.blocks:
+            x = x + block(x)
+        return x
+
+    net = Net(forward, blocks=nn.ModuleList(nn.Sequential(linear(), nn.ReLU(), linear()) for _ in range(3)))
+    picture = read_svg(draw(net, X).save(tmp_path / "graph.svg"))
+    frame = next(item for item in picture.items if item.kind == "cluster" and "×3" in item.lines[0])
+    inside = {item.name for item in picture.nodes() if frame.top < item.top and item.bottom < frame.bottom}
+    lines = [item for item in picture.items if item.kind == "edge" and set(item.name.split("->")) <= inside]
+    assert len(lines) == 5
+    assert all(frame.left <= line.left and line.right <= frame.right for line in lines)
+
+
+def test_the_input_is_above_the_frame_that_takes_it(tmp_path: Path) -> None:
+    """A frame that begins with a constant does not begin beside the input of the model."""
+
+    def inner(net: Any, x: Tensor) -> Tensor:
+        return net.fc(x) * (1 + net.scale)  # type: ignore[no-any-return]  # the attributes are not declared
+
+    part = Net(inner, fc=linear(), act=nn.ReLU())
+    part.scale = nn.Parameter(torch.ones(4))
+    net = Net(lambda net, x: net.part(x), part=part)
+    drawing = draw(net, X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    start = next(node for node in drawing.view.nodes if node.kind == "input")
+    frame = next(item for item in picture.items if item.kind == "cluster")
+    assert picture.named(f"n{start.id}").bottom <= frame.top

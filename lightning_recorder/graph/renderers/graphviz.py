@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 from typing_extensions import override
@@ -23,9 +23,9 @@ from lightning_recorder.graph.renderers.graphviz_styler import (
     GraphvizStyler,
     small,
 )
-from lightning_recorder.graph.renderers.labels import short_name, shown_shapes, shown_times
+from lightning_recorder.graph.renderers.labels import in_bracket, short_name, shown_shapes, shown_times
 from lightning_recorder.graph.renderers.order import constraints
-from lightning_recorder.graph.renderers.sheets import label_size, rows, sheets
+from lightning_recorder.graph.renderers.sheets import facing, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.graph.views.ports import with_ports
 from lightning_recorder.signatures import with_replacements
@@ -120,6 +120,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         flat = direction in ("LR", "RL")
         drawn = [node.id for node in drawn_nodes(graph)]
         self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
+        self._between: list[Edge] = []
+        """The edges from the first side of a U-Net to the second, which is drawn upwards beside it."""
+        if wrap and direction == "TB" and (sides := facing(graph, self._sizes)):
+            self._sheet, self._between = sides
         self._rows = rows(graph, self._sizes, flat=flat) if wrap else []
         self._sheets_of: dict[int, set[int]] = {}
         """The sheets on which each node, or anything inside it, is drawn."""
@@ -242,7 +246,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     def _crosses(self, edge: Edge) -> bool:
         """Return True if an edge is drawn in two pieces, on two sheets."""
-        return self._sheet[edge.source] != self._sheet[edge.target]
+        return self._sheet[edge.source] != self._sheet[edge.target] and edge not in self._between
 
     def _origin(self, edge: Edge) -> tuple[int, tuple[int, ...]]:
         """Return the node that computes the tensor of an edge, before any port, and its outputs."""
@@ -299,6 +303,17 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
                     return outer[-1]
         return None
 
+    @override
+    def render_nodes(self, canvas: Digraph, nodes: Iterable[Node]) -> None:
+        for note, run in groupby(nodes, lambda each: each.note if in_bracket(each, self.graph) else ""):
+            part = list(run)
+            if not note or not self.frames:
+                super().render_nodes(canvas, part)
+                continue
+            with canvas.subgraph(name=f"cluster_bracket_{part[0].id}") as frame:
+                frame.attr(**_movable(self.styler.style_scope(note)))
+                super().render_nodes(frame, part)
+
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""
         scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(LOSS))
@@ -319,9 +334,12 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         ends = edge.source, edge.target
         further = {"weight": self._weight} if ends in self._main else {}
         start = f"n{edge.source}"
-        if (sheet := self._sheet[edge.target]) != self._sheet[edge.source]:
+        if edge in self._between:
+            number = len(self._between) - 1 - self._between.index(edge)
+            further = {"constraint": "false", **({"color": self._color(number)} if number else {})}
+        elif self._crosses(edge):
             number = self._numbers[self._origin(edge)]
-            start, further = f"in_{number}_{sheet}", {**further, "color": self._color(number)}
+            start, further = f"in_{number}_{self._sheet[edge.target]}", {**further, "color": self._color(number)}
         elif edge in self._further_loops:
             side = "w" if self.direction in ("TB", "BT") else "s"
             further = {"tailport": side, "headport": side}
@@ -337,7 +355,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         for first, second in constraints(self.graph):
             if self._sheet[first] == self._sheet[second]:
-                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen="0")
+                # Below an input begins a frame.
+                least = "1" if self.graph[first].kind == "input" else "0"
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen=least)
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")

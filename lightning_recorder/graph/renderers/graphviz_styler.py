@@ -71,6 +71,7 @@ PAPER: dict[Kind, dict[str, str]] = {
 _SIGNS = {"add": "+", "mul": "×"}
 _ALWAYS_IN_PLACE = ("setitem", "set_data")
 _SIGN = {"shape": "circle", "width": "0.28", "fixedsize": "true"}
+_WIDE = {"shape": "ellipse", "width": "0.46", "height": "0.28"}
 
 LOSS = "loss"  # prefix of the scopes of losses
 
@@ -155,6 +156,7 @@ class GraphvizStyler:
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
             **(_SIGN if (sign := "" if self.details else _sign(node, graph)) else {}),
+            **(_WIDE if sign and node.note == IN_PLACE else {}),
             "label": sign or _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self._address(node),
@@ -178,7 +180,7 @@ class GraphvizStyler:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
         about = (labels.shown_class(node), labels.size(node))
-        lines = (*about, labels.same_weights(node, graph), labels.repetition(node, graph), labels.tied_to(node))
+        lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
             # Short lines, since the layout looks for a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(small(line) for line in lines if line)]),
@@ -191,25 +193,26 @@ class GraphvizStyler:
         }
 
     def style_scope(self, scope: str) -> dict[str, str]:
-        """Return the Graphviz attributes of the cluster around a loss."""
+        """Return the Graphviz attributes of the cluster around a loss, or nodes that are all recomputed or vmapped."""
         return {
             "label": f"<{small(scope)}>",
             "tooltip": dot_attribute(scope),
-            "color": "#000000" if self.paper else "#d55e00",
+            "color": "#000000" if self.paper else "#d55e00" if scope.startswith(LOSS) else "#5f5f5f",
             "style": "rounded,dashed",
         }
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge.
 
-        The label shows the number of tensors if there are several, and their places among the outputs of the source if
-        they are used in another order, such as the swapped states of an LSTM cell. An edge to the next repetition of a
-        folded call is dashed.
+        The label shows the number of tensors if there are several, or the parts of a divided tensor that are used in
+        several places, and their places among the outputs of the source if they are used in another order, such as the
+        swapped states of an LSTM cell. An edge to the next repetition of a folded call is dashed.
         """
         times, across = labels.times(edge, graph), labels.shown_across(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [across] if across else []
-        words += [f"×{times}"] if times > 1 else []
+        part = labels.shown_part(edge, graph)
+        words += [part] if part else [f"×{times}"] if times > 1 else []
         places = ", ".join(map(str, edge.outputs))
         words += [f"outputs {places}"] if list(edge.outputs) != sorted(edge.outputs) else []
         about = f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else ""
@@ -218,6 +221,10 @@ class GraphvizStyler:
         style |= _NEXT if edge.relates("next") else {}
         style |= {"color": "#000000"} if self.paper else {}
         return {**style, "label": f"<{small(' '.join(['', *words, '']))}>"} if words else style
+
+
+def _repetition(node: Node, graph: Graph) -> str:
+    return "" if labels.in_bracket(node, graph) else labels.repetition(node, graph)
 
 
 def _sign(node: Node, graph: Graph) -> str:
@@ -232,6 +239,8 @@ def _sign(node: Node, graph: Graph) -> str:
 
 def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
+    if name.startswith(f"{node.type_name}#") and not node.total_parameters:
+        name = node.type_name  # one of several that have no name in the model and are alike
     # As torch names it.
     name += "_" if node.kind == "op" and node.note == IN_PLACE and node.name not in _ALWAYS_IN_PLACE else ""
     name = f"{name} {labels.shown_times(node)}".strip()
@@ -240,9 +249,8 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         lines.append(small(about))
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
-    if again := labels.same_weights(node, graph):
-        lines.append(small(again))
-    if (again := labels.repetition(node, graph)) and "note" not in details:
+    lines += [small(each) for each in (labels.same_weights(node, graph), labels.unused(node, graph)) if each]
+    if (again := _repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
     if node.failed:
         lines.append(small("failed here"))

@@ -8,6 +8,7 @@ __all__ = [
     "caption",
     "class_and_size",
     "full_name",
+    "in_bracket",
     "own_name",
     "repetition",
     "same_weights",
@@ -15,12 +16,14 @@ __all__ = [
     "short_name",
     "shown_across",
     "shown_class",
+    "shown_part",
     "shown_shapes",
     "shown_times",
     "size",
     "tied_to",
     "times",
     "title",
+    "unused",
 ]
 
 _LONGEST_NAME = 60  # characters
@@ -129,10 +132,26 @@ def repetition(node: Node, graph: Graph) -> str:
     return node.note if node.note.startswith((RECOMPUTED, VMAPPED)) and node.note != around else ""
 
 
+def in_bracket(node: Node, graph: Graph) -> bool:
+    """Return True if the node before or behind is recomputed or vmapped as well, so that one frame says it of all."""
+    beside = graph.children(graph[node.parent]) if node.parent is not None else []
+    at = beside.index(node) if node in beside else 0
+    return bool(repetition(node, graph)) and any(
+        each.note == node.note for each in (*beside[max(0, at - 1) : at], *beside[at + 1 : at + 2])
+    )
+
+
 def same_weights(node: Node, graph: Graph) -> str:
     """Return ``same weights as call 1`` for a later call of a module, unless that is true of the call around it."""
     known = node.kind == "module" and node.call > 1 and not _follows_around(node, graph)
     return "same weights as call 1" if known and (node.total_parameters or node.parameters) else ""
+
+
+def unused(node: Node, graph: Graph) -> str:
+    """Return ``not used for the loss``, or ``output``, for a call whose result nothing takes; else an empty text."""
+    kinds = {each.kind for each in graph.nodes} & {"backward", "output"}
+    alone = node.kind == "module" and node.outputs and not graph.out_of(node) and not graph.children(node)
+    return f"not used for the {'loss' if 'backward' in kinds else 'output'}" if alone and kinds else ""
 
 
 def tied_to(node: Node) -> str:
@@ -196,6 +215,11 @@ def _which(group: int, words: list[str], edge: Edge, graph: Graph) -> str:
     alike = [one[node] for node in possible].count(one[group]) > 1
     outer = " outer" if group == possible[-1] else " inner"
     return f" of{outer if alike else ''} ×{one[group]}"
+
+
+def shown_part(edge: Edge, graph: Graph) -> str:
+    """Return the part of a tensor that an edge takes, such as ``2`` of a ``chunk``; empty if no edge takes another."""
+    return edge.part if any(each.part != edge.part for each in graph.out_of(graph[edge.source])) else ""
 
 
 def times(edge: Edge, graph: Graph) -> int:

@@ -75,6 +75,9 @@ class _Order:
         first = self._entry(call)
         if call.parent is not None and first is not None:
             starts = [each for each in self._starts(call) if each != first]
+            # The input of the model is drawn above the first frame that takes it, not beside it.
+            inputs = [each.source for each in self._onward if each.target == first]
+            wanted += [(one, each) for one in inputs if self._graph[one].kind == "input" for each in starts]
             # At the beginning, a constant is drawn near its users, unless many steps lead from it to the data.
             late = self._depth.get(first, 0) > _EARLY
             wanted += [

@@ -1,4 +1,4 @@
-"""The division of a picture that is longer than a page into sheets beside each other."""
+"""The division of a picture into sheets beside each other: a long one, or the two sides of a U-Net."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.views.sides import sides
 
-__all__ = ["label_size", "rows", "sheets"]
+__all__ = ["facing", "label_size", "rows", "sheets"]
 
 _PAGE = 1800.0  # points; a shorter picture is one sheet
 _RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
@@ -20,6 +21,7 @@ _SHEETS_GOAL = 2.5  # the same for several sheets, whose frames the estimated br
 _MOST = 8  # sheets
 _WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
 _RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
+_BESIDE = 100.0  # the room between the sides of a U-Net
 _LANE = 14.0  # the room of an edge beside a node
 # The mean width of a character of DejaVu Sans and the height of a line, as fractions of the font size.
 _REGULAR, _BOLD, _LINE = 0.6, 0.69, 1.17
@@ -50,6 +52,17 @@ def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool
         flat: True if the data flows across the page.
     """
     return _Plan(graph, sizes, flat).sheets()
+
+
+def facing(graph: Graph, sizes: Mapping[int, tuple[float, float]]) -> tuple[dict[int, int], list[Edge]] | None:
+    """Return the sides of a U-Net, as :func:`~lightning_recorder.graph.views.sides.sides`, if they fit on a page.
+
+    Args:
+        graph: As for :func:`sheets`.
+        sizes: As for :func:`sheets`.
+    """
+    found, plan = sides(graph), _Plan(graph, sizes, flat=False)
+    return found if found and plan.longest(found[0]) <= _RATIO * (plan.breadth(found[0]) + _BESIDE) else None
 
 
 class _Plan:
@@ -149,19 +162,19 @@ class _Plan:
         long = max(self._end.values())
         options = [self._divided(long, number) for number in range(2, most + 1)]
         # A block that cannot be divided may be nearly as long as the picture.
-        found = [each for each in options if self._longest(each) <= _WORTHWHILE * long]
-        fitting = (each for each in found if self._longest(each) <= _SHEETS_GOAL * self._breadth(each))
+        found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
+        fitting = (each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each))
         one = dict.fromkeys((node.id for node in self._nodes), 0)
-        return next(fitting, min(found, key=self._longest, default=one))
+        return next(fitting, min(found, key=self.longest, default=one))
 
-    def _breadth(self, sheet: Mapping[int, int]) -> float:
+    def breadth(self, sheet: Mapping[int, int]) -> float:
         """Return the estimated breadth of all sheets beside each other, in points."""
         on: dict[int, set[int]] = {}
         for node, number in sheet.items():
             on.setdefault(number, set()).add(node)
         return sum(map(self._across, on.values()))
 
-    def _longest(self, sheet: Mapping[int, int]) -> float:
+    def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
         ends: dict[int, list[float]] = {}
         for node, number in sheet.items():

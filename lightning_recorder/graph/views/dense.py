@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ DENSE = "each takes all before it"
 """The end of the note of a closed block."""
 
 _LEAST = 5  # parts; the edges of fewer can be followed
-_SHARE = 0.7  # of all pairs of parts
+_SHARE = 0.7  # of the parts before each part: a chain with one tensor for all of its parts has fewer
 
 
 def close_dense(graph: Graph) -> Graph:
@@ -46,11 +47,11 @@ def _dense_calls(graph: Graph) -> Iterator[tuple[Node, int]]:
                 pairs.setdefault(parent, set()).add((source[parent], part))
                 break
     for call in graph.module_calls():
-        parts = {child.id for child in graph.children(call) if child.kind == "module"}
+        parts = [child.id for child in graph.children(call) if child.kind == "module"]
         inside = pairs.get(call.id, set())
         cats = {child.id for child in graph.children(call) if child.name == "cat"}
         # The results are joined in the call itself, or in each of its parts.
         inside |= {(one, goal) for one, cat in inside if cat in cats for start, goal in inside if start == cat}
-        joined = sum(source in parts and target in parts for source, target in inside)
-        if len(parts) >= _LEAST and joined >= _SHARE * len(parts) * (len(parts) - 1) / 2:
+        taken = Counter(target for source, target in inside if source in parts and target in parts)
+        if len(parts) >= _LEAST and all(taken[part] >= _SHARE * before for before, part in enumerate(parts)):
             yield call, len(parts)

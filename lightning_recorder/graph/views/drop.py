@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import get_args
@@ -57,6 +58,8 @@ PLUMBING = frozenset(
 )
 """Functions that move or rename values without computing any."""
 
+_LONGEST_INDEX = 14  # characters; a longer one is no name of a part
+
 
 def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
     """Remove the nodes of some kinds, with their edges.
@@ -96,10 +99,10 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
         known = node.name in names or (node.name == "cat" and len(into) < len(graph.into(node)))
         hidden = node.kind == "op" and known and not node.remark and not node.failed
         if hidden and len(into) == 1 and node.id not in related:
-            past[node.id] = past.get(into[0].source, into[0])
+            past[node.id] = _led_past(into[0], past, graph)
     gone = past.keys() | {node for node in empty if all(user in past for user in users.get(node, ()))}
     kept = [node for node in graph.nodes if node.id not in gone]
-    edges = [_led_past(edge, past) for edge in graph.edges if edge.target not in gone]
+    edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in gone]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
 
 
@@ -107,10 +110,25 @@ def _is_empty(node: Node) -> bool:
     return bool(node.outputs) and all(0 in meta.shape for meta in node.outputs)
 
 
-def _led_past(edge: Edge, past: Mapping[int, Edge]) -> Edge:
+def _led_past(edge: Edge, past: Mapping[int, Edge], graph: Graph) -> Edge:
     """Return an edge from the shown node that computes its values; its tensor is still the one that enters."""
     shown = past.get(edge.source)
-    return edge if shown is None else replace(edge, source=shown.source, outputs=shown.outputs)
+    if shown is None:
+        return edge
+    part = shown.part + _part(graph[edge.source], edge)
+    return replace(edge, source=shown.source, outputs=shown.outputs, part=part)
+
+
+def _part(node: Node, edge: Edge) -> str:
+    """Return the part of its input that a hidden function passes on by an edge, such as ``2`` or ``[:, 4:]``."""
+    if len(node.outputs) > 1:
+        return ", ".join(map(str, edge.outputs or (0,)))
+    arguments = dict(node.arguments)
+    if node.name == "select":
+        return f"[{arguments.get('index', '0')}]"
+    index = arguments.get("index", "") if node.name == "getitem" else ""
+    index = re.sub(r"^\.\.\., |(, :)+$|[()]|,(?=\))", "", index)
+    return f"[{index}]" if re.search("[0-9]", index) and "None" not in index and len(index) <= _LONGEST_INDEX else ""
 
 
 def drop_isolated(graph: Graph) -> Graph:

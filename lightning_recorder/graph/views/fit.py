@@ -18,11 +18,13 @@ from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.own_tensors import own_tensors, with_copies
 from lightning_recorder.graph.views.rebuild import rebuilt
+from lightning_recorder.graph.views.sides import longest, sides
 
 __all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
 # The number of closed calls that are opened as examples, and the size of a graph up to which this takes little time.
 _MOST_TRIALS, _MOST_OPENED = 8, 4000
+_LONGEST_SIDE = 22  # nodes of a U-Net below each other
 _MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
@@ -99,6 +101,16 @@ def fit_view(
         opened |= largest
         further, fits = fitting(level, opened)
         view = further if fits else view
+    if depth is None and not all and fits and (found := sides(view)):
+        # The sides of a U-Net fit beside each other if their blocks are closed.
+        for shallower in range(level, 0, -1):
+            closed, _ = fitting(shallower)
+            both = sides(closed)
+            if both is None or len(both[1]) < len(found[1]):
+                break
+            view, level, opened = closed, shallower, frozenset()
+            if longest(view, both[0]) <= _LONGEST_SIDE:
+                break
     if depth is None and fits and len(graph.nodes) <= _MOST_OPENED:
         view = _with_examples(view, whole, max_nodes, lambda more: fitting(level, opened | more))
     return view
@@ -125,6 +137,9 @@ def _with_examples(
         held = held or contents_of(whole)
         example = frozenset(each.id for each in whole.module_calls() if held[each.id] == held[call.id])
         further, fits = fitting(opened | example)
+        both = sides(view)
+        beside = sides(further) if both else None
+        fits = fits and (not both or (beside is not None and longest(further, beside[0]) <= _LONGEST_SIDE))
         if fits and 3 * len(drawn_nodes(further)) <= 2 * max_nodes:
             view, opened = further, opened | example
     return view

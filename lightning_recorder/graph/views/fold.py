@@ -382,8 +382,10 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
         # The tensors of the repetitions before are in the last port.
         place = later if "first" in words or not words else run.back
         edge = _moved(known[place][key], pairs, number, target=node)
-        if number != edge.multiplicity or (not words and _differ_in_outputs(siblings, node, run, key[0])):
+        if number != edge.multiplicity or (not words and _differ(siblings, node, run, key[0])):
             edge = replace(edge, outputs=())
+        if edge.part and _differ(siblings, node, run, key[0], parts=True):
+            edge = replace(edge, part="")
         across: tuple[tuple[int, Repetition], ...] = tuple((group, word) for word in words)
         if not words and key[0][0] == "unit" and edge.relates("next"):
             across = ((group, "same"),)
@@ -394,14 +396,14 @@ def _repeated(siblings: Siblings, node: int, run: Run, group: int, pairs: Mappin
     return found
 
 
-def _differ_in_outputs(siblings: Siblings, node: int, run: Run, spot: Key) -> bool:
-    """Return True if a node takes other outputs of a source outside of a run in other units."""
-    if spot[0] != "out" or len(siblings.graph.nodes[spot[1]].outputs) < 2:
+def _differ(siblings: Siblings, node: int, run: Run, spot: Key, *, parts: bool = False) -> bool:
+    """Return True if a node takes other outputs, or parts, of a source outside of a run in other units."""
+    if spot[0] != "out" or (len(siblings.graph.nodes[spot[1]].outputs) < 2 and not parts):
         return False
     position, offset = siblings.place[node]
     same = (siblings.subtrees[position + unit - run.start][offset] for unit in run.units())
     into = (edge for each in same for edge in siblings.graph.into.get(each, ()))
-    return len({edge.outputs for edge in into if edge.source == spot[1]}) > 1
+    return len({edge.part if parts else edge.outputs for edge in into if edge.source == spot[1]}) > 1
 
 
 def _span(names: Sequence[str]) -> str:

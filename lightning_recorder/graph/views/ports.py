@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition
@@ -69,6 +69,7 @@ class _Ports:
         """The number of tensors in the picture that each new edge represents."""
         self._ports: dict[int, list[Node]] = {}
         self._free = max(node.id for node in graph.nodes) + 1
+        self._several = {node.id for node in graph.nodes if len(node.outputs) > 1}
         self._inside: dict[int, set[int]] = {}
         for node in graph.nodes:
             for around in graph.ancestors(node):
@@ -113,12 +114,14 @@ class _Ports:
     def join_inputs(self, call: Node) -> None:
         """Lead the tensors that several nodes inside a call take from the same node outside through ports."""
         inside = self._inside[call.id]
-        groups: dict[Tensor, list[Edge]] = {}
+        groups: dict[tuple[Tensor, str], list[Edge]] = {}
         for edge in self._entering.get(call.id, ()):
             # A relation to repetitions inside the call would not hold at its port.
             if edge not in self._instead and inside.isdisjoint(each for each, _ in edge.across):
-                groups.setdefault((edge.source, edge.across, edge.outputs), []).append(edge)
-        for tensor, edges in groups.items():
+                # The places of the outputs of a closed call are not known, but a tensor has one dtype.
+                dtype = edge.tensor.dtype if edge.source in self._several and edge.tensor else ""
+                groups.setdefault(((edge.source, edge.across, edge.outputs), dtype), []).append(edge)
+        for (tensor, _), edges in groups.items():
             if len(edges) > 1:
                 self._add_port(call, "", [tensor], edges)
 
@@ -168,11 +171,14 @@ class _Ports:
         self._ports.setdefault(call.id, []).append(port)
         for around in (call, *self._graph.ancestors(call)):
             self._inside[around.id].add(port.id)
-        outer = [Edge(one, port.id, 1, edges[0].tensor, across, outputs) for one, across, outputs in tensors]
+        whole = _common(edge.part for edge in edges)
+        outer = [Edge(one, port.id, 1, edges[0].tensor, across, outputs, whole) for one, across, outputs in tensors]
         shown: dict[int, int] = {}
+        parts: dict[int, list[str]] = {}
         for edge in edges:
             shown[edge.target] = max(self._shown(edge), shown.get(edge.target, 0))
-        inner = [Edge(port.id, target, 1, edges[0].tensor) for target in shown]
+            parts.setdefault(edge.target, []).append("" if whole else edge.part)
+        inner = [Edge(port.id, target, 1, edges[0].tensor, part=_common(parts[target])) for target in shown]
         for edge in outer:
             self._register(edge, port)
         self._replace(edges, [*outer, *inner], [*(max(1, len(each.outputs)) for each in outer), *shown.values()])
@@ -189,6 +195,12 @@ class _Ports:
         for edge, number in zip(new, times, strict=True):
             self._instead[first.get(edge.target, old[0])].append(edge)
             self._times[edge] = number
+
+
+def _common(words: Iterable[str]) -> str:
+    """Return the word that is the same in all places, else an empty one."""
+    different = set(words)
+    return different.pop() if len(different) == 1 else ""
 
 
 def _words(edge: Edge, call: Node) -> list[Repetition]:

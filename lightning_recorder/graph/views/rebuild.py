@@ -49,7 +49,8 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
         before = joined.get(key)
         if before is not None:
             number = edge.multiplicity + before.multiplicity
-            joined[key] = replace(before, multiplicity=number, outputs=joined_outputs(before, edge))
+            part = ", ".join(dict.fromkeys(each for each in (before.part, edge.part) if each))
+            joined[key] = replace(before, multiplicity=number, outputs=joined_outputs(before, edge), part=part)
         elif ends == (edge.source, edge.target):
             joined[key] = edge
         else:

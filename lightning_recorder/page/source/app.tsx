@@ -441,6 +441,16 @@ function Extremes(props: { run: Run; change: (part: Partial<State>) => void }) {
       <small>{each.recorder.title}: {each.statistic} {format(each.value)}, the median of all layers is {format(each.middle)}</small></li>))}</ul></div>;
 }
 
+/** The address of what is shown. In TensorBoard it is that of the tab, which has the place on the page. */
+function address(): string {
+  try {
+    if (parent.location.hash.startsWith("#lightning_recorder")) return parent.location.href;
+  } catch {
+    // The frame is in a page of another origin.
+  }
+  return location.href;
+}
+
 /** A button that copies the address of what is shown. */
 function CopyLink(props: { live: boolean }) {
   const [said, setSaid] = useState("");
@@ -449,7 +459,7 @@ function CopyLink(props: { live: boolean }) {
   if (!isFile && !props.live) return null;
   const what = isFile ? "copied; it opens this file on this machine" : "copied; it works while the server runs";
   return <span class="copy"><button type="button" onClick={() => {
-    navigator.clipboard.writeText(location.href).then(() => setSaid(what), () => setSaid("copy the address of this page"));
+    navigator.clipboard.writeText(address()).then(() => setSaid(what), () => setSaid("copy the address of this page"));
     setTimeout(() => setSaid(""), 4000);
   }}>copy link</button><span role="status">{said}</span></span>;
 }

@@ -8,21 +8,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Edge, Graph, GraphvizStyler, Node, capture_graph, fit_view
+from lightning_recorder.graph import Edge, Graph, GraphvizRenderer, GraphvizStyler, Node, capture_graph, fit_view
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
+    in_bracket,
     same_weights,
     short_count,
     short_name,
     shown_across,
+    shown_part,
     shown_shapes,
     shown_times,
     size,
     tied_to,
     times,
     title,
+    unused,
 )
 from tests.graph.nets import Net, X, linear, stack
 from tests.graph.sketch import Sketch
@@ -201,3 +204,57 @@ def test_functions_in_place_are_marked() -> None:
     )
     assert {node.note for node in unmarked.nodes} == {""}
     assert view.structural_hash() == unmarked.structural_hash()
+
+
+def test_a_result_that_nothing_takes_is_marked() -> None:
+    """A module whose result reaches no output says so; one whose result is used does not."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.spare(x)
+        return net.used(x)  # type: ignore[no-any-return]  # the attributes of a Net are not declared
+
+    view = fit_view(capture_graph(Net(forward, spare=linear(), used=linear()), X))
+    assert {node.name: unused(node, view) for node in view.module_calls() if node.name} == {
+        "spare": "not used for the output",
+        "used": "",
+    }
+
+
+def test_consecutive_notes_are_one_bracket() -> None:
+    """Several calls that a checkpoint repeats have one frame that says so, and a single one says it itself."""
+    calls = [Node(at, "module", f"part{at}", 0, 1, note="recomputed" if at != 3 else "") for at in range(1, 6)]
+    view = Graph((Node(0, "module", "", None, 0), *calls[:3], *calls[3:4]), ())
+    assert [in_bracket(each, view) for each in view.nodes[1:]] == [True, True, False, False]
+    document = GraphvizRenderer(view).render().source
+    assert document.count("cluster_bracket_1") == document.count(">recomputed<") - 1 == 1
+
+
+def test_parts_of_a_tensor_are_named() -> None:
+    """Edges that take different parts of one tensor name them; those that take the same part do not."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one, other = net.fc(x).chunk(2, dim=-1)
+        return one.tanh() * other.sigmoid() + x[..., 2:].relu()
+
+    view = fit_view(capture_graph(Net(forward, fc=linear(), act=nn.ReLU()), X))
+    shown = {view[edge.target].name: shown_part(edge, view) for edge in view.edges}
+    assert {name: shown[name] for name in ("tanh", "sigmoid", "relu", "mul")} == {
+        "tanh": "0",
+        "sigmoid": "1",
+        "relu": "[2:]",
+        "mul": "",
+    }
+
+
+def test_steps_of_a_loop_have_no_part() -> None:
+    """An edge of a folded loop names no part if each step takes another one."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y, steps = x, net.fc(x).relu()
+        for at in range(4):
+            y = net.cell(y + steps[:, at : at + 1]).tanh()
+        return y + steps[:, 0:1]
+
+    view = fit_view(capture_graph(Net(forward, fc=linear(), cell=linear()), X))
+    assert 4 in {node.repeats for node in view.nodes}
+    assert [edge.part for edge in view.edges if view[edge.source].name == "relu"] == ["", "[:, 0:1]"]

@@ -284,6 +284,24 @@ def test_a_dense_block_is_one_node(layers: int) -> None:
     assert ("part0" in {node.name.rpartition(".")[2] for node in view.nodes}) == (layers == 4)
 
 
+def test_a_table_for_all_blocks_makes_no_dense_block() -> None:
+    """A chain of blocks that all take the result of one other part is drawn as it is."""
+
+    def blocks(net: Any, x: Tensor) -> Tensor:
+        table = net.table(x)
+        for block in net.blocks:
+            x = block(x, table)
+        return x
+
+    def block(net: Any, x: Tensor, table: Tensor) -> Tensor:
+        return net.fc(x).relu() + table  # type: ignore[no-any-return]  # the attributes are not declared
+
+    parts = nn.ModuleList(Net(block, fc=linear()) for _ in range(4))
+    view = fit_view(_with_output(Net(blocks, table=linear(), blocks=parts)), fold=False)
+    assert [node.note for node in view.nodes if node.note] == []
+    assert sum(node.name.endswith(".fc") for node in view.nodes) == 4
+
+
 def _with_output(net: nn.Module) -> Graph:
     """Return the graph of a model with its output."""
     return record(net, "net", input_data=(X,))

@@ -1,0 +1,72 @@
+"""The two sides of a U-Net."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from lightning_recorder.graph.model import Edge, Graph
+
+__all__ = ["longest", "sides"]
+
+_FEWEST = 2  # skip connections between the sides; one more if they have the same shape
+
+
+def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
+    """Return the side of each drawn node, 0 or 1, and the edges from one side to the other; None if it is no U-Net.
+
+    The tensors that one side passes to the other are used in the opposite order, by calls of one kind. The last edge
+    leads from the end of the first side to the beginning of the second. A tensor that several nodes of the second side
+    take, such as the embedding of a time step, is not among the edges. A repeated block is on one side.
+
+    Args:
+        graph: A view.
+    """
+    nodes = [node for node in graph.nodes[1:] if not graph.children(node)]
+    place = {node.id: number for number, node in enumerate(nodes)}
+    onward = [e for e in graph.edges if not e.relates("next") and place[e.source] < place[e.target]]
+    around = [{each.id: each.repeats for each in graph.ancestors(node)} for node in nodes]
+    found: dict[tuple[int, int, int], tuple[int, list[Edge]]] = {}
+    for cut in range(2, len(nodes)):
+        across: dict[int, list[Edge]] = {}
+        for edge in onward:
+            if place[edge.source] < cut <= place[edge.target]:
+                across.setdefault(edge.source, []).append(edge)
+        single = [users[0] for _, users in sorted(across.items(), key=lambda each: place[each[0]]) if len(users) == 1]
+        kinds = [_kind(edge, graph) for edge in single]
+        # Others, such as a target of the loss, are no skip connections.
+        common = max(kinds[:-1], key=kinds.count, default="")
+        edges = [edge for edge, kind in zip(single, kinds, strict=True) if kind == common or edge is single[-1]]
+        both = around[cut - 1].keys() & around[cut].keys()
+        calls = min(sum(node.kind == "module" for node in part) for part in (nodes[:cut], nodes[cut:]))
+        if calls >= len(edges) and _nested(edges, place) and all(around[cut][each] == 1 for each in both):
+            found[-len(edges), len(both), abs(len(nodes) - 2 * cut)] = cut, edges
+    if not found:
+        return None
+    cut, edges = found[min(found)]
+    return {number: int(at >= cut) for number, at in place.items()}, edges
+
+
+def _kind(edge: Edge, graph: Graph) -> str:
+    """Return the kind of function or module that uses a tensor."""
+    user = graph[edge.target]
+    user = graph[user.parent or graph.root.id] if user.kind == "port" else user
+    return user.name if user.kind == "op" else user.type_name
+
+
+def _nested(edges: Sequence[Edge], place: Mapping[int, int]) -> bool:
+    """Return True if edges, in the order of their sources, connect the sides of a U-Net."""
+    skips = edges[:-1]
+    shapes = {edge.tensor and edge.tensor.shape for edge in skips}
+    ordered = all(place[one.target] > place[other.target] for one, other in pairwise(edges))
+    return ordered and len(skips) >= _FEWEST + (len(shapes) < len(skips))
+
+
+def longest(graph: Graph, side: Mapping[int, int]) -> int:
+    """Return the number of nodes on the longest path inside one of the sides."""
+    length = dict.fromkeys(side, 1)
+    for node in graph.nodes:
+        for edge in graph.into(node):
+            if side[edge.source] == side[edge.target] and edge.source != edge.target and not edge.relates("next"):
+                length[edge.target] = max(length[edge.target], length[edge.source] + 1)
+    return max(length.values())
