@@ -47,6 +47,7 @@ __all__ = [
     "build_for_wheel",
     "compact_states",
     "is_fast",
+    "join_rows",
     "launch_function",
     "may_become_available",
     "norm_of",
@@ -74,14 +75,22 @@ _PORTABLE = {
 }
 """For each machine of a wheel, the flag of the compiler, and the features that the processor then must have."""
 
-_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_MOST_CONVERTED = 1 << 18  # values, as a piece of :class:`Values`
+_FLOATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_KINDS = {
+    **_FLOATS,
+    torch.bool: 3,
+    torch.uint8: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
 _Norm = Callable[[int, int, int], float]
 _Spread = Callable[[int, int, int, int, int, int, int], None]
+_Join = Callable[[int, int, int, int, int, int, int, int, int, int, int, bool], None]
 _Launch = Callable[[int, int, int, int, int, float, int, int], int]
 
 
@@ -99,6 +108,7 @@ class _Loaded:
     compactor: _Compactor | None = None
     norm: _Norm | None = None
     spread: _Spread | None = None
+    join: _Join | None = None
     launch: _Launch | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
@@ -142,13 +152,9 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
 
     Returns:
         True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
-        on the CPU, is not float32, float64, bfloat16 or a small one of integers, or is not a plain dense array.
+        on the CPU, is not float32, float64, bfloat16 or of integers, or is not a plain dense array.
     """
-    tensor = values.raw
-    is_whole = tensor.dtype in _WHOLE and tensor.is_cpu and type(tensor) in PLAIN_TYPES
-    if is_whole and _Loaded.kernel is not None and tensor.numel() <= _MOST_CONVERTED:
-        tensor = tensor.double()  # a single operation, where the other functions need about 15
-    if not _add(row, tensor, values.factor, sample):
+    if not _add(row, values.raw, values.factor, sample):
         return False
     for part in _Loaded.missing:
         part.add(row, values)
@@ -219,7 +225,7 @@ def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int)
     Returns:
         True if the state was updated; False without any change.
     """
-    kind = _KINDS.get(tensor.dtype)
+    kind = _FLOATS.get(tensor.dtype)
     if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
         return False
     if not (tensor.is_cpu and state.is_cpu):
@@ -278,6 +284,11 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
         arrays.append(numel)
     address, words = arrays.buffer_info()
     return _Loaded.norm(address, words // 2, torch.get_num_threads())
+
+
+def join_rows() -> _Join | None:
+    """Return the function that joins numbers of the rows of arrays, of which ``fused.c`` has the arguments, or None."""
+    return _Loaded.join
 
 
 class _Scratch(threading.local):
@@ -389,7 +400,7 @@ def _use(library: Path) -> str:
     """Use the functions of a library, or return the reason why not."""
     try:
         kernel, compactor, norm = _opened(library), _opened_compactor(library), _opened_norm(library)
-        spread, launch = _opened_spread(library), _opened_launch(library)
+        spread, join, launch = _opened_spread(library), _opened_join(library), _opened_launch(library)
     except (OSError, AttributeError) as error:
         return describe_error(error)
     missing = _missing(kernel)
@@ -397,7 +408,7 @@ def _use(library: Path) -> str:
         return "its code gives wrong results"
     # Other threads use the functions as soon as there is a kernel.
     _Loaded.missing, _Loaded.compactor, _Loaded.norm = missing, compactor, norm
-    _Loaded.spread, _Loaded.launch = spread, launch
+    _Loaded.spread, _Loaded.join, _Loaded.launch = spread, join, launch
     _Loaded.kernel = kernel
     return ""
 
@@ -523,6 +534,17 @@ def _opened_spread(library: Path) -> _Spread:
     return function
 
 
+def _opened_join(library: Path) -> _Join:
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).join_rows
+    number, address = ctypes.c_uint64, ctypes.c_void_p
+    function.argtypes = [
+        *[address, ctypes.c_int, ctypes.c_int, ctypes.c_int, address, address, address],
+        *[number, address, number, address, ctypes.c_int],
+    ]
+    function.restype = None
+    return function
+
+
 def _opened_launch(library: Path) -> _Launch:
     function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).launch_statistics
     number, address = ctypes.c_int64, ctypes.c_void_p
@@ -534,7 +556,7 @@ def _opened_launch(library: Path) -> _Launch:
 def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:
     """Return the parts of a row that the function does not compute, or ``None`` if it is wrong for any dtype."""
     missing: tuple[Part, ...] | None = ()
-    for dtype, kind in _KINDS.items():
+    for dtype, kind in _FLOATS.items():
         tensor, row = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu"), empty_row()
         kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, -1, 1, row.data_ptr())
         missing = missing_parts(row, Values(tensor, 2.0))
