@@ -56,10 +56,6 @@ def fits(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
     """Return True if the reserve remains free after a write.
 
     If the free space of a disk cannot be read, the write is assumed to fit.
-
-    Args:
-        path: The file or folder to write; it need not exist.
-        nbytes: The size of the write in bytes.
     """
     free = _free_bytes(_existing(Path(path)))
     return free is None or free - nbytes >= _reserve_bytes()

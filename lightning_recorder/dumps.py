@@ -247,12 +247,7 @@ def read_manifest(path: str | Path) -> list[dict[str, Any]]:
 
 
 def dumps_in(directory: Path, files: Sequence[Path] | None = None) -> list[dict[str, Any]]:
-    """Return the dumps that are listed in one folder and still exist.
-
-    Args:
-        directory: The folder.
-        files: The manifests of the folder to read; all by default.
-    """
+    """Return the dumps that are listed in one folder and still exist."""
     lines: dict[str, dict[str, Any]] = {}
     for path in manifests(directory) if files is None else files:
         for line in _lines(path):

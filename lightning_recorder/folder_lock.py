@@ -24,10 +24,6 @@ _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
 class FolderLock:
     """The right of this process to write to a folder, until the last reference to this object is gone.
 
-    Args:
-        path: The lock file.
-        file: The lock file, open and locked.
-
     Note:
         The lock is one of ``fcntl``: the operating system releases it when the process ends for any reason, forks do
         not share it, and it is valid for all machines of a network file system that has locks. On other file systems,

@@ -93,15 +93,7 @@ def as_arguments(net: nn.Module, data: Any) -> Any:
 
 
 def way_out(net: nn.Module, error: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, in_eval: str) -> str:
-    """Return a message about an error of a call with the way to avoid it, if that is known.
-
-    Args:
-        net: The net.
-        error: The error, or the message about it.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
-        in_eval: The way to call the net in eval mode.
-    """
+    """Return a message about an error of a call with the way to avoid it, if that is known."""
     if _TOO_FEW_VALUES in str(error):
         return f"{error}; {in_eval}, or give a batch of two samples"
     if _takes_one(net, args, kwargs):

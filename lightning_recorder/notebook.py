@@ -21,9 +21,9 @@ def framed(html: str, title: str, *, height_px: int, allow: str = "allow-popups"
 
     Args:
         html: The document.
-        title: What it shows. A viewer that removes frames, as of a notebook that is not trusted, shows this instead.
+        title: The title. A viewer that removes frames, as in a notebook that is not trusted, shows it instead.
         height_px: The height of the frame. Its width is that of the place around it.
-        allow: What the document may do, as for the attribute ``sandbox``.
+        allow: The permissions of the document, as for the attribute ``sandbox``.
     """
     style = f"width:100%;height:{height_px}px;border:1px solid #8888;border-radius:6px"
     instead = escape(f"{title}: trust the notebook")

@@ -13,11 +13,7 @@ __all__ = ["Lost", "Portable", "unwrap"]
 
 
 class Lost:
-    """Placeholder for a function that could not be pickled.
-
-    Args:
-        what: The argument and the function, as shown in messages.
-    """
+    """Placeholder for a function that could not be pickled."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -43,10 +39,6 @@ class Portable:
     ``copy.copy`` and ``copy.deepcopy`` share the wrapped object. A pickle contains it if ``pickle`` or, where
     installed, ``cloudpickle`` can store it. Otherwise, or if it cannot be restored, a :class:`Lost` takes its place. A
     lambda therefore never prevents its owner, such as the hyperparameters in a checkpoint, from being saved.
-
-    Args:
-        value: The object.
-        argument: The argument that the object was passed as, for messages.
     """
 
     def __init__(self, value: Any, argument: str) -> None:

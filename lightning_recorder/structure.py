@@ -339,9 +339,7 @@ _BUILT_IN: dict[type | str, _Parts] = {
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
     "transformers.cache_utils.Cache": _cache,
-    "torch_geometric.data.data.BaseData": lambda graph: _items(
-        dict(_listed(lambda each: each.to_dict().items(), graph))
-    ),
+    "torch_geometric.data.data.BaseData": _graph,
     "CacheLayerMixin": _CACHE_LAYER,
     "LinearAttentionCacheLayerMixin": _CACHE_LAYER,
 }

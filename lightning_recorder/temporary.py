@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from typing_extensions import Self
 
-__all__ = ["TemporaryFolder", "copy_whole", "remove_leftovers", "write_whole"]
+__all__ = ["TemporaryFolder", "copy_whole", "remove_leftovers", "write_bytes", "write_whole"]
 
 _SUFFIX = ".tmp"
 _PREFIX = ".lightning-recorder-"
@@ -97,6 +97,12 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically, as :func:`write_whole` does, and create its folder if necessary."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: file.write(data))
 
 
 def copy_whole(source: Path, target: Path) -> None:

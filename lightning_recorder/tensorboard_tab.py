@@ -60,7 +60,7 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
     """Shows the page of the runs below TensorBoard's ``--logdir``.
 
     Args:
-        context: What TensorBoard gives to each plugin.
+        context: The context that TensorBoard passes to each plugin.
     """
 
     plugin_name = _NAME

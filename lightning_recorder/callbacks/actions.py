@@ -16,7 +16,8 @@ from lightning_recorder.errors import describe_call, warn
 from lightning_recorder.insight import Finding
 from lightning_recorder.internals.module_tree import named_buffers_of
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.watch import KeptBatch, Reading, finding_of_action
+from lightning_recorder.watch import KeptBatch, Reading
+from lightning_recorder.watch.verdict import finding_of_action
 
 __all__ = ["ACTIONS", "StepActions"]
 
@@ -36,18 +37,6 @@ class StepActions:
 
     An action is decided before the optimizer steps. With several ranks, they agree on it in each step, so that all of
     them act, or none.
-
-    Args:
-        trainer: The trainer, with automatic optimization.
-        pl_module: The model.
-        act: The action, or a function that returns the one for a finding.
-        limit: The maximum number of actions.
-        why_not: The reason why it never acts; a function is still called.
-        rollback_steps: The number of steps that a rollback goes back at most; 0 if there is none.
-        lr_factor: The factor of a lower learning rate.
-        has_ranks: True if there are several ranks, which agree on the action in each step.
-        report: A function that receives the finding about the actions.
-        strict: Raise the errors of the function.
     """
 
     def __init__(
@@ -124,13 +113,7 @@ class StepActions:
             self._keep(logged_step(self._trainer))
 
     def before_step(self, optimizer: Any, finding: Finding | None = None, reading: Reading | None = None) -> None:
-        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often.
-
-        Args:
-            optimizer: The optimizer.
-            finding: The finding about the step on this rank, if there is one.
-            reading: The values of the step on this rank, if they are known.
-        """
+        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often."""
         if not self._has_decided:  # an optimizer may compute the gradients of a step several times
             self._has_decided = True
             wanted = ""
@@ -315,7 +298,7 @@ def _leaves_alone(optimizer: Any) -> bool:
 
 
 def _set_back(kept: KeptBatch) -> None:
-    """Set buffers and random numbers back to those before a batch, and the fractions that a model keeps.
+    """Set buffers, random numbers and the floats that a model counts with back to their values before a batch.
 
     Whole numbers, such as counts of steps, go on.
     """

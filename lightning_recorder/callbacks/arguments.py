@@ -99,10 +99,6 @@ def checked_reductions(given: object) -> tuple[Reduction | UserReduction, ...]:
 def check_compiled(value: object, allowed: Sequence[str]) -> None:
     """Raise if the value is not a valid ``compiled`` argument.
 
-    Args:
-        value: The value.
-        allowed: The values that the callback supports.
-
     Raises:
         ArgumentError: Names the allowed values.
     """

@@ -101,7 +101,7 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
 
 @dataclass
 class _Agreements:
-    """What the processes of a training have agreed on."""
+    """The agreements between the processes of a training."""
 
     number: int = 0
     has_failed: bool = False

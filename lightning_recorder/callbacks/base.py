@@ -141,13 +141,7 @@ class RecorderCallback(GuardedCallback):
 
     @abstractmethod
     def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
-        """Prepare for a run. The model is complete and on its device.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The model.
-            directory: The folder of the run's recordings, if it has one.
-        """
+        """Prepare for a run. The model is complete and on its device."""
 
     def _silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
         """Return the reasons why the run recorded nothing, or nothing if it has recorded something.

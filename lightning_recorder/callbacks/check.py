@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.guard import GuardedCallback, guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, need_lightning, rank_zero_info
-from lightning_recorder.callbacks.replay import run_manual, training_step, unchanged
+from lightning_recorder.callbacks.replay import loss_of, replaced, run_manual, training_step, unchanged
 from lightning_recorder.callbacks.trainer import make_directory, recorder_directory
 from lightning_recorder.check import Answer, Bench, NoAnswerError, Question, Result
 from lightning_recorder.check.batches import named_tensors
@@ -35,7 +35,7 @@ from lightning_recorder.records.file import CHECK
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.statistics import Exchange
 from lightning_recorder.statistics.fingerprint import exact_checksum, sample_fingerprints
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 
 __all__ = ["Check"]
 
@@ -186,8 +186,7 @@ class Check(GuardedCallback):
             rank_zero_info(text)
         make_directory(directory, strict=self.strict)
         if directory is not None and directory.is_dir():
-            path = Path(directory, CHECK)
-            write_whole(path, lambda file: file.write(json.dumps(result.to_json(), indent=1).encode()))
+            write_bytes(directory / CHECK, json.dumps(result.to_json(), indent=1).encode())
 
 
 def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
@@ -259,9 +258,7 @@ def _train(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor |
         run_manual(trainer, pl_module, batch, 0, losses)
         return sum(losses.found[1:], losses.found[0]) if losses.found else None
     with trainer.precision_plugin.train_step_context():
-        output = training_step(pl_module, batch, 0)
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
+        return loss_of(training_step(pl_module, batch, 0))
 
 
 class _Losses:
@@ -294,18 +291,7 @@ def _without_autocast(trainer: Trainer) -> Any:
     plugin: Any = trainer.precision_plugin
     if not hasattr(plugin, "autocast_context_manager"):
         return None
-    return partial(_replaced_autocast, plugin)
-
-
-class _replaced_autocast:  # noqa: N801 - a context
-    def __init__(self, plugin: Any) -> None:
-        self._plugin = plugin
-
-    def __enter__(self) -> None:
-        self._plugin.autocast_context_manager = nullcontext
-
-    def __exit__(self, *error: object) -> None:
-        del self._plugin.autocast_context_manager
+    return partial(replaced, plugin, "autocast_context_manager", nullcontext)
 
 
 def _validation_batch(trainer: Trainer) -> Any:

@@ -29,9 +29,6 @@ def read_recorders(path: Path) -> tuple[list[Callable[[], RecorderCallback]], li
     The list of callbacks is the whole file, or is under ``callbacks`` or ``trainer.callbacks``. All other keys are
     ignored, so that the file may be the configuration of a LightningCLI.
 
-    Args:
-        path: The file.
-
     Returns:
         A function for each recorder that returns a new one, and a message for each entry that is left out.
 

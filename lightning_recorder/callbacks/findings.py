@@ -22,15 +22,7 @@ _findings: weakref.WeakKeyDictionary[Trainer, RunFindings] = weakref.WeakKeyDict
 def findings_of(
     trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str, *, strict: bool
 ) -> RunFindings:
-    """Return the findings of the trainer's fit, new for the first recorder of the fit.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        directory: The folder of the run's recordings, if it has one.
-        label: The label of the recorder that begins.
-        strict: Raise errors.
-    """
+    """Return the findings of the trainer's fit, new for the first recorder of the fit."""
     found = _findings.get(trainer)
     if found is None or label in found:  # in it if an earlier fit did not end
         found = _findings[trainer] = RunFindings(
@@ -44,14 +36,7 @@ def findings_of(
 
 
 def end_findings(findings: RunFindings, label: str, sink: Sink | None, why: str = "") -> None:
-    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones.
-
-    Args:
-        findings: The findings.
-        label: The label of the recorder.
-        sink: The sink for the text with the findings.
-        why: The reason why the recorder has no records, or no more from some step on.
-    """
+    """End the records of a recorder. Forget findings that are complete: the next fit of the trainer has new ones."""
     if findings.end(label, sink, why):
         for trainer in [each for each, found in _findings.items() if found is findings]:
             del _findings[trainer]

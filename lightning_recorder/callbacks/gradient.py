@@ -28,9 +28,6 @@ class _LossPasses:
 
     A pass is of a loss if Lightning runs it, or if it adds to the gradient of a parameter: with manual optimization, a
     model may call ``loss.backward()`` itself.
-
-    Args:
-        pl_module: The model.
     """
 
     def __init__(self, pl_module: LightningModule) -> None:
@@ -40,7 +37,7 @@ class _LossPasses:
         self._known = -1, False
 
     def are_others(self) -> bool:
-        """Return True in a backward pass that is not of a loss."""
+        """Return True during a backward pass that does not begin at a loss."""
         task = graph_task()
         if self.is_of_loss or task == -1:
             return False

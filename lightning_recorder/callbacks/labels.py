@@ -12,7 +12,7 @@ __all__ = ["Labelled", "Tagged", "check_names", "check_tags", "labels"]
 
 
 class Labelled(Protocol):
-    """What the checks read of a recorder."""
+    """The attributes of a recorder that the checks read."""
 
     group: ClassVar[str]
     name: str
@@ -24,7 +24,7 @@ class Labelled(Protocol):
 
 
 class Tagged(Protocol):
-    """What the check of tags reads of a recorder of statistics."""
+    """The attributes of a recorder of statistics that the check of tags reads."""
 
     name: str
 
@@ -75,10 +75,6 @@ def labels(group: str, names: Sequence[str], resumed: Sequence[str] = ()) -> lis
 def check_names(recorder: Labelled, recorders: Sequence[Labelled]) -> None:
     """Check that the name of a recorder does not make it share files or tags with another recorder of the trainer.
 
-    Args:
-        recorder: The recorder to compare with the others.
-        recorders: All recorders of the trainer.
-
     Raises:
         ArgumentError: If two recorders would share files or tags. The message says how to fix it.
     """
@@ -114,11 +110,6 @@ def _check_pair(one: Labelled, other: Labelled) -> None:
 
 def check_tags(recorder: Tagged, alike: Sequence[Tagged], modules: Collection[str]) -> None:
     """Check that no earlier recorder of the same name writes the same tags.
-
-    Args:
-        recorder: The recorder to compare with the others.
-        alike: The recorders of its group, in the order of the trainer's callbacks.
-        modules: The names of the modules that it records.
 
     Raises:
         ArgumentError: If both record the same module and neither has a name.

@@ -26,12 +26,6 @@ class LoggedValues:
     The first 16 steps are read, and those that Lightning logs. Metrics of an epoch and of a validation are read when it
     has ended. Values on a device are copied in one transfer, like the loss. Lightning has computed all of them; nothing
     is computed here.
-
-    Args:
-        trainer: The trainer.
-        device: The device of the model.
-        is_on_host: True if its values can be read without waiting for it.
-        write: A function that writes the step, the epoch and the values by name.
     """
 
     def __init__(

@@ -83,13 +83,7 @@ def why_no_validation(trainer: Trainer) -> Silence:
 
 
 def why_no_due_validation(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None) -> Silence:
-    """Return the reason why no validation of a fit was recorded.
-
-    Args:
-        trainer: The trainer.
-        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
-        began: The step and the epoch at which training began, or ``None`` if it has not.
-    """
+    """Return the reason why no validation of a fit was recorded."""
     if began is None:
         return why_no_training(trainer)
     epochs = range(began[1], max(began[1] + 1, trainer.current_epoch))
@@ -99,14 +93,7 @@ def why_no_due_validation(trainer: Trainer, sampling: Sampling, began: tuple[int
 
 
 def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None, *, is_enabled: bool) -> Silence:
-    """Return the reason why no step of a fit was recorded.
-
-    Args:
-        trainer: The trainer.
-        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
-        began: The step and the epoch at which training began, or ``None`` if it has not.
-        is_enabled: False if the recorder is disabled.
-    """
+    """Return the reason why no step of a fit was recorded."""
     first, epoch = began or (0, 0)
     steps = range(first, logged_step(trainer))
     if began is None or not steps:
@@ -151,13 +138,7 @@ _logged_mixed: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def say_mixed(trainer: Trainer, directory: Path | None, label: str) -> None:
-    """Log once per trainer that a run starts anew in a folder with the records of another one.
-
-    Args:
-        trainer: The trainer, before its run.
-        directory: The folder of the run's recordings, if it has one.
-        label: The name of the recorder in files.
-    """
+    """Log once per trainer that a run starts anew in a folder with the records of another one."""
     if directory is None or trainer in _logged_mixed or trainer.ckpt_path is not None or trainer.global_step:
         return
     if trainer.state.fn == "fit" and records_path(directory, label).exists():
@@ -173,13 +154,7 @@ _logged_compile_s: weakref.WeakKeyDictionary[Trainer, float] = weakref.WeakKeyDi
 
 
 def say_compiled(trainer: Trainer, before_s: float, after_s: float) -> None:
-    """Log the time of the compilations in a recorded step, once for all recorders of a trainer.
-
-    Args:
-        trainer: The trainer.
-        before_s: The time of all compilations of the process before the step, in seconds.
-        after_s: The same after the step.
-    """
+    """Log the time of the compilations in a recorded step, once for all recorders of a trainer."""
     seconds = after_s - max(before_s, _logged_compile_s.get(trainer, 0.0))
     if seconds > 0:
         _logged_compile_s[trainer] = after_s
@@ -187,14 +162,7 @@ def say_compiled(trainer: Trainer, before_s: float, after_s: float) -> None:
 
 
 def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Collection[str]) -> None:
-    """Write the names of compiled code that ran eagerly to ``receipt.json``, for a recorder without a receipt.
-
-    Args:
-        directory: The folder of the run's recordings; ``None`` writes nothing.
-        label: The label of the recorder in the file.
-        step: The recorded step.
-        names: The names; nothing is written if there are none.
-    """
+    """Write the names of compiled code that ran eagerly to ``receipt.json``, for a recorder without a receipt."""
     if names and directory is not None:
         write_receipt(directory, label, {"step": step, "ran_eagerly": list(names)})
 
@@ -211,12 +179,7 @@ def warn_of_unmerged(name: str, extra: Iterable[object]) -> None:
 
 
 def warn_of_eager_memory(pl_module: LightningModule, name: str) -> None:
-    """Warn if running compiled modules eagerly needs much more memory.
-
-    Args:
-        pl_module: The model.
-        name: The name of the recorder.
-    """
+    """Warn if running compiled modules eagerly needs much more memory."""
     users = flex_attention_users(pl_module) if compiled_modules(pl_module) else []
     if users:
         warn(

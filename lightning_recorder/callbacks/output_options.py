@@ -158,23 +158,7 @@ def consumers(
     findings: Callable[[], Sequence[Finding]] = tuple,
     strict: bool = False,
 ) -> list[RecordConsumer]:
-    """Return the consumers that receive the records of a run.
-
-    Args:
-        outputs: The options.
-        dumps: The dumps of statistics, which begin a run.
-        results: The pipeline that shows the pictures and passes on uploads.
-        directory: The folder of the run's recordings, if it has one.
-        group: The kind of recording.
-        label: The name of the recorder in file names.
-        name: The recorder's ``name`` argument.
-        called: The name of the recorder in warnings.
-        ranks: The number of ranks that the records cover.
-        shown: True if a sink can show pictures.
-        limit: The limit of the time for drawings.
-        findings: A function that returns the findings so far, which the pictures mark.
-        strict: Raise the errors of files that cannot be written.
-    """
+    """Return the consumers that receive the records of a run."""
     folder = DumpFolder(
         label,
         group=group,
@@ -213,12 +197,7 @@ _limits: WeakKeyDictionary[Trainer, tuple[DrawingTime, set[str]]] = WeakKeyDicti
 
 
 def drawing_time_of(trainer: Trainer, label: str) -> DrawingTime:
-    """Return the limit of the time for drawings that all recorders of a fit share.
-
-    Args:
-        trainer: The trainer.
-        label: The name of the recorder that begins.
-    """
+    """Return the limit of the time for drawings that all recorders of a fit share."""
     limit, labels = _limits.get(trainer) or (DrawingTime(), set())
     if label in labels:  # it is another fit
         limit, labels = DrawingTime(), set()

@@ -55,12 +55,7 @@ class _StepEnds(BaseException):
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay.
-
-    Args:
-        origin: The origin of the bad value, if it was found.
-        batch: The batch that it was found in.
-    """
+    """The result of a replay."""
 
     origin: Origin | None
     batch: KeptBatch | None
@@ -138,14 +133,6 @@ def computed(
     """Run a step again with another batch, and return its loss or its gradient norm; None if it has no loss.
 
     Everything is the same afterwards, as after :func:`replay`. The step must not communicate.
-
-    Args:
-        trainer: The trainer, with automatic optimization.
-        pl_module: The model.
-        kept: The state before the step.
-        batch: The batch to run.
-        parameters: The parameters of the model.
-        of_gradient: Return the norm of all gradients, with the scale of the loss.
 
     Raises:
         ReplayError: If the gradients cannot be computed.
@@ -274,7 +261,7 @@ class _Gradients:
         self.symptoms: list[Tensor | None] = []
 
     def end_step(self) -> None:
-        """End a step of an optimizer that has really stepped before. What led to it was finite, and differs now."""
+        """End a step of an optimizer. In the training, the values before it were finite and the optimizer stepped."""
         self.begin = len(self.losses)
         self.symptoms.clear()
 
@@ -313,6 +300,11 @@ def _loss(trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBa
     step_function = getattr(trainer, "step_function", None)
     with trainer.precision_plugin.train_step_context():
         output = step_function(batch) if step_function else training_step(pl_module, batch, kept.batch_idx)
+    return loss_of(output)
+
+
+def loss_of(output: object) -> Tensor | None:
+    """Return the loss in the output of a training step; None if it has none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -384,9 +376,9 @@ def run_manual(
     inner = [getattr(each, "optimizer", each) for each in optimizers]
     with ExitStack() as stack:
         for each in (*optimizers, *inner):
-            stack.enter_context(_replaced(each, "step", step))
+            stack.enter_context(replaced(each, "step", step))
         # manual_backward calls it, and the model may override that.
-        stack.enter_context(_replaced(trainer.strategy, "backward", backward))
+        stack.enter_context(replaced(trainer.strategy, "backward", backward))
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:
             with trainer.precision_plugin.train_step_context():
@@ -408,7 +400,7 @@ def _idle_schedulers(schedulers: Any) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an instance, which may hide one of its class."""
     table = vars(owner)
     had, before = name in table, table.get(name)

@@ -28,8 +28,9 @@ from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
 from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of
 from lightning_recorder.privacy import hide_secrets
-from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
+from lightning_recorder.watch import KeptBatch, Reading
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
+from lightning_recorder.watch.verdict import finding_of_origin
 
 __all__ = ["make_model", "reproduce", "save_incident"]
 
@@ -47,15 +48,6 @@ def save_incident(
     save_parameters: bool,
 ) -> None:
     """Write the folder of a finding.
-
-    Args:
-        folder: The folder.
-        trainer: The trainer.
-        pl_module: The model.
-        discovery: The finding.
-        max_bytes: The maximum size of the batch, and of the parameters.
-        save_batch: Write the batch.
-        save_parameters: Write the parameters and buffers from before the step.
 
     Raises:
         OSError: If a file cannot be written.

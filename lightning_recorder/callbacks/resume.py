@@ -178,13 +178,7 @@ class ResumingCallback(EvaluationCallback):
         return is_asked_for and is_alone and folder is not None and not (folder.written or folder.is_full)
 
     def _evaluation_silences(self, trainer: Trainer, function: str, *, is_trained: bool) -> Iterator[Silence]:
-        """Return the reason why an evaluation recorded nothing.
-
-        Args:
-            trainer: The trainer.
-            function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            is_trained: False if the training recorded nothing either, which is reported separately.
-        """
+        """Return the reason why an evaluation recorded nothing."""
         stage = "validate" if function == "fit" else function
         if stage not in self.evaluations or self._pipeline.recorded[stage]:
             return

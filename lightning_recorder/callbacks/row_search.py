@@ -101,10 +101,6 @@ def find_row(
 def search(samples: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, bool] | None:
     """Return the bad one of some samples, and True if it is the only one; None if there is none.
 
-    Args:
-        samples: The number of samples, which are bad together.
-        is_bad: A function that returns True if some samples are bad together.
-
     Example:
         >>> search(8, lambda rows: 5 in rows)
         (5, True)

@@ -25,10 +25,6 @@ _OF_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gra
 def run_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """Return the settings of a fit as JSON values.
 
-    Args:
-        trainer: The trainer, once its fit has data loaders and optimizers.
-        pl_module: The model.
-
     Returns:
         A dictionary with ``trainer``, ``optimizers`` (the class and the groups of each), ``data``, ``seeds`` and
         ``hparams``. A part that cannot be read is left out, and secrets are hidden.

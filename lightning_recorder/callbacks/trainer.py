@@ -346,15 +346,6 @@ def merge_ranks(
     """Let the recorders of a callback merge their records across ranks, if the ranks agree on it.
 
     Warns on rank 0 if they do not. Must be called on every rank. Returns the exchange, which must be closed.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        run: The recorder of the training run, if there is one.
-        evaluations: The recorders of evaluations.
-        takes_part: True if this rank has something to record.
-        about: A description of the recording, which must be equal on all ranks.
-        name: The name of the recorder in warnings.
     """
     exchange, why = None, ""
     if trainer.world_size > 1 and Exchange.is_needed():

@@ -38,16 +38,7 @@ from lightning_recorder.watch import (
     SpikeDetector,
     StateKeeper,
     StepSeries,
-    finding_of_fall,
-    finding_of_origin,
-    finding_of_overflow,
-    finding_of_spike,
-    finding_without_origin,
-    with_batch,
-    with_older_parameters,
-    with_rise,
-    with_row,
-    with_spike,
+    verdict,
 )
 from lightning_recorder.watch.spikes import RECENT
 
@@ -104,20 +95,7 @@ class _Step:
 
 
 class WatchedRun:
-    """Watches the steps of one fit.
-
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        series: The writer of the loss and the gradient norm.
-        on_discovery: Called with each finding.
-        on_spike: Called with the step after which a spike was seen.
-        spikes: The multiple of the running median that is a spike; 0 for none.
-        wait: Wait for the device before each optimizer step.
-        keep_parameters: Keep a copy of the parameters from before the last step; ``"auto"`` if it costs little.
-        every_module: Compute a flag for each module in every step.
-        name_row: A function that names a sample by the indices of its batch and its place there.
-    """
+    """Watches the steps of one fit."""
 
     def __init__(
         self,
@@ -190,14 +168,7 @@ class WatchedRun:
     # The course of a step.
 
     def start_batch(self, batch: Any, batch_idx: int, step: int, rows: list[int] | None = None) -> None:
-        """Begin a batch: keep what is needed to run it again.
-
-        Args:
-            batch: The batch.
-            batch_idx: Its index in the epoch.
-            step: The step, counted like ``self.log`` does.
-            rows: The indices of its samples in the data set, if they are known.
-        """
+        """Begin a batch: keep what is needed to run it again."""
         # This runs for every batch, so what is rarely needed is asked for without a call.
         if not self._reads_now and (found := self._queue.take()):
             self._arrive(found)
@@ -327,7 +298,7 @@ class WatchedRun:
         self._series.flush()
 
     def save(self) -> None:
-        """Write all steps and wait until they are written. Of a step in progress, no value is read."""
+        """Write all steps and wait until they are written. The values of a step in progress are not read."""
         if self._step.has_ended:
             self._arrive(self._queue.take(wait=True))
             self._logged.arrive(wait=True)
@@ -381,7 +352,8 @@ class WatchedRun:
                 fall = self._spikes["loss"].fall() if loss < 0 else None
                 if fall is not None and (UNBOUNDED, "", "") not in self._known:
                     self._report(
-                        finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._after(reading)), reading
+                        verdict.finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._after(reading)),
+                        reading,
                     )
             elif self._is_finding(reading):
                 self._examine(reading, parameters_are_known=False)
@@ -423,7 +395,7 @@ class WatchedRun:
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
 
     def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading) -> Finding:
-        return finding_of_spike(
+        return verdict.finding_of_spike(
             spikes,
             reading,
             next(iter(reading.indices), 0),
@@ -492,11 +464,11 @@ class WatchedRun:
         """Return a finding with the sample that made it, or else with the rows of its batch."""
         if row is None:
             rows = [index for each in reading.batches for index in each.indices or ()]
-            return with_batch(finding, rows) if rows else finding
+            return verdict.with_batch(finding, rows) if rows else finding
         batch, found, series = row
         name = self._name_row(batch.indices, found.place)
         about = describe_row(batch.batch, found.place)
-        finding = with_row(finding, name, series, found.value, found.without, about)
+        finding = verdict.with_row(finding, name, series, found.value, found.without, about)
         numbers = {**finding.numbers, "place": float(found.place)}
         if batch.indices is not None and found.place < len(batch.indices):
             numbers["row"] = float(batch.indices[found.place])
@@ -513,7 +485,7 @@ class WatchedRun:
             return
         self._was_bad = True
         if reading.step == self._overflow and not reading.has_bad_loss:
-            self._report(self._with_rise(finding_of_overflow(reading, rank=self._after(reading))), reading)
+            self._report(self._with_rise(verdict.finding_of_overflow(reading, rank=self._after(reading))), reading)
             return
         kept = None if parameters_are_known else self._kept_for(reading)
         is_known = parameters_are_known or kept is not None
@@ -532,9 +504,9 @@ class WatchedRun:
         elif found is not None and found.origin is not None and found.batch is not None:
             origin, batch, index = found.origin, found.batch, found.batch.batch_idx
         if origin is not None:
-            finding = finding_of_origin(origin, reading, index, rank=self._after(index))
+            finding = verdict.finding_of_origin(origin, reading, index, rank=self._after(index))
             if kept is not None and flagged is None and kept.step < reading.step:
-                finding = with_older_parameters(finding, reading.step - kept.step)
+                finding = verdict.with_older_parameters(finding, reading.step - kept.step)
         else:
             is_stale = kept is not None and kept.step < reading.step and found is not None
             finding = self._unnamed(reading, because, is_known=is_known and not is_stale)
@@ -560,7 +532,7 @@ class WatchedRun:
         for series, detector in self._spikes.items():
             rise = detector.fall() or detector.rise()
             if rise is not None:
-                return with_rise(finding, series, rise, largest_rate(self._trainer))
+                return verdict.with_rise(finding, series, rise, largest_rate(self._trainer))
         return finding
 
     def _kept_for(self, reading: Reading) -> KeptParameters | None:
@@ -602,7 +574,7 @@ class WatchedRun:
         names = {id(each): name for name, each in named_parameters_of(self._pl_module)}
         bad = [names.get(id(parameter), "") for parameter in _bad_parameters(reading)]
         modules = [name for name in names.values() if name in bad]
-        return finding_without_origin(
+        return verdict.finding_without_origin(
             reading, reading.indices, because=because, option=option, modules=modules, rank=self._after(reading)
         )
 
@@ -617,7 +589,7 @@ class WatchedRun:
         key = finding.rule, finding.module, finding.path
         known = self._known.get(key)
         if known is not None and finding.rule == SPIKE:
-            finding = with_spike(known, finding)
+            finding = verdict.with_spike(known, finding)
         elif known is not None:
             finding = replace(known, last_step=finding.last_step, records=known.records + 1)
         self._known[key] = finding

@@ -51,7 +51,7 @@ from lightning_recorder.statistics.fingerprint import (
 )
 from lightning_recorder.statistics.snapshot import NOTHING
 from lightning_recorder.structure import ignore_unknown, iter_tensors
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 from lightning_recorder.watch.epoch_samples import (
     BatchSamples,
     EpochSamples,
@@ -90,16 +90,7 @@ class _Arriving:
 
 
 class WatchedSamples:
-    """Watches the samples of one fit.
-
-    Args:
-        trainer: The trainer, before its data loaders are made.
-        directory: The folder for ``data.json``, if there is one.
-        publish: A function that receives the facts.
-        exchange: The exchange with the other ranks, if there are several.
-        strict: Raise errors.
-        clock: A function that returns a time in seconds.
-    """
+    """Watches the samples of one fit."""
 
     def __init__(
         self,
@@ -109,10 +100,9 @@ class WatchedSamples:
         exchange: Exchange | None,
         *,
         strict: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
-        self._strict, self._clock = strict, clock
+        self._strict = strict
         self._loaders: list[object] = []
         self._epoch: EpochSamples | None = None
         self._before: EpochSamples | None = None
@@ -121,7 +111,7 @@ class WatchedSamples:
         self._values = 0  # of a sample
         self._batches = self._ended = 0
         self._has_failed = self._is_over = False
-        self._spent_s, self._began_s = 0.0, clock()
+        self._spent_s, self._began_s = 0.0, time.perf_counter()
         self._next_look = _FIRST_LOOK
         self._arriving: deque[_Arriving] = deque()
         self._validation, self._validation_samples, self._is_validated = Sketch(), 0, False
@@ -225,7 +215,7 @@ class WatchedSamples:
 
     def start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
         """Examine a batch of training, and return the indices of its samples, if they are known."""
-        began_s = self._clock()
+        began_s = time.perf_counter()
         rows: list[int] | None = None
         try:
             iterator, ahead = self._iterator()
@@ -238,7 +228,7 @@ class WatchedSamples:
                     self._examine(batch, batch_idx, step, rows, number)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
-        self._spent_s += self._clock() - began_s
+        self._spent_s += time.perf_counter() - began_s
         return rows
 
     def _fail(self, error: Exception) -> None:
@@ -275,7 +265,7 @@ class WatchedSamples:
             self._show()
 
     def _is_cheap(self) -> bool:
-        return self._spent_s <= _SHARE * (self._clock() - self._began_s)
+        return self._spent_s <= _SHARE * (time.perf_counter() - self._began_s)
 
     def _begin_epoch(self, *, is_whole: bool) -> EpochSamples:
         if self._loader is None:
@@ -507,7 +497,7 @@ class WatchedSamples:
         data = (json.dumps(asdict(facts), indent=1) + "\n").encode()
         if self._directory is not None and facts.epochs and data != self._written:
             path = self._directory / DATA_FILE
-            attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+            attempt(path, len(data), partial(write_bytes, path, data))
             self._written = data
 
     def _facts(self) -> DataFacts:

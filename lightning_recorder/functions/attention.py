@@ -71,12 +71,6 @@ def scores_of_call(
     At most four samples of a batch and eight queries of a sequence are read, evenly spaced. The scores are computed
     again in float32 from queries and keys, or read where the function gets them, as a softmax does.
 
-    Args:
-        name: The name of the function.
-        module: The module that calls it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
     Note:
         Nothing waits for the device, and nothing is kept. Autograd must be disabled by the caller.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -30,8 +30,7 @@ class BatchTap(Tap):
     Args:
         chosen: The functions to record. Batches belong to losses: they are recorded if all losses are.
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
-        condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
-        strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
+        options: The other arguments of :class:`~lightning_recorder.taps.Tap`.
 
     Example:
         >>> import torch
@@ -42,15 +41,8 @@ class BatchTap(Tap):
          batch.label (4,)
     """
 
-    def __init__(
-        self,
-        chosen: ChosenFunctions,
-        receive: Receiver,
-        *,
-        condition: Callable[[], object] | None = None,
-        strict: bool = False,
-    ) -> None:
-        super().__init__({}, receive, condition=condition, strict=strict)
+    def __init__(self, chosen: ChosenFunctions, receive: Receiver, **options: Any) -> None:
+        super().__init__({}, receive, **options)
         self._chosen = chosen
 
     @override

@@ -35,11 +35,6 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
     ignored targets.
 
-    Args:
-        name: The name of the function.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
-
     Example:
         >>> import torch
         >>> sides = sides_of_loss("cross_entropy", [torch.zeros(2, 3), torch.tensor([1, -100])], {})
@@ -75,12 +70,6 @@ def classes_of_loss(
     targets are probabilities. A loss of two classes must have one prediction for each sample. Targets to ignore, and
     those outside of the classes, get a bin of their own; see :mod:`lightning_recorder.records.classes`. Nothing is
     returned for more than 1000 classes, and for tensors without values.
-
-    Args:
-        name: The name of the function.
-        sides: The result of :func:`sides_of_loss`, which may be cut.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
     """
     prediction, target = sides.get("in.prediction"), sides.get("in.target")
     if prediction is None or target is None or not prediction.dim() or not (prediction.numel() and target.numel()):
@@ -121,13 +110,14 @@ def _table(device: torch.device, ignored: int) -> Tensor:
         return words.to(torch.int32).view(torch.float32).to(device, non_blocking=True)
 
 
-def share_of_next(target: Tensor, tokens: Tensor, ignored: int = -100) -> Tensor | None:
+def share_of_next(target: Tensor, tokens: Tensor) -> Tensor | None:
     """Return the share of targets that are the next token of the input, as for a language model; 0-d.
+
+    Targets that are ignored by default, -100, and those that follow an equal token do not count.
 
     Args:
         target: The targets, of any shape, with or without one for the last token.
         tokens: The tokens, ``[samples, positions]``.
-        ignored: The number of the targets that do not count. Neither do those that follow an equal token.
 
     Returns:
         The share, 0 if no target counts; None if the numbers of targets and tokens do not fit.
@@ -146,7 +136,7 @@ def share_of_next(target: Tensor, tokens: Tensor, ignored: int = -100) -> Tensor
     else:
         return None
     before, after = tokens[:, :-1], tokens[:, 1:]
-    counts = (target != ignored) & (before != after)
+    counts = (target != _IGNORED) & (before != after)
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
 
 

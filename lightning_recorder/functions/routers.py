@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What has happened in a call of a module.
+    """The probabilities and choices that a call of a module has computed so far.
 
     Args:
         probabilities: The probabilities of the experts that were computed last, with the function that made them.
@@ -77,15 +77,6 @@ class RouterReader:
         result: Any,
     ) -> Choice | None:
         """Return the choice of a router that ends with this call of a function; None if there is none.
-
-        Args:
-            name: The name of the function.
-            site: The name of its site.
-            module: The module that calls it.
-            frame: An identifier of the call of the module.
-            args: The positional arguments of the function.
-            kwargs: Its keyword arguments.
-            result: Its result.
 
         Note:
             Nothing waits for the device. A choice without probabilities is kept until the module returns its softmax or

@@ -327,19 +327,11 @@ class _FunctionTap(Tap):
         receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`. The name of a site is that of the module
             that called the function and the name of the function, such as ``encoder.relu``. The second call of the
             function in a call of the module is ``encoder.relu#2``. If a module has this name, it is ``encoder.relu()``.
-        condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
-        strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
+        options: The other arguments of :class:`~lightning_recorder.taps.Tap`.
     """
 
-    def __init__(
-        self,
-        chosen: ChosenFunctions,
-        receive: Receiver,
-        *,
-        condition: Callable[[], object] | None = None,
-        strict: bool = False,
-    ) -> None:
-        super().__init__({}, receive, condition=condition, strict=strict)
+    def __init__(self, chosen: ChosenFunctions, receive: Receiver, **options: Any) -> None:
+        super().__init__({}, receive, **options)
         self.chosen = chosen
         """The functions to record."""
         self.unseen = ""
@@ -416,16 +408,7 @@ class _FunctionTap(Tap):
         """Receive the arguments of a loss; ``name`` as for :meth:`observe`, or that of the loss module."""
 
     def observe_scores(self, function: str, number: int, call: _Call, args: Any, kwargs: Any, result: Any) -> None:
-        """Receive a call of a function that attention or a router may consist of.
-
-        Args:
-            function: The name of the function.
-            number: The number of its call in the call of the module, starting at 1.
-            call: The call of the module.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            result: The result.
-        """
+        """Receive a call of a function that attention or a router may consist of."""
 
 
 _MOST_TOKENS = 4  # inputs of a step: those of encoder and decoder, with their positions

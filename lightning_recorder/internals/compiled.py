@@ -37,9 +37,6 @@ class CompiledCallObserver(Protocol):
     def __call__(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
         """Handle the start of a call.
 
-        Args:
-            function: The compiled function.
-
         Returns:
             A function that is called with the arguments, the keyword arguments and the result when the call ends; or
             ``None``. The result is ``None`` if the call raised, or if torch does not expose it.

@@ -62,12 +62,7 @@ _holders: Counter[str] = Counter()
 
 
 def switch(key: str, *, on: bool) -> None:
-    """Switch a recording on or off. Several holders may switch the same key on; the last one switches it off.
-
-    Args:
-        key: The key of the recording.
-        on: True to switch it on.
-    """
+    """Switch a recording on or off. Several holders may switch the same key on; the last one switches it off."""
     global ACTIVE  # noqa: PLW0603 - a guard on a global is one guard for all hooks of a graph
     _holders[key] += 1 if on else -1
     ACTIVE = "".join(f"|{each}|" for each in sorted(+_holders))
@@ -218,12 +213,7 @@ def compile_time_s() -> float:
 
 
 def why_not_traceable(root: nn.Module, modules: Iterable[nn.Module]) -> str:
-    """Return the reason why modules cannot be recorded inside compiled code, and the remedy; empty if they can be.
-
-    Args:
-        root: The model.
-        modules: The modules to record.
-    """
+    """Return the reason why modules cannot be recorded inside compiled code, and the remedy; empty if they can be."""
     if not operators():
         return f"torch {torch.__version__} is older than {'.'.join(map(str, _TESTED))}"
     is_whole = stored_attribute(root, "_compiler_ctx") is not None  # set by Lightning on a compiled LightningModule

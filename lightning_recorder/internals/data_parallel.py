@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` averages over the ranks."""
+"""The gradients that ``DistributedDataParallel`` averages over the ranks."""
 
 from __future__ import annotations
 

@@ -133,24 +133,22 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return [each for _, each in named_modules_of(module)]
 
 
-def _named_tensors(
-    module: nn.Module, table: str, prefix: str, recurse: bool, remove_duplicate: bool
-) -> Iterator[tuple[str, Any]]:
+def _named_tensors(module: nn.Module, table: str, prefix: str, recurse: bool) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
-    modules = named_modules_of(module, prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, module)]
+    modules = named_modules_of(module, prefix) if recurse else [(prefix, module)]
     for around, each in modules:
         for name, tensor in _table(each, table):
-            if tensor is None or (remove_duplicate and id(tensor) in seen):
+            if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             yield f"{around}.{name}" if around else name, tensor
 
 
 def named_parameters_of(
-    module: nn.Module, prefix: str = "", *, recurse: bool = True, remove_duplicate: bool = True
+    module: nn.Module, prefix: str = "", *, recurse: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield what ``named_parameters()`` of ``nn.Module`` yields."""
-    return _named_tensors(module, "_parameters", prefix, recurse, remove_duplicate)
+    return _named_tensors(module, "_parameters", prefix, recurse)
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
@@ -163,9 +161,9 @@ def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(named_parameters_of(module, recurse=False))
 
 
-def named_buffers_of(module: nn.Module, prefix: str = "", *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_buffers_of(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield what ``named_buffers()`` of ``nn.Module`` yields."""
-    return _named_tensors(module, "_buffers", prefix, recurse, True)
+    return _named_tensors(module, "_buffers", "", recurse)
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
@@ -194,7 +192,7 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     for kind in type(owner).__mro__:
         found = kind.__dict__.get(name, _MISSING)
         if found is not _MISSING:
-            # What has a ``__get__``, such as a property, is code, and is computed from the instance.
+            # A value with a ``__get__``, such as a property, would run code.
             return default if hasattr(type(found), "__get__") else found
     return default
 

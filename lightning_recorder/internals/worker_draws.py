@@ -40,11 +40,6 @@ class WatchedCollate:
     """A ``collate_fn`` that notes the states of the random number generators after the first batches of a worker.
 
     It changes neither the samples nor the generators.
-
-    Args:
-        collate: The ``collate_fn`` of the loader.
-        dataset: The data set.
-        workers: The number of workers.
     """
 
     def __init__(self, collate: Callable[[Any], Any], dataset: object, workers: int) -> None:

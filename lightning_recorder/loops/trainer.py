@@ -49,7 +49,7 @@ def _is_distributed() -> bool:
 
 
 class TensorBoardLogger:
-    """Names the folder of a run for the sinks, which know Lightning's logger by this name of its class."""
+    """Stands for Lightning's logger of the same class name, from which sinks read the folder of the run."""
 
     name = version = ""
 

@@ -1,9 +1,8 @@
 """Writers of records and graphs: to sinks, record files, dumps, pictures and the coverage report."""
 
-from lightning_recorder.outputs.coverage import Coverage, with_gradients
-from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
+from lightning_recorder.outputs.coverage import Coverage
+from lightning_recorder.outputs.dump_folder import DumpFolder
 from lightning_recorder.outputs.dumps import (
-    DUMP_TIMES,
     TENSOR_DUMP_TIMES,
     Event,
     StatisticsDumps,
@@ -15,17 +14,14 @@ from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.graph_output import GraphOutput
 from lightning_recorder.outputs.pipeline import RecordConsumer, RecordPipeline
 from lightning_recorder.outputs.plotter import DrawingTime, Plotter
-from lightning_recorder.outputs.receipt import CoverageReport, write_receipt
+from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.outputs.record_file import RecordFile
 from lightning_recorder.outputs.tag_budget import TagBudget
 
 __all__ = [
-    "DUMP_TIMES",
     "TENSOR_DUMP_TIMES",
     "Coverage",
-    "CoverageReport",
     "DrawingTime",
-    "DumpContent",
     "DumpFolder",
     "Event",
     "GraphOutput",
@@ -39,6 +35,5 @@ __all__ = [
     "TagBudget",
     "TensorDumps",
     "check_dumps",
-    "with_gradients",
     "write_receipt",
 ]

@@ -36,7 +36,7 @@ from lightning_recorder.recordings.recording import Run
 from lightning_recorder.records.file import FINDINGS, RECORDS, calls_of
 from lightning_recorder.records.table import Table
 from lightning_recorder.sinks import Sink
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 
 __all__ = ["REPORT", "ExaminedRecords", "RunFindings"]
 
@@ -59,14 +59,6 @@ class RunFindings:
     first NaN or infinity. A finding that may settle is logged once it is in two checks in a row. When the last recorder
     has ended, the verdict and the findings are logged and written to ``findings.json``, with what could not be
     examined. An error in here gives one warning.
-
-    Args:
-        directory: The folder of the run's recordings, if it has one.
-        log: A function that logs a message.
-        types: The class names of the modules.
-        graph: A function that returns the recorded graph, if there is one by now.
-        strict: Raise errors.
-        clock: A function that returns a time in seconds.
     """
 
     def __init__(
@@ -343,7 +335,7 @@ class RunFindings:
             known = None if self._diagnosis is None else {run.name: self._diagnosis}
             html = page_html(page_data({run.name: run}, known=known), f"{run.name} · lightning_recorder").encode()
             path = run.directory / REPORT
-            is_written = attempt(path, len(html), partial(write_whole, path, lambda file: file.write(html)))
+            is_written = attempt(path, len(html), partial(write_bytes, path, html))
         except Exception as error:
             if self._strict:
                 raise
@@ -367,20 +359,12 @@ class RunFindings:
         if self._run is not None:
             path = self._run.directory / FINDINGS
             data = (json.dumps(found.to_json(), indent=1) + "\n").encode()
-            if data != self._written and attempt(
-                path, len(data), partial(write_whole, path, lambda file: file.write(data))
-            ):
+            if data != self._written and attempt(path, len(data), partial(write_bytes, path, data)):
                 self._written = data
 
 
 class ExaminedRecords(RecordConsumer):
-    """Passes the records of one recorder to the findings of the run.
-
-    Args:
-        findings: The findings of the run.
-        label: The label of the recorder.
-        group: The kind of tensors.
-    """
+    """Passes the records of one recorder to the findings of the run."""
 
     takes_samples = True
     reports_divergence = True

@@ -252,7 +252,7 @@ class SinkFormatter:
         return _Plan(found.schema, found.lacking, shown, *scalars, histograms, sites, rows, size)
 
     def _candidates(self, found: Table) -> list[int]:
-        """Return the rows of the sites that may be shown. What enters a loss is in the records alone."""
+        """Return the rows of the sites that may be shown. Inputs of losses are in the records alone."""
         rows = found.schema.losses[0].tolist()
         return [row for row in rows if not self._is_brief or _is_main(found.sites[row], found)]
 

@@ -13,7 +13,7 @@ from lightning_recorder.disk import attempt, has_room, warn_of_error
 from lightning_recorder.errors import RenderError, warn
 from lightning_recorder.graph import Graph, GraphPicture
 from lightning_recorder.sinks import Image, MultiSink
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 
 __all__ = ["GraphOutput"]
 
@@ -64,10 +64,6 @@ class GraphOutput:
     def write(self, step: int, graph: Graph) -> None:
         """Write the graph, and begin to draw its picture.
 
-        Args:
-            step: The recorded step.
-            graph: The graph.
-
         Raises:
             RenderError: If the picture cannot be drawn; only with ``strict``.
         """
@@ -90,7 +86,7 @@ class GraphOutput:
             return
         self._retry_s = now + _RETRY_S
         path, data = directory / f"{self._name}.json", self._document
-        if data and not attempt(path, len(data), partial(_write, path, data), strict=self._strict):
+        if data and not attempt(path, len(data), partial(write_bytes, path, data), strict=self._strict):
             return
         self._document = b""
         nbytes = _DOCUMENT_BYTES + len(self._formats) * _PICTURE_BYTES
@@ -140,11 +136,6 @@ class GraphOutput:
         names = [f"{self._name}.{each}" for each in ("dot", "json")]
         there = [name for name in names if self._directory is not None and (self._directory / name).exists()]
         warn(f"the graph is in {self._directory}/{' and '.join(there)}, without a picture: {error}")
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: file.write(data))
 
 
 def _pixels(path: Path) -> Image:

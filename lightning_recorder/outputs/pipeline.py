@@ -90,15 +90,7 @@ class _Batch:
 
 
 class RecordPipeline:
-    """Compute the statistics of records and write them in the background.
-
-    Args:
-        formatter: The formatter that writes records to the sink.
-        name: The name of the recorder in messages.
-        log: A callback that receives the summary line of the receipt.
-        derive: A function that adds statistics derived from those of several sites.
-        strict: Raise the errors of consumers.
-    """
+    """Compute the statistics of records and write them in the background."""
 
     def __init__(
         self,
@@ -203,12 +195,7 @@ class RecordPipeline:
             self.consumers = []
 
     def add(self, record: Record, run: RunRecorder | None = None) -> None:
-        """Queue a record for writing.
-
-        Args:
-            record: The record.
-            run: The run of a training record, which has the facts for the receipt.
-        """
+        """Queue a record for writing."""
         facts = None
         if record.stage == "train" and record.steps and run is not None and run.is_covered:
             self._has_receipt = True

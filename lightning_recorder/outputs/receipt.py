@@ -22,7 +22,7 @@ from lightning_recorder.records.table import Table
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import Sink
 from lightning_recorder.taps import Site
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 from lightning_recorder.untrusted import read_json
 
 __all__ = [
@@ -333,7 +333,7 @@ def write_receipt(directory: Path, label: str, entry: Mapping[str, Any]) -> None
         except (OSError, DumpError):
             others = {}
         text = _readable({**(others if isinstance(others, dict) else {}), label: entry}, depth=3) + "\n"
-        attempt(path, len(text), partial(_write, path, text))
+        attempt(path, len(text), partial(write_bytes, path, text.encode()))
 
 
 def _readable(data: Any, depth: int) -> str:
@@ -342,11 +342,6 @@ def _readable(data: Any, depth: int) -> str:
         return json.dumps(data)
     entries = [f"{json.dumps(str(key))}: {_readable(each, depth - 1)}" for key, each in data.items()]
     return "{\n" + ",\n".join(entries) + "\n}"
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _cell(text: str) -> str:
@@ -378,11 +373,6 @@ class CoverageHistory:
 
     def add(self, step: int, found: Iterable[Site], coverage: Coverage) -> list[Change]:
         """Add a record.
-
-        Args:
-            step: The step of the record.
-            found: The sites with statistics in the record.
-            coverage: The facts about the modules since the previous record.
 
         Returns:
             The changes to report.
@@ -535,13 +525,7 @@ class ReceiptWriter:
         self.begin(None, None, "")
 
     def begin(self, sink: Sink | None, directory: Path | None, label: str) -> None:
-        """Begin a run.
-
-        Args:
-            sink: The sink for the receipt, or None.
-            directory: The folder of the receipt, or None.
-            label: The name of the recorder in the receipt.
-        """
+        """Begin a run."""
         self.note = ""
         """A text that is appended to the summary line."""
         self._sink, self._directory, self._label = sink, directory, label

@@ -20,17 +20,7 @@ _LEFT_OUT = ("calls", "diverged", "is_sample")  # if they are empty or False
 
 
 class RecordFile(RecordConsumer):
-    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
-
-    Args:
-        directory: The folder of the run's recordings.
-        label: The name of the recorder in the file name.
-        group: The kind of tensors that are recorded.
-        name: The user-defined name of the recorder, or an empty string.
-        ranks: The number of processes that record.
-        settings: The settings of the run, which are read with the first record.
-        strict: Raise the error of a record that cannot be written, unless the disk is full.
-    """
+    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads."""
 
     takes_samples = True
 

@@ -130,13 +130,7 @@ class TagBudget:
         tags_of: Callable[[Site], int],
         unusual: Mapping[str, float] | None = None,
     ) -> Mapping[Site, SiteStatistics]:
-        """Return the sites of the chosen modules.
-
-        Args:
-            found: All sites of a record.
-            tags_of: A function that returns the number of tags of a site.
-            unusual: The result of :meth:`unusual` for the record, if it is known.
-        """
+        """Return the sites of the chosen modules."""
         modules: dict[str, list[Site]] = {}
         for site in found:
             modules.setdefault(self.key(site) if self.is_brief else site.name, []).append(site)

@@ -52,13 +52,7 @@ class TensorPictures:
         self._joined: dict[str, PlotHistory] = {}
 
     def add(self, step: int, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
-        """Add a record.
-
-        Args:
-            step: The step.
-            sites: The sites in the order of execution.
-            found: Their statistics.
-        """
+        """Add a record."""
         if self._max_images:
             self._join(step, sites, found)
         if not self._chosen:
@@ -96,12 +90,7 @@ class TensorPictures:
         self._chosen = dict.fromkeys(keys[: self._max_images])
 
     def draw(self, group: str, tags: str) -> dict[str, Image]:
-        """Return the pictures by tag.
-
-        Args:
-            group: The kind of tensors, for the titles.
-            tags: The first part of the tags.
-        """
+        """Return the pictures by tag."""
         images: dict[str, Image] = {}
         for name, joined in self._joined.items():
             word = _JOINED[name]

@@ -124,9 +124,9 @@ def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> fro
     """Return the sites whose values are only rounding, or follow from it.
 
     The gradient of some parameters is zero by construction, such as that of the key bias of an attention, which the
-    softmax cancels, and that of a bias before a normalization. What is computed is the rounding of its terms, and an
-    optimizer such as Adam divides it by itself. A gradient counts as rounding if it is smaller than 64 roundings of the
-    largest gradient of its module in all records of both runs.
+    softmax cancels, and that of a bias before a normalization. The computed value is the rounding of its terms, and an
+    optimizer such as Adam divides it by its own size. A gradient counts as rounding if it is smaller than 64 roundings
+    of the largest gradient of its module in all records of both runs.
 
     Args:
         pair: The series of parameters, or of gradients.

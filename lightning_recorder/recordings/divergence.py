@@ -192,12 +192,7 @@ class SeriesPair:
         return int(self.both.sum())
 
     def divergences(self, tolerance: Tolerance, without: Collection[Site] = ()) -> list[SiteDivergence]:
-        """Return the sites that diverge beyond the tolerance, in execution order.
-
-        Args:
-            tolerance: The tolerance.
-            without: Sites to leave out.
-        """
+        """Return the sites that diverge beyond the tolerance, in execution order."""
         found: dict[int, _Extremes] = {}
         for steps, excess, distance in self._differences(tolerance):
             parted = excess.max(0) > 0
@@ -363,7 +358,7 @@ class _Extremes:
             self.first = cited, begin + step, float(distance[cited, step])
         step = int(distance.max(0).argmax())
         statistic = int(distance[:, step].argmax())
-        # Of equal distances the first one counts.
+        # The first one of equal distances counts.
         if distance[statistic, step] > self.furthest[2]:
             self.furthest = statistic, begin + step, float(distance[statistic, step])
         self.steps += int(parted.sum())

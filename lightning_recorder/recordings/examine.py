@@ -13,10 +13,8 @@ from lightning_recorder.insight import (
     Finding,
     RunFacts,
     RunHistory,
+    examine,
     findings_from_json,
-)
-from lightning_recorder.insight import (
-    examine as examine_history,
 )
 from lightning_recorder.names import Site
 from lightning_recorder.records.counts import to_histogram, unpacked
@@ -29,14 +27,9 @@ if TYPE_CHECKING:
     from lightning_recorder.recordings.recording import Run
     from lightning_recorder.recordings.series import Series
 
-__all__ = ["diagnose", "examine", "records_of"]
+__all__ = ["diagnose", "records_of"]
 
 _FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
-
-
-def examine(run: Run, ignored: Collection[str] = ()) -> list[Finding]:
-    """Return the findings of a run, ranked; see :func:`diagnose`."""
-    return diagnose(run, ignored).findings
 
 
 def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
@@ -55,7 +48,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
     for record in sorted(records, key=lambda each: each.step):
         history.add(record)
     facts = RunFacts(run.receipt or {}, ignored=ignored, watched=_watched(run), data=run.data)
-    return examine_history(history, run.graph, facts)
+    return examine(history, run.graph, facts)
 
 
 def _watched(run: Run) -> list[Finding]:

@@ -24,12 +24,7 @@ _SIGMAS = 4.0
 
 
 def explain(found: Comparison, *, exact: bool = False) -> str:
-    """Return the sentence.
-
-    Args:
-        found: The result of a comparison.
-        exact: True if the runs were compared bit by bit.
-    """
+    """Return the sentence."""
     if not found.compared:
         return _nothing(found)
     if found.first is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_recorder.insight.data_facts import DataFacts
 
 __all__ = ["Recording", "Run", "open_recording"]
+
+Made = TypeVar("Made")
 
 _GROUPS = ("activations", "gradients", "parameters")
 _LONGEST_HEADER = 1 << 16  # bytes
@@ -336,16 +338,9 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
-        data = self._json("data.json")
-        if data is None:
-            return None
         from lightning_recorder.insight.data_facts import DataFacts
 
-        try:
-            return DataFacts.from_json(data)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            path = self.directory / "data.json"
-            raise DumpError(f"{path} was not written by lightning_recorder: {describe_error(error)}") from error
+        return self._made_of("data.json", DataFacts.from_json)
 
     @property
     def findings(self) -> list[Finding]:
@@ -378,16 +373,9 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
-        data = self._json(FINDINGS)
-        if data is None:
-            return None
         from lightning_recorder.insight import Diagnosis
 
-        try:
-            return Diagnosis.from_json(data)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            path = self.directory / FINDINGS
-            raise DumpError(f"{path} was not written by lightning_recorder: {describe_error(error)}") from error
+        return self._made_of(FINDINGS, Diagnosis.from_json)
 
     @property
     def check(self) -> Mapping[str, Any] | None:
@@ -404,6 +392,15 @@ class Run:
             raise DumpError(f"{self.directory / CHECK} was not written by lightning_recorder")
         found: Mapping[str, Any] = data
         return found
+
+    def _made_of(self, name: str, make: Callable[[Any], Made]) -> Made | None:
+        """Return what a file of the run has, or ``None`` if there is no such file."""
+        data = self._json(name)
+        try:
+            return None if data is None else make(data)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            path = self.directory / name
+            raise DumpError(f"{path} was not written by lightning_recorder: {describe_error(error)}") from error
 
     def _json(self, name: str) -> Any:
         path = self.directory / name

@@ -121,8 +121,8 @@ def _settings(run: Run, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Ph
 
     Args:
         run: The run.
-        is_split: Whether each parameter group of an optimizer has its own settings. If not, a setting has the values
-            of all groups.
+        is_split: True to yield the settings of each parameter group of an optimizer; False to yield each setting once,
+            with the values of all groups.
     """
     found = _first_settings(run)
     trainer, data, seeds = (_mapping(found.get(name)) for name in ("trainer", "data", "seeds"))
@@ -318,7 +318,7 @@ class _Graphs:
         self.batches = [{node.name: node for node in graph.nodes if node.kind == "input"} for graph in (one, other)]
 
     def changes(self) -> list[Change]:
-        """Return the differences without consequences; alike ones are one."""
+        """Return the differences that follow from no other difference. Equal ones are merged."""
         found = [*self._modules()]
         known = {change.what for change in found}
         found += [change for change in self._functions() if not _is_inside(_owner(change.what), known)]

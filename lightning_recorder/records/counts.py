@@ -30,7 +30,6 @@ __all__ = [
     "counts_of",
     "from_base64",
     "inflated",
-    "pack_counts",
     "pairs_of",
     "sums_of",
     "to_base64",
@@ -144,9 +143,11 @@ class SparseCounts:
         return found
 
     def packed(self) -> list[bytes | None]:
-        """Return each histogram as pairs of gap and count in LEB128: the encoding of record files, uncompressed.
+        """Return each histogram in the encoding of record files, uncompressed; ``None`` for one that does not exist.
 
-        ``None`` for a histogram that does not exist.
+        It is a pair of numbers for each nonempty bin: the number of empty bins before it, and its count. Numbers are
+        LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. Most gaps are zero and
+        most counts are small, so fixed widths take twice as many bytes, and a JSON list four times as many.
         """
         packed, ends = self._entries.packed
         missing = self._missing
@@ -312,7 +313,7 @@ def _kept_edges(
     kept = table > least
     ties = table == least
     room = (most - 1) - kept.sum(axis=1, keepdims=True)
-    # Of equal losses the later ones are kept, as after a stable sort.
+    # The later ones of equal losses are kept, as after a stable sort.
     kept |= ties & (ties[:, ::-1].cumsum(axis=1)[:, ::-1] <= room)
     begins = is_first.copy()
     begins[inner] = kept[rows[inner], places]
@@ -424,32 +425,8 @@ def _checked(bins: Tensor) -> NDArray[np.int64]:
     return counts
 
 
-def pack_counts(bins: Tensor) -> str:
-    """Encode histogram counts as text: base64 of zlib of (gap, count) pairs.
-
-    Each pair holds the number of empty bins before a non-empty bin, and the count of that bin. Numbers are stored as
-    LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. A histogram of one layer
-    takes 100 to 600 characters, because most gaps are zero and most counts are small. Fixed-width indices and counts
-    take twice as many characters, a JSON list of numbers four times as many.
-
-    Args:
-        bins: The counts, ``[2048]`` int64, non-negative, on any device.
-
-    Raises:
-        ArgumentError: If ``bins`` has another shape or dtype, is sparse, or contains a negative count.
-
-    Example:
-        >>> import torch
-        >>> counts = torch.zeros(2048, dtype=torch.int64)
-        >>> counts[[7, 8, 300]] = torch.tensor([1, 2, 3])
-        >>> torch.equal(unpack_counts(pack_counts(counts)), counts)
-        True
-    """
-    return to_base64(zlib.compress(SparseCounts(_checked(bins)[None]).packed()[0] or b"", 1))
-
-
 def unpack_counts(text: object) -> Tensor:
-    """Decode counts that :func:`pack_counts` has encoded, or one of :func:`counts_of`, as ``[2048]`` int64.
+    """Decode one of :func:`counts_of`, ``[2048]`` int64. Text of the first format is base64 of zlib of the pairs.
 
     Raises:
         DumpError: As for :func:`unpacked`.
@@ -479,7 +456,7 @@ def unpacked(text: object) -> Integers:
 
 
 def pairs_of(text: object) -> bytes:
-    """Return the pairs of gap and count that :func:`pack_counts` has compressed, or those of :func:`counts_of`.
+    """Return the pairs of gap and count of one of :func:`counts_of`.
 
     Raises:
         ValueError: If this is not an encoded histogram.

@@ -163,12 +163,7 @@ class History(Generic[Key]):
         return place
 
     def _thin(self, most: int, always: set[int]) -> None:
-        """Drop rows until at most this many are left: every second one, three of four, and so on.
-
-        Args:
-            most: The number of rows.
-            always: The rows that stay.
-        """
+        """Drop rows that need not stay until at most ``most`` are left: every second one, three of four, and so on."""
         while True:
             kept = [row for row, number in enumerate(self._numbers) if row in always or number % self._every == 0]
             if len(kept) <= most:

@@ -52,8 +52,8 @@ class SiteStatistics:
     Args:
         scalars: The statistics by name. The names are those of ``SHOWN_STATISTICS`` and those of the scalar statistics
             of extra reductions.
-        bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``. Of shape ``[0]``
-            without a histogram.
+        bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``. The shape is
+            ``[0]`` without a histogram.
         tensors: The nonscalar statistics of extra reductions by name, float64.
         dtype: The dtype of the latest tensor, or ``None`` if only another rank has seen the site.
         shape: The shape of the latest tensor.

@@ -131,16 +131,13 @@ class MergeableAccumulator(Accumulator):
         return sum(nbytes_of(each) for each in tensors_in(self.payload))
 
 
-def make_accumulator(
-    reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget, argument: str = "reduction"
-) -> Accumulator:
+def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget) -> Accumulator:
     """Create the accumulator of a new site.
 
     Args:
         reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction` or a metric, or the
             class of one; ``None`` keeps every tensor.
         budget: The limit in bytes for all sites together without a reduction.
-        argument: The name of the argument, for messages.
 
     Raises:
         ArgumentError: If the reduction is none of these.
@@ -150,15 +147,11 @@ def make_accumulator(
     given = reduction() if isinstance(reduction, type) else reduction
     if isinstance(given, Reduction):
         return _ReductionAccumulator(given)
-    return make_mergeable(given, argument)
+    return make_mergeable(given)
 
 
 def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> MergeableAccumulator:
     """Create the accumulator of a function or a metric.
-
-    Args:
-        given: A function of two arguments, or a metric.
-        argument: The name of the argument, for messages.
 
     Raises:
         ArgumentError: If it is neither.
@@ -175,9 +168,6 @@ def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> Mergeab
 
 class ByteBudget:
     """The limit in bytes for all lists of one recorder together.
-
-    Args:
-        max_bytes: The limit in bytes.
 
     Raises:
         ArgumentError: If the limit is not a positive integer.

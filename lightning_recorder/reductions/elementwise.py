@@ -16,11 +16,7 @@ __all__ = ["BatchMax", "BatchMean", "BatchMin", "BatchSum", "Change", "LastValue
 
 
 class _BatchReduction(ShapedReduction):
-    """Base class of elementwise statistics, with the number of samples and one number per element as the state.
-
-    Args:
-        dim: The sample dimension.
-    """
+    """Base class of elementwise statistics, with the number of samples and one number per element as the state."""
 
     def __init__(self, dim: int = 0) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ class _ChannelReduction(ShapedReduction):
     lead = 0
     additive = False
 
-    def __init__(self, dim: int, groups: int | None = None) -> None:
+    def __init__(self, dim: int = 1, groups: int | None = None) -> None:
         super().__init__()
         self.dim = check_dim(dim)
         if groups is not None:
@@ -210,9 +210,6 @@ class ChannelMoments(_ChannelReduction):
 
     blocks = 3
     statistics: tuple[str, ...] = ("channel_mean", "channel_std", "channel_rms")
-
-    def __init__(self, dim: int = 1, groups: int | None = None) -> None:
-        super().__init__(dim, groups)
 
     @override
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
@@ -255,9 +252,6 @@ class ChannelExtrema(_ChannelReduction):
 
     blocks = 2
     statistics: tuple[str, ...] = ("channel_min", "channel_max", "channel_abs_max")
-
-    def __init__(self, dim: int = 1, groups: int | None = None) -> None:
-        super().__init__(dim, groups)
 
     @override
     def initial(self) -> Tensor:

@@ -133,11 +133,7 @@ File = TypeVar("File")
 
 
 class SharedFiles(Generic[File]):
-    """Return the same object for a path as long as that object is referenced.
-
-    Args:
-        make: A function that creates the object of a path.
-    """
+    """Return the same object for a path as long as that object is referenced."""
 
     def __init__(self, make: Callable[[Path], File]) -> None:
         self._make = make

@@ -187,13 +187,7 @@ def _varint(number: int) -> bytes:
 
 
 def encoded_event(wall_time: float, step: int, summary: bytes) -> bytes:
-    """Return an ``Event``.
-
-    Args:
-        wall_time: The time in seconds since 1970.
-        step: The step.
-        summary: The encoded ``Summary``.
-    """
+    """Return an ``Event``."""
     number = b"\x10" + _varint(step & (1 << 64) - 1) if step else b""
     return b"\x09" + struct.pack("<d", wall_time) + number + b"\x2a" + _varint(len(summary)) + summary
 
@@ -211,12 +205,7 @@ def _tag(tag: str, prefix: str = "") -> bytes:
 
 
 class ScalarTags:
-    """Encode the scalars of a fixed list of tags.
-
-    Args:
-        tags: The tags.
-        prefix: The start of all tags in the file.
-    """
+    """Encode the scalars of a fixed list of tags."""
 
     def __init__(self, tags: Iterable[str], prefix: str = "") -> None:
         packed = bytearray()

@@ -45,8 +45,8 @@ def batch_fingerprint(batch: Any) -> Tensor | None:
     """Return two checksums of the tensors in a batch, ``[2]`` int64 on the device of the first one; None without any.
 
     The first checksum depends on the order of the samples, the second does not. Both are exact integer sums, so they do
-    not depend on the order in which the device adds. Of each tensor, at most 1024 samples with 64 values each are read,
-    at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
+    not depend on the order in which the device adds. At most 1024 samples of each tensor are read, with 64 values
+    each, at regular distances. A tensor of a class of its own that cannot be read as a plain one is left out.
 
     Note:
         Does not synchronize the device, and leaves the batch and the random number generators unchanged.
@@ -146,16 +146,16 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
 
 
 @torch.no_grad()
-def different_values(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
+def different_values(batch: Any) -> Tensor | None:
     """Return the number of different values in the first input of each sample, ``[samples]``; None without an input.
 
-    At most ``values`` values of each sample are read. Samples with few different values may be equal by chance.
+    At most 64 values of each sample are read. Samples with few different values may be equal by chance.
     """
     with pause_recording(), without_functions():
         first = next((each for each in _readable(batch) if each.numel() >= _WIDE * len(each)), None)
         if first is None:
             return None
-        read = _integers(first.detach()[_selection(first.shape, len(first), values)]).flatten(1).sort(1).values
+        read = _integers(first.detach()[_selection(first.shape, len(first))]).flatten(1).sort(1).values
         return (read[:, 1:] != read[:, :-1]).sum(1) + 1
 
 

@@ -72,13 +72,7 @@ class OverheadLimit:
 
 
 class StepTiming:
-    """Measure the time of the steps of a run and the part of it that recording takes.
-
-    Args:
-        device: The device of the model's tensors.
-        clock: A function that returns the time in seconds.
-        limit: The overhead limit that receives the measured times.
-    """
+    """Measure the time of the steps of a run and the part of it that recording takes."""
 
     def __init__(self, device: Device, clock: Callable[[], float], limit: OverheadLimit | None = None) -> None:
         self.stopwatch = Stopwatch(device, clock=clock)

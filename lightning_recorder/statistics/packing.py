@@ -69,14 +69,7 @@ class Contribution:
     def of(
         cls, snapshot: Snapshot | None, rank: int, *, copies: Collection[Site] = (), value: object = None
     ) -> Contribution:
-        """Return the states of one rank. If they cannot be packed, the rank counts as failed.
-
-        Args:
-            snapshot: The states on the CPU, or None if the recorder has failed.
-            rank: The rank.
-            copies: The sites that are copies of another rank's.
-            value: An object to send to the first rank; None to send nothing.
-        """
+        """Return the states of one rank. If they cannot be packed, the rank counts as failed."""
         if snapshot is None:
             return cls(absent=(rank,))
         try:
@@ -226,7 +219,7 @@ def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
 
 
 class _Shape(NamedTuple):
-    """What two messages of a rank usually have in common."""
+    """The part that two messages of a rank usually have in common."""
 
     bank: int
     described: str
@@ -247,12 +240,7 @@ class Encoder:
         self._pickled: dict[str, bytes | None] = {}
 
     def encode(self, scope: str, contribution: Contribution) -> bytearray:
-        """Return the message that carries states to rank 0.
-
-        Args:
-            scope: A name for the origin of the states.
-            contribution: The states.
-        """
+        """Return the message that carries states to rank 0."""
         kinds = list(contribution.kinds.values())
         shapes = pickle.dumps([self._shape(kind) for kind in kinds])
         is_known = self._known.get(scope) == shapes

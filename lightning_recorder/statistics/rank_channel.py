@@ -96,10 +96,6 @@ class RankChannel:
     def submit(self, scope: str, own: Callable[[], Contribution]) -> Future[Contribution]:
         """Begin to merge the states of all ranks.
 
-        Args:
-            scope: A name for the origin of the states, the same on all ranks.
-            own: A function that returns the states of this rank. It is called in the background thread.
-
         Returns:
             The merged states on the first rank, and an empty contribution on the others.
         """

@@ -285,11 +285,7 @@ _MOST_ELEMENTS = 1 << 15  # summarized at a time, so that the temporaries stay i
 
 @torch.no_grad()
 def statistics_of(snapshots: Sequence[Snapshot]) -> list[Table]:
-    """Return the statistics of each snapshot. Computed together, many small ones take much less time than one by one.
-
-    Args:
-        snapshots: The snapshots of one recorder.
-    """
+    """Return the statistics of each snapshot. Together, many small ones take much less time than one by one."""
     groups = [(number, group) for number, each in enumerate(snapshots) for group in (each.groups or [[]])[0]]
     if not groups:
         nothing = SparseCounts(np.empty((0, BINS)))

@@ -20,13 +20,7 @@ __all__ = ["UserSnapshot", "UserStates", "merge_snapshots"]
 
 
 class UserSnapshot:
-    """The states of one reduction at one point in time, on the CPU.
-
-    Args:
-        reduction: The reduction.
-        states: The states of the sites that were seen.
-        left_out: The sites at which the reduction has failed.
-    """
+    """The states of one reduction at one point in time, on the CPU."""
 
     def __init__(
         self,
@@ -51,9 +45,7 @@ class UserSnapshot:
 class UserStates:
     """A bank of the states of one function or metric, with one state per site.
 
-    Args:
-        reduction: The reduction.
-        strict: Raise its errors. Otherwise it is skipped at a site at which it fails, with one warning.
+    Unless ``strict``, a function that fails at a site is skipped there, with one warning.
     """
 
     def __init__(self, reduction: UserReduction, *, strict: bool = False) -> None:
@@ -167,12 +159,7 @@ def _saved(reduction: UserReduction, states: Mapping[Site, MergeableAccumulator]
 def merge_snapshots(
     reduction: UserReduction, payloads: Sequence[tuple[dict[Site, Any], frozenset[Site]]]
 ) -> UserSnapshot:
-    """Return the states of several processes, given in rank order; those of the first one if they cannot be merged.
-
-    Args:
-        reduction: The reduction.
-        payloads: The :attr:`UserSnapshot.payload` of each process.
-    """
+    """Return the states of several processes, given in rank order; those of the first one if they cannot be merged."""
     if not reduction.is_mergeable:
         payloads = payloads[:1]
     found: dict[Site, list[Any]] = {}

@@ -355,14 +355,7 @@ def _checked(modules: object) -> dict[str, nn.Module]:
 
 
 class TapHook(ModuleHook):
-    """A hook on a module that calls a method of its tap with the name of the module and the arguments of the hook.
-
-    Args:
-        tap: The tap.
-        name: The name of the module.
-        method: The method.
-        site: The site of the last argument, if the fast path may take it.
-    """
+    """A hook on a module that calls a method of its tap with the name of the module and the arguments of the hook."""
 
     def __init__(self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None) -> None:
         self._tap = tap

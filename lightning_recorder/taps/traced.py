@@ -199,13 +199,7 @@ class _TracedHook(ModuleHook):
             self._tap.watch(tensor, partial(self.receive, path))
 
     def visit(self, tensor: Tensor, path: str, given: list[Tensor] | None) -> Tensor:
-        """Record a tensor, or its gradient, and return the tensor to use instead of it.
-
-        Args:
-            tensor: The tensor.
-            path: Its path.
-            given: Tensors that are not replaced; ``None`` for all.
-        """
+        """Record a tensor, or its gradient, and return the tensor to use instead of it."""
         if not self.is_gradient:
             torch.ops.lightning_recorder.receive(self.token, tensor, path)
         elif not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -254,12 +248,6 @@ def _visited(value: Any, path: str, visit: _Visit, given: list[Tensor] | None = 
     """Return a nested value with the tensors that ``visit`` returns. The paths are those of ``iter_tensors``.
 
     torch.compile traces this function, so it uses only simple constructs.
-
-    Args:
-        value: The value.
-        path: The path of the value.
-        visit: A function from a tensor, its path and ``given`` to the tensor that replaces it.
-        given: Tensors that are not replaced; ``None`` for all.
     """
     if isinstance(value, Tensor):
         return visit(value, path, given)

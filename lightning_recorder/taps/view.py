@@ -183,10 +183,6 @@ def is_unshared(view: Tensor, outputs: Iterable[Tensor]) -> bool:
     Then the gradient of the base is the gradient of the view. This is the case for the output of ``nn.Linear``: no
     other tensor and no variable refers to its base, and every operation since the creation of the base is part of the
     view.
-
-    Args:
-        view: A view that a module has just returned.
-        outputs: All tensors that the module returned.
     """
     # The counts depend on how Python makes the call: torch.compile can replace the interpreter's evaluation of frames.
     found, unshared = [_counts_of_base(each) for each in (view, _unshared_view())]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ __all__ = ["Recorder"]
 _GIBIBYTE = 2**30
 
 
-class Recorder(ABC):
+class Recorder:
     """Record tensors of selected modules, separately for each module, with or without a reduction.
 
     :meth:`children`, :meth:`modules` and :meth:`select` register hooks and can be chained. The hooks stay until
@@ -60,6 +59,9 @@ class Recorder(ABC):
         code of the process runs eagerly.
     """
 
+    _tap: ClassVar[Callable[..., Tap]]
+    """Makes the tap for the tensors that the recorder records."""
+
     def __init__(
         self,
         condition: Callable[[], object] | None = None,
@@ -81,9 +83,8 @@ class Recorder(ABC):
         self._budget = ByteBudget(max_bytes)
         self._make_accumulator()  # fail at construction instead of in the first step
 
-    @abstractmethod
     def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        """Create the tap for the tensors that this recorder records."""
+        return self._tap(modules, receive, condition=self.condition, strict=self.strict)
 
     def _make_accumulator(self) -> Accumulator:
         return make_accumulator(self.reduction, self._budget)

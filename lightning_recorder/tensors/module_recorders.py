@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
-from torch import nn
-from typing_extensions import override
-
-from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Receiver, Tap
+from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap
 from lightning_recorder.tensors.base import Recorder
 
 __all__ = ["BackwardInput", "BackwardOutput", "ForwardInput", "ForwardOutput", "ForwardPre"]
@@ -20,6 +17,7 @@ class ForwardPre(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> recorder = ForwardPre(reduction=torch.add).children(net, indices=(1, 2))
         >>> for _ in range(5):
@@ -29,9 +27,7 @@ class ForwardPre(Recorder):
         >>> recorder.detach()
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = InputTap
 
 
 class ForwardInput(Recorder):
@@ -43,9 +39,7 @@ class ForwardInput(Recorder):
     inputs of the latter are not recorded.
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputTap(modules, receive, after=True, condition=self.condition, strict=self.strict)
+    _tap = staticmethod(partial(InputTap, after=True))
 
 
 class ForwardOutput(Recorder):
@@ -55,6 +49,7 @@ class ForwardOutput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> from lightning_recorder.reductions import RunningMoments
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
         >>> with ForwardOutput(reduction=RunningMoments).modules(net, types=nn.ReLU) as recorder:
@@ -63,9 +58,7 @@ class ForwardOutput(Recorder):
         24.0
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return OutputTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = OutputTap
 
 
 class BackwardInput(Recorder):
@@ -77,6 +70,7 @@ class BackwardInput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> with BackwardInput().children(net) as recorder:
         ...     net(torch.ones(8, 4)).sum().backward()
@@ -84,9 +78,7 @@ class BackwardInput(Recorder):
         [[], [(8, 3)], [(8, 3)]]
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return InputGradientTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = InputGradientTap
 
 
 class BackwardOutput(Recorder):
@@ -97,6 +89,7 @@ class BackwardOutput(Recorder):
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> with BackwardOutput(reduction=torch.add).children(net, types=nn.Linear) as recorder:
         ...     for _ in range(2):
@@ -105,6 +98,4 @@ class BackwardOutput(Recorder):
         tensor([2., 2.])
     """
 
-    @override
-    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        return OutputGradientTap(modules, receive, condition=self.condition, strict=self.strict)
+    _tap = OutputGradientTap

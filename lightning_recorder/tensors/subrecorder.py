@@ -189,9 +189,6 @@ class RecordedData(list[Any]):
 
     Assigning to an entry or a slice replaces the recorded data of the module. The number of entries is fixed. A copy,
     pickled or not, is a plain list.
-
-    Args:
-        subrecorders: The subrecorders of the modules.
     """
 
     def __init__(self, subrecorders: Iterable[SubRecorder]) -> None:

@@ -1,6 +1,6 @@
 """The watch on every step of a run: its loss, its gradient norm, and the origin of the first bad value."""
 
-from lightning_recorder.watch.flags import ModuleFlags, StepFlags
+from lightning_recorder.watch.flags import ModuleFlags
 from lightning_recorder.watch.kept import KeptBatch, StateKeeper
 from lightning_recorder.watch.kept_parameters import KeptParameters, ParameterCopies
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
@@ -8,19 +8,6 @@ from lightning_recorder.watch.readings import LoggedReading, Reading, ReadingQue
 from lightning_recorder.watch.replicas import Replicas, WatchedRanks
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
-from lightning_recorder.watch.verdict import (
-    finding_of_action,
-    finding_of_fall,
-    finding_of_origin,
-    finding_of_overflow,
-    finding_of_spike,
-    finding_without_origin,
-    with_batch,
-    with_older_parameters,
-    with_rise,
-    with_row,
-    with_spike,
-)
 
 __all__ = [
     "CommunicationError",
@@ -36,18 +23,6 @@ __all__ = [
     "Replicas",
     "SpikeDetector",
     "StateKeeper",
-    "StepFlags",
     "StepSeries",
     "WatchedRanks",
-    "finding_of_action",
-    "finding_of_fall",
-    "finding_of_origin",
-    "finding_of_overflow",
-    "finding_of_spike",
-    "finding_without_origin",
-    "with_batch",
-    "with_older_parameters",
-    "with_rise",
-    "with_row",
-    "with_spike",
 ]

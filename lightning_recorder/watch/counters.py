@@ -58,9 +58,6 @@ class Counters:
     first batch: attributes of modules, variables of the closures of functions and hooks, the global variables that
     these use, and what is in lists and dictionaries there. From the second batch on, those that have changed since are
     kept.
-
-    Args:
-        modules: The modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -230,11 +230,7 @@ class EpochSamples:
         return self.batches > 1 and not self._is_repeat
 
     def facts(self, before: EpochSamples | None = None) -> EpochFacts:
-        """Return what is known about the epoch so far.
-
-        Args:
-            before: The epoch before.
-        """
+        """Return what is known about the epoch so far."""
         counts = np.zeros(0) if self._classes is None else self._classes[self._classes > 0]
         shares = counts / max(1, counts.sum())
         are_whole = before is not None and before.is_whole and self.is_whole

@@ -17,7 +17,7 @@ from lightning_recorder.dumps import can_hold, file_bytes, read_tensors, write_t
 from lightning_recorder.errors import DumpError, describe_error
 from lightning_recorder.insight import Finding, findings_to_json
 from lightning_recorder.internals.random_states import RandomStates
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.temporary import write_bytes
 from lightning_recorder.untrusted import is_finite, is_whole, read_json
 from lightning_recorder.watch.kept import KeptBatch
 
@@ -88,16 +88,6 @@ def write_incident(
     save_batch: bool,
 ) -> None:
     """Write what is known about the step of a finding.
-
-    Args:
-        folder: The folder.
-        about: The settings of the run, as JSON values.
-        kept: The batch and the random states.
-        state: The parameters and buffers from before the step, by name; empty to write none.
-        records: The statistics of the last recorded step, as JSON values.
-        graph: The graph up to the module, as text.
-        max_bytes: The maximum size of the batch, and of the parameters.
-        save_batch: Write the batch.
 
     Raises:
         OSError: If a file cannot be written.
@@ -192,7 +182,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     data = (text + "\n").encode("utf-8", "replace")
-    _attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+    attempt(path, len(data), partial(write_bytes, path, data))
 
 
 def _attempt(path: Path, nbytes: int, write: Callable[[], object]) -> None:

@@ -26,6 +26,7 @@ __all__ = ["KeptBatch", "StateKeeper"]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # Kernels of normalizations write these buffers without increasing their version.
 _UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
+_MOST_BYTES = 2**28  # of the copies of buffers; larger buffers are not copied
 
 
 @dataclass
@@ -114,14 +115,9 @@ class StateKeeper:
 
     The batch is kept by reference. If a step changes a batch in place, that step cannot be run again, and the batches
     of all later steps are copied. A buffer is copied when it has changed since its last copy.
-
-    Args:
-        module: The model.
-        device: The device of the model, whose random number generator is kept.
-        max_bytes: The maximum size of the copies of buffers. Larger buffers are not copied.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, max_bytes: int = 2**28) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._parameters = list(parameters_of(module))
         self._devices = [device] if device.type != "cpu" else []
         self._copies: dict[tuple[int, str], tuple[Tensor, int | None, Tensor]] = {}
@@ -132,7 +128,7 @@ class StateKeeper:
             for name, buffer in attributes_of(each)["_buffers"].items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
-        self._left_bytes = max_bytes
+        self._left_bytes = _MOST_BYTES
         self.must_copy = False
         """Copy all later batches: a step has changed its batch in place."""
         self._counters = Counters(modules_of(module))

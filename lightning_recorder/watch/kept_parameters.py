@@ -30,12 +30,7 @@ _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
 @dataclass
 class KeptParameters:
-    """The values of all parameters from before an optimizer step.
-
-    Args:
-        step: The optimizer step, counted like ``self.log`` does.
-        values: A tensor for each parameter, in the order of the model.
-    """
+    """The values of all parameters, in the order of the model, from before an optimizer step."""
 
     step: int
     values: list[Tensor]
@@ -125,12 +120,7 @@ class ParameterCopies:
         return bool(self.every) and (not self._copies or step >= self._copies[-1].step + self.every)
 
     def take(self, step: int, oldest: int | None) -> None:
-        """Copy the parameters, unless a step whose values have not arrived needs the copies that there are.
-
-        Args:
-            step: The optimizer step that is about to begin.
-            oldest: The first step whose values have not arrived; None if all have.
-        """
+        """Copy the parameters, unless a step whose values have not arrived needs the copies that there are."""
         if self._is_auto and not (self._is_measured and self._turns > _SETTLED) and not self._decide(step):
             return
         slots = 2 if self._is_auto else 1

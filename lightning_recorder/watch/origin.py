@@ -179,11 +179,7 @@ class OriginTrace(TorchDispatchMode):
             self._resources.close()
 
     def origin(self, symptoms: Tensor | Iterable[Tensor | None]) -> Origin | None:
-        """Return the origin of the first bad value that led to one of the tensors; ``None`` if they are finite.
-
-        Args:
-            symptoms: The loss, or the gradients of the parameters.
-        """
+        """Return the origin of the first bad value that led to one of the tensors; ``None`` if they are finite."""
         tensors = [symptoms] if isinstance(symptoms, Tensor) else symptoms
         ends = [self._find(each) for each in tensors if each is not None and bad_count(each)[0]]
         if not ends:
@@ -287,7 +283,7 @@ class OriginTrace(TorchDispatchMode):
         return in_backward() and not self._stack
 
     def _causes(self, func: Any, place: _Place, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Return the events that made the bad ones among the inputs of an operation."""
+        """Return the events in which the bad inputs of an operation arose."""
         found = []
         for tensor in floating((args, kwargs)):
             if bad_count(tensor)[0]:

@@ -151,7 +151,6 @@ class ReadingQueue(Generic[_Any]):
     that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
 
     Args:
-        device: The device.
         most_batches: The number of readings that keep their batches, so that memory is bounded; the latest ones.
     """
 
@@ -191,11 +190,7 @@ class ReadingQueue(Generic[_Any]):
             self._waiting[-1 - self._most_batches][0].forget()
 
     def take(self, *, wait: bool = False) -> list[_Any]:
-        """Return the readings that have arrived, in order.
-
-        Args:
-            wait: Wait for all readings.
-        """
+        """Return the readings that have arrived, in order."""
         if self._event is None and (wait or len(self._waiting) >= _MOST_WAITING):
             return self._read_all()
         found = []

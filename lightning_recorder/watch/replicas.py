@@ -106,14 +106,7 @@ class _Arriving:
 
 
 class Replicas:
-    """Computes the checksums of one rank.
-
-    Args:
-        module: The model.
-        optimizers: Its optimizers.
-        rank: The rank.
-        wrapper: A function that returns what wraps the model, such as a ``DistributedDataParallel``.
-    """
+    """Computes the checksums of one rank."""
 
     def __init__(
         self, module: nn.Module, optimizers: Iterable[Any], rank: int, wrapper: Callable[[], object] = lambda: None
@@ -254,13 +247,7 @@ class _Column(NamedTuple):
 
 
 def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence[ReplicaValues]) -> Differences:
-    """Compare the checksums of ranks.
-
-    Args:
-        names: The names of the tensors.
-        kinds: Their kinds.
-        ranks: The checksums of each rank.
-    """
+    """Compare the checksums of ranks."""
     about, columns = _checksums(names), dict[int, _Column]()
     # A rank with states of its own has stepped: an optimizer may keep each state on one rank only.
     without_own = {each.rank for each in ranks if np.isin(each.names, about).all()}
@@ -498,11 +485,7 @@ class WatchedRanks:
         self._found: Finding | None = None
 
     def end_step(self, step: int) -> None:
-        """End a step. Every rank calls this equally often.
-
-        Args:
-            step: The number of steps so far.
-        """
+        """End a step. Every rank calls this equally often."""
         self._steps += 1
         self._take()
         if not self._is_due():

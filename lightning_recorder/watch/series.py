@@ -30,15 +30,9 @@ class StepSeries:
     """Writes the loss and the gradient norm of every step.
 
     All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. The
-    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. What the user logs is
-    written to the records of the stage ``logged``, with a site for each name. A background thread writes each step at
-    most half a second later, together with those that have come in between.
-
-    Args:
-        directory: The folder of the run's recordings, if it has one.
-        sink: The sink for scalars, if there is one.
-        label: The name of the series in the records and in the tags.
-        is_logged: A function that returns True for the steps to write to the sink.
+    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. Values that the user
+    logs are written to the records of the stage ``logged``, with a site for each name. A background thread writes each
+    step at most half a second later, together with those that have come in between.
     """
 
     def __init__(

@@ -83,16 +83,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
 def finding_without_origin(
     reading: Reading, batches: list[int], *, because: str, option: str, modules: list[str], rank: str = ""
 ) -> Finding:
-    """Return the finding for a bad value whose origin is not known exactly.
-
-    Args:
-        reading: The step.
-        batches: The indices of its batches.
-        because: The reason.
-        option: The code to write to know more.
-        modules: The names of the parameters whose gradients are not finite, in the order of the model.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for a bad value whose origin is not known exactly."""
     loss, norm = reading.values
     is_forward = loss != loss or loss in (float("inf"), float("-inf"))
     what = f"the loss is {loss:g}" if is_forward else f"the loss is {loss:g} and the gradient norm is {norm:g}"
@@ -107,26 +98,14 @@ def finding_without_origin(
 
 
 def with_older_parameters(finding: Finding, age: int) -> Finding:
-    """Return a finding whose origin was found by running the step with the parameters of some steps before.
-
-    Args:
-        finding: The finding.
-        age: The number of steps.
-    """
+    """Return a finding whose origin was found by running the step with the parameters of some steps before."""
     steps = "of the step before" if age == 1 else f"of {age} steps before"
     verdict = f"{finding.verdict} (the step was run again with the parameters {steps})"
     return replace(finding, verdict=verdict, numbers={**finding.numbers, "parameters_age": float(age)})
 
 
 def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> Finding:
-    """Return a finding about a bad value with what came before it: the training diverged.
-
-    Args:
-        finding: The finding.
-        series: The series that rose or fell, ``"loss"`` or ``"gradient norm"``.
-        rise: Its rise or fall up to the step before.
-        rate: The largest learning rate, if it is known.
-    """
+    """Return a finding about a bad value with what came before it: the training diverged."""
     verdict = f"{_course(series, rise, rate)}; then {finding.verdict}"
     following = finding.next[:1].lower() + finding.next[1:]
     if rise.last < rise.before:
@@ -142,14 +121,7 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
 
 
 def finding_of_fall(fall: Rise, reading: Reading, rate: float | None, *, rank: str = "") -> Finding:
-    """Return the finding for a loss that falls without bound.
-
-    Args:
-        fall: The fall of the loss.
-        reading: The step.
-        rate: The largest learning rate, if it is known.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for a loss that falls without bound."""
     where = _batch(next(iter(reading.indices), 0), reading.epoch) + rank
     verdict = f"{_course('loss', fall, rate)}, without a bound (step {reading.step}, {where})"
     finding = _finding(UNBOUNDED, "warning", "", reading, verdict, _WHY_UNBOUNDED, _NEXT_UNBOUNDED)
@@ -165,12 +137,7 @@ def _course(series: str, rise: Rise, rate: float | None) -> str:
 
 
 def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
-    """Return the finding for finite gradients whose norm is too large for float32.
-
-    Args:
-        reading: The step.
-        rank: As for :func:`finding_of_origin`.
-    """
+    """Return the finding for finite gradients whose norm is too large for float32."""
     index = reading.indices[0] if reading.indices else 0
     verdict = (
         f"the gradient norm overflows first at step {reading.step} ({_batch(index, reading.epoch)}{rank}): the loss is "
@@ -302,17 +269,7 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
 def finding_of_action(
     action: str, step: int, loss: float, because: str, *, back: int, factor: float, earlier: Finding | None
 ) -> Finding:
-    """Return the note about the steps at which the watch has acted. Its trace has all of them.
-
-    Args:
-        action: ``"skip"``, ``"rollback"`` or ``"lower_lr"``.
-        step: The step.
-        loss: The loss of this rank at the step; NaN if it is not known.
-        because: The verdict of the finding.
-        back: The number of steps that a rollback goes back.
-        factor: The factor of the learning rate.
-        earlier: The note about the earlier steps with this action.
-    """
+    """Return the note about the steps at which the watch has acted. Its trace has all of them."""
     what = {
         "skip": f"step {step} was left out",
         "rollback": f"step {step} was left out, and the state of {back} steps before was restored",

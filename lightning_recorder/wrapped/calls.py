@@ -116,10 +116,6 @@ def last_names(net: nn.Module) -> dict[str, str]:
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:
     """Describe the differences between the calls of a run and the labeled ones, or return ``None`` if there are none.
 
-    Args:
-        labels: The labeled calls, without containers.
-        calls: The calls of the run.
-
     Example:
         >>> differences({(0, 1): Call("", 1), (1, 1): Call("a", 1)}, [Call("", 1), Call("b", 1)])
         "missing (1, 1) 'a'; extra 'b'"
@@ -161,9 +157,6 @@ class CallWatch:
 
     A call that ``torch.utils.checkpoint`` repeats inside a backward pass is not counted again. Compiled modules run
     eagerly meanwhile, because hooks on compiled code never fire.
-
-    Args:
-        modules: The modules by name. What TorchScript modules call is not observed.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -346,13 +339,6 @@ def run_without_trace(
     net: nn.Module, watch: CallWatch, snapshot: ModuleState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Run the net once in its current mode, without autograd, and restore everything afterwards, even if it raises.
-
-    Args:
-        net: The net.
-        watch: The watch that is active while the net runs.
-        snapshot: The snapshot of the net's modules, restored afterwards.
-        args: The positional arguments; the net receives copies.
-        kwargs: The keyword arguments; the net receives copies.
 
     Raises:
         RecordingError: If the net raises; names the module that raised.

@@ -281,12 +281,7 @@ class _Seen:
 
 
 class SummaryWatch(CallWatch):
-    """A watch of the labeling run.
-
-    Args:
-        modules: All modules of the net by name.
-        snapshot: The snapshot that saves a lazy module once it has been initialized.
-    """
+    """A watch of the labeling run."""
 
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
         super().__init__(modules)

@@ -496,7 +496,7 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     dot.chmod(0o755)
     monkeypatch.setenv("PATH", str(dot.parent), prepend=os.pathsep)
     models: list[Small] = []
-    warned = warnings_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=3)])))
     assert len(warned) == 1
     assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was stopped" in warned[0]
     assert_unharmed(models[0], bare)

@@ -23,8 +23,9 @@ from lightning_recorder.page import page_data, page_html
 from lightning_recorder.page.histograms import unpack_all
 from lightning_recorder.page.html import encoded
 from lightning_recorder.recordings import WATCH, RecordWriter, Run, open_recording, records_path
-from lightning_recorder.records.counts import pack_counts, unpack_counts
+from lightning_recorder.records.counts import unpack_counts
 from tests.recordings.runs import site_of
+from tests.records.packed import pack_counts
 
 
 def numbers(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:

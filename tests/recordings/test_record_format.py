@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from lightning_recorder import ArgumentError, DumpError
 from lightning_recorder.bins import BINS
 from lightning_recorder.recordings import RecordWriter, open_recording, records_path
-from lightning_recorder.records.counts import pack_counts, unpack_counts
+from lightning_recorder.records.counts import unpack_counts
 from lightning_recorder.reductions import ExponentHistogram, Statistics
 from tests.recordings.runs import site_of
+from tests.records.packed import pack_counts
 
 
 def bins_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder.internals.random_states import RandomStates
-from lightning_recorder.watch import KeptBatch, Reading, SpikeDetector, finding_of_spike, with_spike
+from lightning_recorder.watch import KeptBatch, Reading, SpikeDetector
+from lightning_recorder.watch.verdict import finding_of_spike, with_spike
 
 THREE = "3 spikes (each above 3 × the largest of the 10 steps before it)"
 

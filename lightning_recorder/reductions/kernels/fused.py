@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,6 +93,16 @@ _Norm = Callable[[int, int, int], float]
 _Spread = Callable[[int, int, int, int, int, int, int], None]
 _Join = Callable[[int, int, int, int, int, int, int, int, int, int, int, bool], None]
 _Launch = Callable[[int, int, int, int, int, float, int, int], int]
+_C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+_FUNCTIONS = {
+    "kernel": ("add_statistics", "pnidpnip", None),
+    "compactor": ("compact_states", "pnnp", "n"),
+    "norm": ("norm_of_floats", "pni", "d"),
+    "spread": ("add_spread", "pnnnnip", None),
+    "join": ("join_rows", "piiipppnpnpi", None),
+    "launch": ("launch_statistics", "ppnnndnn", "i"),
+}
+"""The functions of the C file by their names in :class:`_Loaded`: name there, types of the arguments and the result."""
 
 
 class _Loaded:
@@ -399,17 +410,15 @@ def _warn(why: str) -> None:
 def _use(library: Path) -> str:
     """Use the functions of a library, or return the reason why not."""
     try:
-        kernel, compactor, norm = _opened(library), _opened_compactor(library), _opened_norm(library)
-        spread, join, launch = _opened_spread(library), _opened_join(library), _opened_launch(library)
+        found = _opened(library)
     except (OSError, AttributeError) as error:
         return describe_error(error)
-    missing = _missing(kernel)
+    missing = _missing(found["kernel"])
     if missing is None:
         return "its code gives wrong results"
-    # Other threads use the functions as soon as there is a kernel.
-    _Loaded.missing, _Loaded.compactor, _Loaded.norm = missing, compactor, norm
-    _Loaded.spread, _Loaded.join, _Loaded.launch = spread, join, launch
-    _Loaded.kernel = kernel
+    _Loaded.missing = missing
+    for name in reversed(found):  # the kernel last: other threads use the functions as soon as there is one
+        setattr(_Loaded, name, found[name])
     return ""
 
 
@@ -494,63 +503,15 @@ def _features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _opened(library: Path) -> _Kernel:
-    # PyDLL holds the GIL: the call takes less time than releasing and reacquiring it.
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).add_statistics
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_double,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
-    function.restype = None
-    return function
-
-
-def _opened_compactor(library: Path) -> _Compactor:
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).compact_states
-    numbers, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [address, numbers, numbers, address]
-    function.restype = numbers
-    return function
-
-
-def _opened_norm(library: Path) -> _Norm:
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).norm_of_floats
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    function.restype = ctypes.c_double
-    return function
-
-
-def _opened_spread(library: Path) -> _Spread:
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).add_spread
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [address, number, number, number, number, ctypes.c_int, address]
-    function.restype = None
-    return function
-
-
-def _opened_join(library: Path) -> _Join:
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).join_rows
-    number, address = ctypes.c_uint64, ctypes.c_void_p
-    function.argtypes = [
-        *[address, ctypes.c_int, ctypes.c_int, ctypes.c_int, address, address, address],
-        *[number, address, number, address, ctypes.c_int],
-    ]
-    function.restype = None
-    return function
-
-
-def _opened_launch(library: Path) -> _Launch:
-    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).launch_statistics
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [address, address, number, number, number, ctypes.c_double, number, number]
-    function.restype = ctypes.c_int
-    return function
+def _opened(library: Path) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a library, under the names that :class:`_Loaded` gives them."""
+    code = ctypes.PyDLL(str(library), mode=os.RTLD_NOW)  # holds the GIL: releasing it takes longer than the calls
+    found = {}
+    for name, (symbol, arguments, result) in _FUNCTIONS.items():
+        found[name] = getattr(code, symbol)
+        found[name].argtypes = [_C_TYPES[each] for each in arguments]
+        found[name].restype = None if result is None else _C_TYPES[result]
+    return found
 
 
 def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:

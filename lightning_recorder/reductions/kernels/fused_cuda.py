@@ -57,7 +57,7 @@ _Kind = tuple[int, torch.dtype, bool]
 
 
 class _Prepared:
-    """What has been prepared in this process."""
+    """The kernels that this process has prepared."""
 
     lock = threading.Lock()
     tried: ClassVar[set[_Kind]] = set()
@@ -251,15 +251,7 @@ class _Launcher:
             self._launch = self._launch_by_driver
 
     def launch(self, index: int, row: int, data: int, numel: int, factor: float) -> None:
-        """Add the statistics of values to a state on the current device, whose index is given.
-
-        Args:
-            index: The index of the device.
-            row: The address of the state.
-            data: The address of the values.
-            numel: The number of values, at least one.
-            factor: The factor of the values.
-        """
+        """Add the statistics of values to a state on the current device. Both are given by their addresses."""
         stream = self._stream_of(index)
         parts, counts = self._memory.of(index, stream, self._kernels, self._most_programs)
         self._launch(stream, row, data, numel, factor, parts, counts)

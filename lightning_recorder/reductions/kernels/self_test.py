@@ -23,13 +23,7 @@ def empty_row(sample: int | None = None) -> Tensor:
 
 
 def missing_parts(row: Tensor, values: Values, sample: int | None = None) -> tuple[Part, ...] | None:
-    """Return the parts that a kernel leaves to torch, or ``None`` if the kernel is wrong.
-
-    Args:
-        row: The state on the CPU after the kernel has added the values to an empty row.
-        values: The values on the CPU, which change every slot.
-        sample: The sample size of the histogram.
-    """
+    """Return the parts that a kernel leaves to torch, or ``None`` if the kernel is wrong."""
     empty, expected = empty_row(sample), empty_row(sample)
     Combined(row_reductions(sample=sample)).add(expected, values)
     finite = torch.arange(BINS, device="cpu") % (BINS // 2) < FINITE_BINS  # a NaN may have any of its bins
