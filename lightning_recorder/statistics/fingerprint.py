@@ -229,7 +229,7 @@ _KINDS = {  # of ``read_integer``; the bits of floats
 class _Plan(NamedTuple):
     """How a tensor is read: the arguments of the compiled function between its first and its scales."""
 
-    arguments: tuple[int, ...]
+    arguments: tuple[int, int, int, int, int, int]
     kept: tuple[Any, ...]
     """The memory that the arguments point to."""
 
@@ -242,7 +242,8 @@ def _plan(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], values
     sizes = [-(-length // each.step) for length, each in zip(shape, chosen, strict=True)]
     steps = [step * each.step * size for step, each in zip(stride, chosen, strict=True)]
     kept = np.array(sizes), np.array(steps), _factors(math.prod(sizes[1:]))
-    return _Plan((_KINDS[dtype], 4 * size, len(sizes), *(each.ctypes.data for each in kept)), kept)
+    of_sizes, of_steps, of_factors = (each.ctypes.data for each in kept)
+    return _Plan((_KINDS[dtype], 4 * size, len(sizes), of_sizes, of_steps, of_factors), kept)
 
 
 def _joined(rows: list[Any]) -> Any:
