@@ -73,6 +73,9 @@ def iter_tensors(
         no tensors of out[0] Normal(loc: torch.Size([2]), scale: torch.Size([2]))
         []
     """
+    kind: type = type(value)
+    if kind in (list, tuple) and _parts_of(kind) is _entries and set(map(type, value)) == {Tensor}:  # most batches
+        return iter([(f"{path}[{place}]", each) for place, each in enumerate(islice(value, _MAX_PARTS))])
     return _Walk(unknown, held_tensors if deep else _holds_tensors).through(value, path, ())
 
 

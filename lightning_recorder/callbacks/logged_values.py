@@ -41,26 +41,25 @@ class LoggedValues:
         self._is_on_host = is_on_host
         self._seen: dict[str, Callable[[], object]] = {}
         self._rates: dict[str, float] = {}
-        self._ended: int | None = None  # the step whose values Lightning does not have yet
-        self._left = _FIRST_STEPS
-        self._due = False  # the current step is read
+        self.ended: int | None = None
+        """The step that has ended and is to be read. Lightning has its values after the last hook of the batch."""
+        self._first: int | None = None
+        self.is_due = False
+        """True if the current step is read."""
         every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._every = int(every)
 
     def before_step(self, step: int) -> None:
         """Note the learning rates that the step uses; a scheduler changes them before the batch ends."""
-        self._due = self._left > 0 or (self._every > 0 and (step + 1) % self._every == 0)
-        if self._due:
+        if self._first is None:
+            self._first = step
+        self.is_due = step < self._first + _FIRST_STEPS or (self._every > 0 and (step + 1) % self._every == 0)
+        if self.is_due:
             self._rates = dict(_rates(self._trainer))
-
-    def end_step(self, step: int) -> None:
-        """Note that a step has ended. Lightning has its values after the last hook of the batch."""
-        self._ended = step if self._due else None
-        self._left -= 1
 
     def settle(self) -> None:
         """Read the values of the step that has ended, if it is one of those. Call this before others are logged."""
-        step, self._ended = self._ended, None
+        step, self.ended = self.ended, None
         if step is not None:
             if self._rates:
                 self._write(step, self._trainer.current_epoch, self._rates)

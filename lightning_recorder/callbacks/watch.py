@@ -425,8 +425,9 @@ class StepWatch(RecorderCallback):
         if self._actions is not None:
             self._actions.begin_batch()
         if self._run is not None and self._enabled:
-            rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, logged_step(trainer))
-            self._run.start_batch(batch, batch_idx, rows)
+            step = logged_step(trainer)
+            rows = None if self._samples is None else self._samples.start_batch(batch, batch_idx, step)
+            self._run.start_batch(batch, batch_idx, step, rows)
 
     @guarded
     @override
@@ -442,7 +443,7 @@ class StepWatch(RecorderCallback):
         try:
             if run is not None and self._enabled:
                 run.before_step(optimizer)
-                known = run.bad, run.reading
+                known = (run.bad, run.reading) if self._actions is not None else known
         finally:  # the other ranks wait for the decision of this one
             if self._actions is not None:
                 self._actions.before_step(optimizer, *known)

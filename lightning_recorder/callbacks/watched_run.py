@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,10 @@ from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.logged_values import LoggedValues
 from lightning_recorder.callbacks.replay import Replay, ReplayError, other_values, replay, runs_alone
 from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find_row
-from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate, logged_step
+from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import NON_FINITE, SPIKE, UNBOUNDED, Finding
+from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.norms import local_values, norms_of
@@ -45,6 +47,7 @@ __all__ = ["Discovery", "WatchedRun"]
 _MOST_REPLAYS = 5
 _MOST_SEARCHES = 5  # for the sample that makes a step bad
 _MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
+_KIND = attrgetter("dtype", "device")
 _FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
 _WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
 _STALE = "its batches give finite values with the parameters of {steps} before, the last ones that were kept"
@@ -121,7 +124,7 @@ class WatchedRun:
             self._copies = ParameterCopies(list(parameters_of(pl_module)), device, keep_parameters)
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._keeper = StateKeeper(pl_module, device)
-        self._queue: ReadingQueue[Reading] = ReadingQueue(device)
+        self._queue: ReadingQueue[Reading] = ReadingQueue(device, _MOST_KEPT)
         self._factor = spikes
         self._usual_rows = 0  # of the first step of an epoch
         self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
@@ -162,25 +165,22 @@ class WatchedRun:
         """Return True if values can be read without waiting for a device."""
         return device.type == "cpu"
 
-    def _begin_step(self) -> None:
-        self._step = _Step()
-        if self._flags is not None:
-            self._flags.begin_step()
-
     # The course of a step.
 
-    def start_batch(self, batch: Any, batch_idx: int, rows: list[int] | None = None) -> None:
+    def start_batch(self, batch: Any, batch_idx: int, step: int, rows: list[int] | None = None) -> None:
         """Begin a batch: keep what is needed to run it again."""
-        if not self._reads_now:
-            self._arrive(self._queue.take())
+        # This runs for every batch, so what is rarely needed is asked for without a call.
+        if not self._reads_now and (found := self._queue.take()):
+            self._arrive(found)
         self._series.replay()
-        self._logged.settle()
-        step = logged_step(self._trainer)
+        if self._logged.ended is not None:
+            self._logged.settle()
         if self._step.has_ended or (self._step.batches and self._step.batches[-1].step != step):
-            self._begin_step()
+            self._step = _Step()
+            if self._flags is not None:
+                self._flags.begin_step()
         self._step.optimizer_steps = 0
-        with pause_recording():
-            kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
+        kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
         kept.indices = rows
         self._step.batches.append(kept)
         self._step.indices.append(batch_idx)
@@ -191,7 +191,7 @@ class WatchedRun:
         """Note a loss before its backward pass."""
         if self._step.batches:
             self._step.reading = None
-            with pause_recording():
+            with without_functions():  # a graph that is captured does not have it
                 self._step.batches[-1].losses.append(loss.detach())
 
     def before_step(self, optimizer: Any) -> None:
@@ -210,7 +210,10 @@ class WatchedRun:
                 total, norms = self._norm(gradients)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
-                key, is_again = id(optimizer), self._evaluates_again(optimizer)
+                key = id(optimizer)
+                # LBFGS computes the gradients again after each small change, and those of its first evaluation belong
+                # to the values before the step. With manual optimization, another step may begin.
+                is_again = self._is_automatic and key in self._step.totals
                 if not is_again or (self._reads_now and not math.isfinite(total)):
                     self._step.norms[key], self._step.totals[key] = (parameters, norms), total
             if self._reads_now:
@@ -228,17 +231,11 @@ class WatchedRun:
                         self._step.bad = self._with_row(self._spike(spikes, reading), self._step.row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
                 # The device is busy with this step, so that it has work while the values of the step before are read.
-                self._arrive(self._queue.take(wait=self._copies.waits))
+                if found := self._queue.take(wait=self._copies.waits):
+                    self._arrive(found)
                 self._copies.take(step, self._queue.oldest)
         self._step.optimizer_steps += 1
         self._logged.before_step(self._step.batches[-1].step)
-
-    def _evaluates_again(self, optimizer: Any) -> bool:
-        """Return True if an optimizer computes the gradients of this step again, as LBFGS does after each small change.
-
-        Its first evaluation belongs to the values before the step. With manual optimization, another step may begin.
-        """
-        return self._is_automatic and id(optimizer) in self._step.totals
 
     def _first(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
@@ -258,24 +255,26 @@ class WatchedRun:
         """End a batch, and the step if it is the last one of it."""
         if not self._step.batches:
             return
-        self._keeper.check(self._step.batches[-1])
+        if self._step.batches[-1].is_changed:
+            self._keeper.must_copy = True
         if self._flags is not None:
             self._flags.end_batch()
         if not is_last:
             return
         self._step.has_ended = True
-        self._logged.end_step(self._step.batches[-1].step)
+        if self._logged.is_due:
+            self._logged.ended = self._step.batches[-1].step
         if self._step.reading is not None and self._flags is None:  # flags come in until the end of the batch
             self._arrive([self._step.reading])
             return
+        if not self._reads_now:
+            with without_functions():
+                self._queue.add(self._reading(self._step.batches))
+            return
         with pause_recording():
             reading = self._reading(self._step.batches)
-            if self._reads_now:
-                reading.read()
-                self._arrive([reading])
-            else:
-                self._queue.add(reading)
-                self._queue.forget(_MOST_KEPT)
+            reading.read()
+            self._arrive([reading])
 
     def abandon_step(self) -> None:
         """Discard the current step, whose batch failed in a loop that goes on."""
@@ -315,7 +314,10 @@ class WatchedRun:
     def _reading(self, batches: list[KeptBatch]) -> Reading:
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
-        losses = [each for kept in batches for each in (self._first(kept.losses) if divides else kept.losses)]
+        if len(batches) == 1 and len(batches[0].losses) == 1:
+            losses = batches[0].losses
+        else:
+            losses = [each for kept in batches for each in (self._first(kept.losses) if divides else kept.losses)]
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         count = self._trainer.accumulate_grad_batches
         if loss is not None and divides and len(losses) != count:  # Lightning has divided each loss by the count
@@ -342,12 +344,12 @@ class WatchedRun:
         for reading in readings:
             loss, norm = reading.values
             self._series.add(reading.step, reading.epoch, loss, norm)
-            if not reading.is_bad:
+            if (math.isfinite(loss) and math.isfinite(norm)) or not reading.is_bad:
                 self._was_bad = False
                 if reading.indices[:1] == [0]:
                     self._usual_rows = reading.rows or self._usual_rows
                 self._look_for_spikes(reading)
-                fall = self._spikes["loss"].fall()
+                fall = self._spikes["loss"].fall() if loss < 0 else None
                 if fall is not None and (UNBOUNDED, "", "") not in self._known:
                     self._report(
                         verdict.finding_of_fall(fall, reading, largest_rate(self._trainer), rank=self._after(reading)),
@@ -369,14 +371,18 @@ class WatchedRun:
         return (", the last of each epoch" if is_last else "") + self._rank
 
     def _look_for_spikes(self, reading: Reading) -> None:
-        series = [(name, value, self._spikes[name]) for name, value in zip(self._spikes, reading.values, strict=True)]
-        added = [(name, value, each.add(value)) for name, value, each in series]
-        spikes = [(name, value, median) for name, value, median in added if median is not None]
+        spikes = []
+        for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
+            median = detector.add(value)
+            if median is not None:
+                spikes.append((name, value, median))
         if spikes and self._factor:
             self._report_spike(spikes, reading)
             self._on_spike(reading.step)
-        for name, value, detector in series:
-            if not spikes and (SPIKE, "", name) in self._known and (median := detector.exceeds_spike()) is not None:
+        if spikes or not self._known:
+            return
+        for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
+            if (SPIKE, "", name) in self._known and (median := detector.exceeds_spike()) is not None:
                 self._report_spike([(name, value, median)], reading, records=0)
 
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
@@ -597,7 +603,9 @@ def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:
     device = norms[0].device
     if on_host and device.type == "cpu":  # takes less time than the two kernels below, half of it for ten tensors
         return math.sqrt(sum([value * value for value in map(float, norms)]))
-    total: Tensor = torch.linalg.vector_norm(torch.stack([each.to(device, torch.float32) for each in norms]))
+    if set(map(_KIND, norms)) != {(torch.float32, device)}:
+        norms = [each.to(device, torch.float32) for each in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 

@@ -30,7 +30,7 @@ from lightning_recorder.insight.data_facts import (
     RankFacts,
     ValidationFacts,
 )
-from lightning_recorder.internals.autograd import versions_of
+from lightning_recorder.internals.autograd import versions_of, without_functions
 from lightning_recorder.internals.loaders import (
     WATCHED,
     base_rows,
@@ -219,10 +219,13 @@ class WatchedSamples:
         rows: list[int] | None = None
         try:
             iterator, ahead = self._iterator()
-            rows = None if iterator is None else indices_of(iterator, ahead)
+            number = None if iterator is None else batch_number(iterator, ahead)
+            rows = indices_of(iterator, number)
             self._before_step = None
-            if not self._has_failed:
-                self._examine(batch, batch_idx, step, rows, batch_number(iterator, ahead))
+            is_known = self._epoch is not None and self._epoch.epoch == self._trainer.current_epoch
+            if not self._has_failed and not (self._is_over and is_known):
+                with without_functions():  # a function mode would be called for each property of a tensor
+                    self._examine(batch, batch_idx, step, rows, number)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
         self._spent_s += time.perf_counter() - began_s
@@ -379,10 +382,12 @@ class WatchedSamples:
 
     def end_batch(self, batch: Any) -> None:
         """End a batch of training. Every rank calls this equally often, and compares its samples now and then."""
-        try:
-            self._look_again(batch)
-        except Exception as error:  # noqa: BLE001 - a batch may be anything
-            self._fail(error)
+        if self._before_step is not None:
+            try:
+                with without_functions():
+                    self._look_again(batch)
+            except Exception as error:  # noqa: BLE001 - a batch may be anything
+                self._fail(error)
         self._ended += 1
         if self._exchange is None or self._ended < self._next_compared:
             return
@@ -456,7 +461,8 @@ class WatchedSamples:
         limit, keys = epoch.keys.limit, np.array(list(epoch.keys.counts), dtype=np.uint64)
         self._seen.limit = min(self._seen.limit, limit)
         self._seen.add(keys.view(np.int64))
-        self._seen.counts = {key: count for key, count in self._seen.counts.items() if key < self._seen.limit}
+        for key in [key for key in self._seen.counts if key >= self._seen.limit]:
+            del self._seen.counts[key]
         return {"seen": self._seen.distinct, "passed": self._passed}
 
     def _look_for_draws(self, epoch: EpochSamples) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_recorder.functions.losses import some_of
 from lightning_recorder.functions.tap import ChosenFunctions
+from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 from lightning_recorder.taps import Receiver, Tap
 
@@ -62,7 +63,9 @@ class BatchTap(Tap):
             self._guarded(_NAME, None, self._record, batch)
 
     def _record(self, name: str, batch: Any) -> None:
-        self._pass_on("", islice(self._readable(batch), _MOST_TENSORS))
+        # The mode that observes functions would be called for each property of the tensors that is read.
+        with without_functions():
+            self._pass_on("", islice(self._readable(batch), _MOST_TENSORS))
 
     def _readable(self, batch: Any) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
@@ -238,7 +239,7 @@ class _FunctionMode(TorchFunctionMode):
 
     def update(self) -> None:
         """Enter or leave the mode. In another thread, where that is impossible, the mode stays without effect."""
-        is_wanted = not self._holds and any(not tap.rests for tap in self._taps)
+        is_wanted = not self._holds and not all(map(_RESTS, self._taps))
         if is_wanted is not self._is_entered and self._thread == get_ident():
             self._is_entered = is_wanted
             if is_wanted:
@@ -308,6 +309,9 @@ def _is_of_data(name: str, result: Any) -> bool:
     )
 
 
+_RESTS = attrgetter("rests")
+
+
 class _Modes(threading.local):
     mode: _FunctionMode | None = None
 
@@ -371,7 +375,7 @@ class _FunctionTap(Tap):
 
     def rest(self) -> None:
         """Leave the mode until the tap is attached again, because every function of torch takes longer under a mode."""
-        if self._mode is not None:
+        if self._mode is not None and not self.rests:
             self.rests = True
             self._mode.update()
 

@@ -26,7 +26,8 @@ __all__ = ["WATCHED", "base_rows", "batch_number", "forget_indices", "indices_of
 _MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
 WATCHED = "_lightning_recorder_collate"
 """The attribute of a loader with the latest :class:`WatchedCollate`."""
-_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+_NAMES = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+_ITERATORS = tuple(getattr(torch_loaders, name) for name in _NAMES if hasattr(torch_loaders, name))
 
 
 def keep_indices(loader: object) -> bool:
@@ -62,26 +63,29 @@ def forget_indices(loader: object) -> None:
         loader.__class__ = kind.__mro__[2]
 
 
-def indices_of(iterator: object, ahead: int) -> list[int] | None:
+def indices_of(iterator: object, number: int | None) -> list[int] | None:
     """Return the indices of the samples in a batch that an iterator over a data loader has given, in order.
 
     Args:
         iterator: The iterator.
-        ahead: The number of batches that it has given since.
+        number: The :func:`batch_number` of the batch.
 
     Returns:
         None if they are not known, or are no whole numbers.
     """
-    kept, number = getattr(iterator, "_sampler_iter", None), batch_number(iterator, ahead)
-    return _whole(kept.get(number)) if type(kept) is _KeptIterator and number is not None else None
+    kept = getattr(iterator, "_sampler_iter", None)
+    found = kept.get(number) if type(kept) is _KeptIterator and number is not None else None
+    try:
+        return None if found is None else list(map(operator.index, found))
+    except TypeError:
+        return None
 
 
 def batch_number(iterator: object, ahead: int) -> int | None:
     """Return the place of a batch among those that an iterator over a data loader gives; None if it is not known."""
     # Iterators of other libraries may skip batches when they resume.
-    is_known = any(type(iterator) is getattr(torch_loaders, name, None) for name in _ITERATORS)
-    number = getattr(iterator, "_num_yielded", None)
-    return number - ahead - 1 if is_known and isinstance(number, int) else None
+    number = getattr(iterator, "_num_yielded", None) if type(iterator) in _ITERATORS else None
+    return number - ahead - 1 if isinstance(number, int) else None
 
 
 def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
@@ -195,10 +199,3 @@ class _KeptIterator(Iterator[Any]):
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-
-def _whole(found: Any) -> list[int] | None:
-    try:
-        return None if found is None else list(map(operator.index, found))
-    except TypeError:
-        return None

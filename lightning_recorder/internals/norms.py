@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 __all__ = ["local_values", "norms_of"]
 
-_LOW = (torch.float16, torch.bfloat16)
+_LOW = {torch.float16, torch.bfloat16}
+_LAYOUT, _DTYPE = attrgetter("layout"), attrgetter("dtype")
 _foreach_norm = getattr(torch, "_foreach_norm", None)
 
 
@@ -20,12 +22,16 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     Fallback: one kernel for each tensor. A sharded tensor counts with the part of this process, so no process waits for
     another.
     """
-    parts = [each if type(each) is Tensor and each.layout is torch.strided else local_values(each) for each in tensors]
-    if _foreach_norm is None or any(each.dtype in _LOW for each in parts):  # a norm in half precision overflows
+    are_plain = set(map(type, tensors)) == {Tensor} and set(map(_LAYOUT, tensors)) == {torch.strided}
+    parts = tensors if are_plain else [local_values(each) for each in tensors]
+    # A norm in half precision overflows.
+    if _foreach_norm is None or not _LOW.isdisjoint(map(_DTYPE, parts)):
         return [
             torch.linalg.vector_norm(each.detach(), dtype=torch.float32 if each.dtype in _LOW else None)
             for each in parts
         ]
+    if not torch.is_grad_enabled():
+        return list(_foreach_norm(parts))
     with torch.no_grad():
         return list(_foreach_norm(parts))
 

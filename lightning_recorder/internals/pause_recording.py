@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from lightning_recorder.internals.autograd import set_grad_enabled
+from lightning_recorder.internals.autograd import set_grad_enabled, without_functions
 
 __all__ = ["PAUSES", "is_paused", "pause_recording"]
 
@@ -32,12 +32,14 @@ class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
         PAUSES.value += 1
         self._had_grad = torch.is_grad_enabled()
         if self._had_grad:
-            set_grad_enabled(False)
+            with without_functions():  # a function mode would be called for it
+                set_grad_enabled(False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         PAUSES.value -= 1
         if self._had_grad:
-            set_grad_enabled(True)
+            with without_functions():
+                set_grad_enabled(True)
 
 
 def is_paused() -> bool:

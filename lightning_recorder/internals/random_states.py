@@ -37,11 +37,10 @@ class RandomStates:
         self.torch = torch.get_rng_state()
         self.python = _python_state()
         self.numpy = _numpy_state()
-        self.devices: dict[torch.device, Tensor] = {
-            device: torch.get_device_module(device).get_rng_state(device)
-            for device in devices
-            if device.type not in ("cpu", "meta")
-        }
+        self.devices: dict[torch.device, Tensor] = {}
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                self.devices[device] = torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
         """Set the generators to these states."""

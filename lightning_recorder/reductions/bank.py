@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -57,6 +58,9 @@ class _Block(Generic[Key]):
     keys: list[Key]
     free: list[Tensor]
     """The states of the other rows, the next one last."""
+
+
+_DEFERRED = attrgetter("deferred")
 
 
 class StateBank(Generic[Key]):
@@ -200,7 +204,7 @@ class StateBank(Generic[Key]):
             (blocks,) = self._blocks.values()
             keys = [key for block in blocks for key in block.keys]
             self._host = blocks[0].rows[0].reduction, [block.states[: len(block.keys)] for block in blocks], keys
-        return None if any(row.deferred for row in self._rows.values()) else self._host
+        return None if any(map(_DEFERRED, self._rows.values())) else self._host
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
         """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""

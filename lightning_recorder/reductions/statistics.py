@@ -51,8 +51,9 @@ class Statistics(Combined):
 
     @override
     def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
-        if any(add(state, values, self._sample) for add in _QUICK):
-            return None
+        for add in _QUICK:
+            if add(state, values, self._sample):
+                return None
         return super().update_deferred(state, values)
 
     def means(self, state: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.reductions.kernels.fused import join_rows
 from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = [
     "batch_fingerprint",
     "different_values",
     "exact_checksum",
+    "odd_numbers",
     "sample_fingerprints",
     "sample_numbers",
     "values_of_each",
@@ -97,7 +101,6 @@ def exact_checksum(tensor: Tensor) -> Tensor:
     return found
 
 
-@torch.no_grad()
 def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
     """Return a 64-bit fingerprint of each sample in a batch, ``[samples]`` int64 on the device of the first tensor.
 
@@ -118,7 +121,6 @@ def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None
     return None if found is None else found[0]
 
 
-@torch.no_grad()
 def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
     """Return two numbers of each sample, ``[2, samples]``: its fingerprint, and that of its inputs alone.
 
@@ -127,8 +129,10 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
     """
     with pause_recording(), without_functions():
         tensors = _readable(batch)
-        if len({len(each) for each in tensors}) != 1:
+        if len(set(map(len, tensors))) != 1:
             return None
+        if (joined := _joined_in_c(tensors, values)) is not None:
+            return joined
         wide = [place for place, each in enumerate(tensors) if each.numel() >= _WIDE * len(each)]
         arrays = [array for each in tensors if (array := _as_array(each)) is not None]
         if len(arrays) == len(tensors):  # for few values, numpy takes much less time than torch
@@ -184,6 +188,64 @@ def _rows_of_array(array: NDArray[Any], most: int) -> NDArray[np.int64]:
     return found
 
 
+def _joined_in_c(tensors: list[Tensor], values: int) -> Tensor | None:
+    """Return the result of :func:`sample_numbers` in a tenth of the time; None if the compiled code is missing."""
+    join = join_rows()
+    if join is None or not all(map(_IS_CPU, tensors)) or not _KINDS.keys() >= set(map(_DTYPE, tensors)):
+        return None
+    samples = len(tensors[0])
+    found = torch.empty(2, samples, dtype=torch.int64, device="cpu")
+    everything = found.data_ptr()
+    scale = scale_of_inputs = 0
+    for left, each in enumerate(tensors, 1 - len(tensors)):
+        plan = _plan(each.dtype, each.shape, each.stride(), values)
+        address = each.data_ptr()
+        if each.is_neg() or not address or plan is None:
+            return None
+        inputs = everything + 8 * samples if each.numel() >= _WIDE * samples else 0
+        join(address, *plan.arguments, scale, everything, scale_of_inputs, inputs, not left)
+        scale, scale_of_inputs = _MIX, _MIX if inputs else scale_of_inputs
+    if not scale_of_inputs:
+        found[1] = torch.arange(samples, device="cpu")
+    return found
+
+
+_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")
+_MOST_DIMENSIONS = 64
+_KINDS = {  # of ``read_integer``; the bits of floats
+    torch.bool: 0,
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.float16: 2,
+    torch.bfloat16: 2,
+    torch.int32: 3,
+    torch.float32: 3,
+    torch.int64: 4,
+    torch.float64: 4,
+}
+
+
+class _Plan(NamedTuple):
+    """How a tensor is read: the arguments of the compiled function between its first and its scales."""
+
+    arguments: tuple[int, int, int, int, int, int]
+    kept: tuple[Any, ...]
+    """The memory that the arguments point to."""
+
+
+@lru_cache(maxsize=64)
+def _plan(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], values: int) -> _Plan | None:
+    if len(shape) > _MOST_DIMENSIONS:
+        return None
+    chosen, size = _selection(shape, shape[0], values), dtype.itemsize
+    sizes = [-(-length // each.step) for length, each in zip(shape, chosen, strict=True)]
+    steps = [step * each.step * size for step, each in zip(stride, chosen, strict=True)]
+    kept = np.array(sizes), np.array(steps), _factors(math.prod(sizes[1:]))
+    of_sizes, of_steps, of_factors = (each.ctypes.data for each in kept)
+    return _Plan((_KINDS[dtype], 4 * size, len(sizes), of_sizes, of_steps, of_factors), kept)
+
+
 def _joined(rows: list[Any]) -> Any:
     """Return one number for each row of some tensors."""
     found = rows[0]
@@ -235,13 +297,14 @@ def _of_array(array: NDArray[Any]) -> NDArray[np.int64]:
     some = array.reshape(1, 1) if not array.ndim else array[_selection(array.shape)]
     values = some.reshape(len(some), -1).astype(np.int64)
     samples, width = values.shape
-    rows = (values * (_odd_numbers(width) * _MIX)).sum(1)
+    rows = (values * (odd_numbers(width) * _MIX)).sum(1)
     rows = (rows ^ (rows >> _HALF)) * _MIX
-    return np.array([(rows * _odd_numbers(samples)).sum(), rows.sum()])
+    return np.array([(rows * odd_numbers(samples)).sum(), rows.sum()])
 
 
 @lru_cache(maxsize=32)
-def _odd_numbers(count: int) -> NDArray[np.int64]:
+def odd_numbers(count: int) -> NDArray[np.int64]:
+    """Return the first odd numbers."""
     return np.arange(count, dtype=np.int64) * 2 + 1
 
 

@@ -277,8 +277,6 @@ class StatisticsRecorder(BaseStatisticsRecorder):
 
     def _receive_from_function(self, site: Site, tensor: Tensor) -> None:
         """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
-        function = function_of(site.name)
-        is_of_loss = site.path != "out" or function is None or function.kind == "losses"
         if self.ignores():
             return
         # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
@@ -288,7 +286,10 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         else:
             parts = (tensor,)
         for part in parts:
-            self.states.add(site, part, self.factor, extra=not is_of_loss)
+            if not self.states.try_fast_path(site, part, self.factor):
+                function = function_of(site.name)
+                is_of_loss = site.path != "out" or function is None or function.kind == "losses"
+                self.states.add(site, part, self.factor, extra=not is_of_loss)
 
     @override
     def observe_batch(self, batch: Any) -> None:

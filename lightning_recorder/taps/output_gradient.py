@@ -14,6 +14,7 @@ from lightning_recorder.internals.autograd import (
     base_of,
     is_transformed,
     is_view,
+    without_functions,
 )
 from lightning_recorder.internals.module_tree import hookable
 from lightning_recorder.taps.base import Site, TapHook
@@ -57,12 +58,14 @@ class OutputGradientTap(GradientTap):
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))
-        needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
-        if found and not needing:
-            self.without_gradient.add(name)
-        for path, tensor in needing:
-            if self._may_visit(1) and not (is_view(tensor) and self._follow(Site(name, path), tensor, needing)):
-                self._register_on_tensor(tensor, GradientHook(self, name, path))
+        # The mode that observes functions would be called for each property of the tensors that is read.
+        with without_functions():
+            needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
+            if found and not needing:
+                self.without_gradient.add(name)
+            for path, tensor in needing:
+                if self._may_visit(1) and not (is_view(tensor) and self._follow(Site(name, path), tensor, needing)):
+                    self._register_on_tensor(tensor, GradientHook(self, name, path))
 
     def _follow(self, site: Site, tensor: Tensor, outputs: list[tuple[str, Tensor]]) -> bool:
         """Register hooks on a view and its base; return False if the base gradient has no part for the view."""

@@ -64,6 +64,8 @@ class Counters:
         self._modules = list(modules)
         self._first: list[tuple[Slot, Any]] | None = None
         self._slots: list[Slot] | None = None
+        self.are_none = False
+        """True if no number changes."""
 
     def keep(self) -> list[tuple[Slot, Any]]:
         """Return the numbers as they are now."""
@@ -72,7 +74,7 @@ class Counters:
             return self._first
         if self._slots is None:
             self._slots = [slot for slot, value in self._first if slot.read() != value]
-            self._first, self._modules = [], []
+            self._first, self._modules, self.are_none = [], [], not self._slots
         return [(slot, slot.read()) for slot in self._slots]
 
 

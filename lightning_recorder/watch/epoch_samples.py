@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.insight.data_facts import EpochFacts, EpochOfRanks, RankFacts, ValidationFacts
+from lightning_recorder.statistics.fingerprint import odd_numbers
 
 __all__ = [
     "BatchSamples",
@@ -48,7 +49,7 @@ class Sketch:
         self._size = size
         self.limit = _ALL
         """Keys below it are counted."""
-        self.counts: dict[int, int] = {}
+        self.counts: Counter[int] = Counter()
         self.workers: dict[int, int] = {}
         """The workers that a key came from, as bits."""
 
@@ -57,14 +58,14 @@ class Sketch:
         unsigned = keys.view(np.uint64)
         if self.limit < _ALL:
             unsigned = unsigned[unsigned < np.uint64(self.limit)]
-        counts, workers = self.counts, self.workers
-        for key in unsigned.tolist():
-            counts[key] = counts.get(key, 0) + 1
-            if worker is not None:
+        counts, workers, found = self.counts, self.workers, unsigned.tolist()
+        counts.update(found)
+        if worker is not None:
+            for key in found:
                 workers[key] = workers.get(key, 0) | 1 << worker
         if len(counts) > 2 * self._size:
             self.limit = sorted(counts)[self._size]
-            self.counts = {key: count for key, count in counts.items() if key < self.limit}
+            self.counts = Counter({key: count for key, count in counts.items() if key < self.limit})
             self.workers = {key: bits for key, bits in workers.items() if key < self.limit}
 
     @property
@@ -182,8 +183,9 @@ class EpochSamples:
             self.contents.add(batch.contents)
             self._look_for_cache(batch.contents, int(which))
             rows = batch.rows
-            self._is_ascending &= bool((np.diff(rows, prepend=self._last_row) > 0).all())
-            self._last_row = int(rows[-1]) if len(rows) else self._last_row
+            if self._is_ascending and len(rows):
+                self._is_ascending = bool(rows[0] > self._last_row and (rows[1:] > rows[:-1]).all())
+                self._last_row = int(rows[-1])
         else:
             self._look_for_near_repeats(keys)
         self._add_classes(batch.classes)
@@ -269,7 +271,7 @@ class EpochSamples:
 
 def _ordered(keys: Keys) -> int:
     """Return a number that depends on the order of some keys."""
-    return int((keys * (2 * np.arange(len(keys), dtype=np.int64) + 1)).sum())
+    return int(keys @ odd_numbers(len(keys)))
 
 
 def compare_validation(validation: Sketch, samples: int, training: Sketch, step: int) -> ValidationFacts:

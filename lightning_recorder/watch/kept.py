@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.internals.autograd import version_of
+from lightning_recorder.internals.autograd import counted_version, version_of, without_functions
 from lightning_recorder.internals.module_tree import attributes_of, is_scripted, modules_of, parameters_of
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
 from lightning_recorder.internals.storage import is_uninitialized
@@ -20,6 +23,7 @@ from lightning_recorder.watch.counters import Counters, Slot
 
 __all__ = ["KeptBatch", "StateKeeper"]
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 # Kernels of normalizations write these buffers without increasing their version.
 _UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_BYTES = 2**28  # of the copies of buffers; larger buffers are not copied
@@ -62,7 +66,11 @@ class KeptBatch:
     @property
     def is_changed(self) -> bool:
         """True if the step has changed a tensor of the batch in place, so that it cannot be run again."""
-        return any(version_of(tensor) != version for tensor, version in self.versions)
+        with without_functions():
+            for tensor, version in self.versions:
+                if version is not None and counted_version(tensor) != version:
+                    return True
+        return False
 
     @contextmanager
     def restored(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -90,11 +98,16 @@ class KeptBatch:
                 slot.write(number)
 
 
-def _tensors(batch: Any) -> Iterable[Tensor]:
-    """Return the tensors of a batch. Looks into most batches without a search."""
-    if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
-        return batch  # type: ignore[no-any-return]  # tensors, as just checked
-    return [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
+def _versions(batch: Any) -> list[tuple[Tensor, int | None]]:
+    """Return the tensors of a batch, with the number of in-place writes to each."""
+    if type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}:  # most batches, without a search
+        tensors = batch
+    else:
+        tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
+    try:
+        return list(zip(tensors, map(counted_version, tensors), strict=True))
+    except RuntimeError:  # tensors of inference mode do not count
+        return [(each, version_of(each)) for each in tensors]
 
 
 class StateKeeper:
@@ -116,44 +129,45 @@ class StateKeeper:
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = _MOST_BYTES
-        self._must_copy = False
+        self.must_copy = False
+        """Copy all later batches: a step has changed its batch in place."""
         self._counters = Counters(modules_of(module))
 
     def keep(self, batch: Any, batch_idx: int, *, step: int, epoch: int) -> KeptBatch:
         """Return the state before a batch."""
-        if self._must_copy:
-            batch = own_copies({"batch": batch})["batch"]
+        if self.must_copy:
+            with pause_recording():
+                batch = own_copies({"batch": batch})["batch"]
+        with without_functions():  # a function mode would be called for each property of a tensor that is read
+            versions = [] if self.must_copy else _versions(batch)
+            frozen = list(filterfalse(_REQUIRES_GRAD, self._parameters))
         return KeptBatch(
             batch,
             batch_idx,
             step,
             epoch,
             RandomStates(self._devices),
-            self._buffers(),
-            [each for each in self._parameters if not each.requires_grad],
-            versions=[] if self._must_copy else [(each, version_of(each)) for each in _tensors(batch)],
-            counters=self._counters.keep(),
+            self._buffers() if self._tables else [],
+            frozen,
+            versions=versions,
+            counters=[] if self._counters.are_none else self._counters.keep(),
         )
-
-    def check(self, kept: KeptBatch) -> None:
-        """Check after a batch whether the step has changed it in place."""
-        if not self._must_copy and kept.is_changed:
-            self._must_copy = True
 
     def _buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
         found = []
-        for table, name in self._tables:
-            buffer = table.get(name)
-            if buffer is None:
-                continue
-            known = self._copies.get((id(table), name))
-            version = version_of(buffer)
-            is_same = known is not None and known[0] is buffer and known[1] == version and name not in _UNVERSIONED
-            if known is None or not is_same:
-                if known is None and not self._has_room(buffer):
+        with pause_recording():
+            for table, name in self._tables:
+                buffer = table.get(name)
+                if buffer is None:
                     continue
-                known = self._copies[id(table), name] = buffer, version, buffer.detach().clone()
-            found.append((table, name, known[2]))
+                known = self._copies.get((id(table), name))
+                version = version_of(buffer)
+                is_same = known is not None and known[0] is buffer and known[1] == version and name not in _UNVERSIONED
+                if known is None or not is_same:
+                    if known is None and not self._has_room(buffer):
+                        continue
+                    known = self._copies[id(table), name] = buffer, version, buffer.detach().clone()
+                found.append((table, name, known[2]))
         return found
 
     def _has_room(self, buffer: Tensor) -> bool:

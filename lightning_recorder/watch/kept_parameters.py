@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Any, Literal, Protocol
 
@@ -23,6 +24,7 @@ _LARGEST_TIME_SHARE = 0.01
 """The largest share of the time of a step that copying may take on average."""
 _MEASURED = 6  # copies whose time is measured; the first one also allocates memory
 _SETTLED = 2  # steps after which the optimizer has allocated its state
+_SHAPE = attrgetter("shape")
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
 
@@ -102,15 +104,12 @@ class ParameterCopies:
         self._clock: _Clock = self._clock_of(device)
         self._marks: list[_Measured] = []
         self._is_measured = False
+        self.waits = not self._is_auto
+        """True if the values of the step before must have arrived before a copy is taken."""
         self.every = 1
         """The steps from one copy to the next; 0 if there are none."""
         if self._is_auto and any(is_uninitialized(each) or hasattr(each, "_local_tensor") for each in self._parameters):
             self.every = 0  # a step with sharded parameters communicates, so that it cannot be run again
-
-    @property
-    def waits(self) -> bool:
-        """True if the values of the step before must have arrived before a copy is taken."""
-        return not self._is_auto
 
     def latest(self, step: int) -> KeptParameters | None:
         """Return the newest copy that was taken before an optimizer step or at one before it; None if there is none."""
@@ -122,7 +121,7 @@ class ParameterCopies:
 
     def take(self, step: int, oldest: int | None) -> None:
         """Copy the parameters, unless a step whose values have not arrived needs the copies that there are."""
-        if self._is_auto and not self._decide(step):
+        if self._is_auto and not (self._is_measured and self._turns > _SETTLED) and not self._decide(step):
             return
         slots = 2 if self._is_auto else 1
         if len(self._copies) < slots:
@@ -144,9 +143,11 @@ class ParameterCopies:
             self._marks.append(_Measured(step, begin, self._clock.mark(), host))
 
     def _copy(self, targets: list[Tensor] | None) -> list[Tensor]:
-        sources = [each.detach() for each in self._parameters]
-        if targets is None or any(one.shape != two.shape for one, two in zip(targets, sources, strict=True)):
-            return [each.clone() for each in sources]
+        sources: list[Tensor] = [*self._parameters]
+        if torch.is_grad_enabled():
+            sources = [each.detach() for each in sources]
+        if targets is None or list(map(_SHAPE, targets)) != list(map(_SHAPE, sources)):
+            return [each.detach().clone() for each in sources]
         if _foreach_copy is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)

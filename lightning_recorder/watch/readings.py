@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from lightning_recorder.watch.flags import StepFlags
 from lightning_recorder.watch.kept import KeptBatch
 
 __all__ = ["LoggedReading", "Reading", "ReadingQueue"]
+
+_KIND = attrgetter("dtype", "shape", "requires_grad", "device")
 
 _MOST_WAITING = 16
 """Steps after which the values of a device without events are read, which waits for the device."""
@@ -114,8 +117,12 @@ class Reading:
         found = self.norm if isinstance(self.norm, Tensor) else self.loss
         if found is None:
             return None
-        parts = [each if isinstance(each, Tensor) else found.new_zeros(()) for each in (self.loss, self.norm)]
-        return torch.stack([each.detach().to(found.device, torch.float32).reshape(()) for each in parts])
+        one, other = parts = self.loss, self.norm
+        are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        if are_tensors and _KIND(one) == _KIND(other) == (torch.float32, torch.Size(()), False, found.device):
+            return torch.stack(parts)  # type: ignore[arg-type]  # as just checked; the usual case, without further calls
+        tensors = [each if isinstance(each, Tensor) else found.new_zeros(()) for each in parts]
+        return torch.stack([each.detach().to(found.device, torch.float32).reshape(()) for each in tensors])
 
     def read(self) -> bool:
         """Read the values, waiting for the device, and return True if one is not finite."""
@@ -142,14 +149,19 @@ class ReadingQueue(Generic[_Any]):
 
     Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
     that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
+
+    Args:
+        most_batches: The number of readings that keep their batches, so that memory is bounded; the latest ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most_batches: int = _MOST_WAITING) -> None:
         module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
         # On other devices, a copy to the host without waiting may be incomplete without any sign of it.
         self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
         self._pins = self._event is not None
+        self._most_batches = most_batches
         self._waiting: deque[tuple[_Any, Tensor, Any]] = deque()
+        self._used: list[tuple[Tensor, Any]] = []  # memory and events of readings that have arrived
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -166,16 +178,16 @@ class ReadingQueue(Generic[_Any]):
             return
         event = None
         if self._event is not None:
-            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=self._pins, device="cpu")
+            if self._used and self._used[-1][0].shape == row.shape:
+                host, event = self._used.pop()
+            else:
+                host = torch.empty(row.shape, dtype=row.dtype, pin_memory=self._pins, device="cpu")
+                event = self._event()
             row = host.copy_(row, non_blocking=True)
-            event = self._event()
             event.record()
         self._waiting.append((reading, row, event))
-
-    def forget(self, most: int) -> None:
-        """Drop the batches of all but the latest readings, so that memory is bounded."""
-        for reading, _, _ in list(self._waiting)[:-most]:
-            reading.forget()
+        if len(self._waiting) > self._most_batches:
+            self._waiting[-1 - self._most_batches][0].forget()
 
     def take(self, *, wait: bool = False) -> list[_Any]:
         """Return the readings that have arrived, in order."""
@@ -191,6 +203,8 @@ class ReadingQueue(Generic[_Any]):
             self._waiting.popleft()
             reading.set_values(row.tolist())
             found.append(reading)
+            if len(self._used) < _MOST_WAITING:
+                self._used.append((row, event))
         return found
 
     def _read_all(self) -> list[_Any]:

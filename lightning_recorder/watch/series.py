@@ -51,7 +51,12 @@ class StepSeries:
 
     def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
         """Add a step; NaN for a value that there is none of."""
-        self._add(self._rows, (step, epoch, loss, norm))
+        row = step, epoch, loss, norm
+        with self._lock:
+            if self._rows:  # a job that writes them is queued
+                self._rows.append(row)
+                return
+        self._add(self._rows, row)
 
     def add_logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Add values that the user has logged at a step. They are joined with earlier ones of the same step."""

@@ -102,13 +102,15 @@ class SpikeDetector:
         """Add a value. If it is a spike compared with the values before it, return the running median before it."""
         if not math.isfinite(value):
             return None
-        median = self.median_below(value)
+        values = self._values
+        is_candidate = len(values) >= LEAST and value > JUMP * values[-1]  # without a call for most values
+        median = self.median_below(value) if is_candidate else None
         if not self._count:
             self._first = value
         if self._count < RECENT:
             self._largest = max(self._largest, abs(value))
             self._at_first = max(self._at_first, value)
-        self._values.append(value)
+        values.append(value)
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:
             self._peak, self._usual, self._age = value, median, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_recorder import (
     Outputs,
     ParameterRecorder,
 )
+from lightning_recorder.functions.tap import _FunctionMode
 from lightning_recorder.taps import Site
 from tests.callbacks.models import digits
 
@@ -208,3 +210,34 @@ def test_an_optimizer_that_steps(optimizer: type[torch.optim.SGD], modes: int, n
     fit(tmp_path, Model(F.relu), activations, gradients, steps=2)
     assert set(seen) == {modes}
     assert {site.name for site in activations.latest if site.name.startswith("gelu")} == names
+
+
+def test_a_recorded_step_calls_the_mode_for_the_functions_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The properties of tensors that the recorders read do not pass through the function mode after the first step."""
+    callers: list[str] = []
+
+    class Model(Net):
+        """Forgets the callers of the first step, in which states are allocated."""
+
+        @override
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if not batch_idx:
+                callers.clear()
+
+    observe = _FunctionMode.__torch_function__
+
+    def noting(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        callers.append(str(sys._getframe(1).f_globals.get("__name__")))
+        return observe(mode, *args, **kwargs)
+
+    monkeypatch.setattr(_FunctionMode, "__torch_function__", noting)
+    fit(
+        tmp_path,
+        Model(F.relu),
+        *(kind(every_n_train_steps=1) for kind in (ActivationRecorder, GradientRecorder)),
+        steps=3,
+    )
+    assert "tests.callbacks.test_functions" in callers
+    assert not [each for each in callers if each.startswith("lightning_recorder")]

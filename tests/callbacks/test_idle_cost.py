@@ -30,9 +30,11 @@ from lightning_recorder import (
     TensorDumper,
     open_recording,
 )
+from lightning_recorder.callbacks import watched_samples
 from lightning_recorder.callbacks.guard import BATCH_HOOKS
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
+from tests.watch.late import arrive_late
 
 PACKAGE = str(Path(lightning_recorder.__file__).parent)
 UNWATCHED = Outputs(findings=False)
@@ -80,9 +82,9 @@ class CallCounter(Callback):
         (partial(ActivationRecorder, outputs=UNWATCHED), 8, 4),
         (partial(GradientRecorder, outputs=UNWATCHED), 8, 4),
         (partial(ParameterRecorder, outputs=UNWATCHED), 8, 4),
-        # 120 of the calls, and those of the first validation, identify samples. 50 of them end after 64 batches, the
+        # 65 of the calls, and those of the first validation, identify samples. 10 of them end after 64 batches, the
         # others if they take 0.1 % of the time.
-        (StepWatch, 200, 35),
+        (StepWatch, 115, 35),
         (TensorDumper, 6, 0),
         (GraphRecorder, 4, 0),  # hides its hooks once
     ],
@@ -103,6 +105,23 @@ def test_a_step_that_is_not_recorded_costs_few_calls(
         gc.enable()
     assert counter.train <= train * len(BATCHES)
     assert counter.validation <= validation * len(BATCHES)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_watched_step_costs_few_calls(late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the search in samples, a watched step takes 50 calls, also where its values arrive some steps later."""
+    if late:
+        arrive_late(monkeypatch, late)
+    monkeypatch.setattr(watched_samples, "_FIRST_BATCHES", 4)
+    monkeypatch.setattr(watched_samples, "_SHARE", 0.0)
+    watch = StepWatch()
+    counter = CallCounter(watch)
+    try:
+        fit(small(), tmp_path, [counter, watch], loader=digits(32), log_every_n_steps=1000, logger=False)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert 0 < counter.train <= 52 * len(BATCHES)
 
 
 class Renamed(Callback):

@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_recorder.reductions.kernels.fused import prepare
 from lightning_recorder.statistics import batch_fingerprint, fingerprint
-from lightning_recorder.statistics.fingerprint import _as_array, _of_array, _of_tensor, sample_fingerprints
+from lightning_recorder.statistics.fingerprint import (
+    _as_array,
+    _of_array,
+    _of_tensor,
+    sample_fingerprints,
+    sample_numbers,
+)
 
 
 def values(batch: Any) -> list[int]:
@@ -176,3 +183,25 @@ def test_samples_are_read_at_a_few_places() -> None:
         read += bool(changed[1] != known[1])
         batch.view(2, 800)[1, place] = 0
     assert read == 16
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 4), (6, 5, 4), (3, 2, 3, 4), (33, 200), (1100, 9), (2, 1, 1, 1, 3)])
+def test_the_compiled_function_computes_the_same_numbers(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each dtype and layout, alone and beside other tensors, the compiled numbers are those of NumPy and torch."""
+    if not prepare(wait=True):
+        pytest.skip("there is no compiled function")
+    generator = torch.Generator().manual_seed(4)
+    batches = []
+    for dtype in fingerprint._KINDS:
+        plain = (torch.randn(shape, generator=generator) * 50).to(dtype)
+        rows = torch.arange(len(plain))
+        for x in (plain, torch.stack([plain, plain], -1)[..., 1], plain.flip(0).transpose(0, -1)):
+            batches += [[x], [x, torch.arange(len(x)) % 3], [torch.arange(len(x)), x, x]]
+        batches += [[rows, plain]]
+    compiled = [sample_numbers(each, values) for each in batches for values in (64, 8)]
+    monkeypatch.setattr(fingerprint, "join_rows", lambda: None)
+    usual = [sample_numbers(each, values) for each in batches for values in (64, 8)]
+    assert all(one is not None and other is not None for one, other in zip(compiled, usual, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(compiled, usual, strict=True))  # type: ignore[arg-type]

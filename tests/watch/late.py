@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_recorder.callbacks.watched_run import WatchedRun
 from lightning_recorder.watch import ParameterCopies, ReadingQueue
@@ -54,8 +53,8 @@ def arrive_late(monkeypatch: pytest.MonkeyPatch, steps: int, *, free: int | None
         def synchronize(self) -> None:
             """The values are there."""
 
-    def begin(self: Any, device: torch.device) -> None:
-        initialize(self, device)
+    def begin(self: Any, *args: Any) -> None:
+        initialize(self, *args)
         self._event, self._pins = LateEvent, False
 
     initialize = ReadingQueue.__init__

@@ -233,21 +233,31 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
   }
 }
 
-static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
-  const double *values = data;
-  double scaled[BLOCK];
-  float narrow[BLOCK];
-  for (int64_t at = from; at < to; at += BLOCK) {
-    int n = to - at < BLOCK ? (int)(to - at) : BLOCK;
-    for (int i = 0; i < n; i++) {
-      double x = scaled[i] = values[at + i] * factor;
-      /* Finite values stay finite: they go to the end bin of their sign. */
-      narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
-    }
-    block_of_doubles(scaled, n, part);
-    count_block(narrow, at, n, how, part);
+/* Process values of TYPE as doubles. */
+#define DEFINE_WIDE(NAME, TYPE)                                                                                        \
+  static void NAME(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {                   \
+    const TYPE *values = data;                                                                                         \
+    double scaled[BLOCK];                                                                                              \
+    float narrow[BLOCK];                                                                                               \
+    for (int64_t at = from; at < to; at += BLOCK) {                                                                    \
+      int n = to - at < BLOCK ? (int)(to - at) : BLOCK;                                                                \
+      for (int i = 0; i < n; i++) {                                                                                    \
+        double x = scaled[i] = (double)values[at + i] * factor;                                                        \
+        /* Finite values stay finite: they go to the end bin of their sign. */                                         \
+        float most = x > 0 ? FLT_MAX : -FLT_MAX;                                                                       \
+        narrow[i] = fabs(x) == INFINITY || !(fabs(x) > FLT_MAX) ? (float)x : most;                                     \
+      }                                                                                                                \
+      block_of_doubles(scaled, n, part);                                                                               \
+      count_block(narrow, at, n, how, part);                                                                           \
+    }                                                                                                                  \
   }
-}
+
+DEFINE_WIDE(part_of_doubles, double)
+DEFINE_WIDE(part_of_bytes, uint8_t) /* and booleans */
+DEFINE_WIDE(part_of_int8, int8_t)
+DEFINE_WIDE(part_of_int16, int16_t)
+DEFINE_WIDE(part_of_int32, int32_t)
+DEFINE_WIDE(part_of_int64, int64_t)
 
 static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
   const uint16_t *values = data;
@@ -265,9 +275,10 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
 
 typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
 
-static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
+static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats, part_of_bytes,
+                               part_of_int8,   part_of_int16,   part_of_int32,   part_of_int64};
 
-/* Add numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. If `sampled` is
+/* Add numel values of the given kind, a place in PARTS, each times a factor, to the row. If `sampled` is
    negative, all values are counted in the bins. Otherwise only those at the places, which ascend, are counted, or all
    if there are no places, and one more slot counts the values. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
@@ -407,6 +418,52 @@ int64_t compact_states(const double *states, int64_t rows, int64_t width, double
   }
   memmove(counts + found, bins, found * sizeof *bins);
   return counts + found + (found + 3) / 4 - to;
+}
+
+static int64_t read_integer(const char *at, int kind) {
+  int64_t eight;
+  int32_t four;
+  int16_t two;
+  switch (kind) {
+    case 0: return *(const uint8_t *)at;
+    case 1: return *(const int8_t *)at;
+    case 2: memcpy(&two, at, sizeof two); return two;
+    case 3: memcpy(&four, at, sizeof four); return four;
+    default: memcpy(&eight, at, sizeof eight); return eight;
+  }
+}
+
+/* Join numbers of the rows of an array with those of other arrays: `all` = `all` * scale + the sum of value * factor.
+   The low bits of a value get those at `shift`, because those of round floats are zero, and those of a product would be,
+   too. There are `dims` sizes of what is read, the first one is that of the rows, and the distances in bytes. If there
+   is `some`, it is joined in the same way with its own scale. If this is the last array, the bits of `all` are then
+   mixed as by splitmix64, with signed shifts. */
+void join_rows(const char *data, int kind, int shift, int dims, const int64_t *sizes, const int64_t *steps,
+               const uint64_t *factors, uint64_t scale, uint64_t *all, uint64_t some_scale, uint64_t *some, int is_last) {
+  int64_t of_row = 1;
+  for (int dim = 1; dim < dims; dim++) of_row *= sizes[dim];
+  for (int64_t row = 0; row < sizes[0]; row++) {
+    int64_t place[64] = {0};
+    const char *at = data + row * steps[0];
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < of_row; i++) {
+      int64_t value = read_integer(at, kind);
+      sum += (uint64_t)(value ^ (value >> shift)) * factors[i];
+      for (int dim = dims - 1; dim > 0; dim--) {
+        at += steps[dim];
+        if (++place[dim] < sizes[dim]) break;
+        at -= steps[dim] * sizes[dim], place[dim] = 0;
+      }
+    }
+    uint64_t joined = all[row] * scale + sum;
+    if (is_last) {
+      joined = (joined ^ (uint64_t)((int64_t)joined >> 30)) * 0xbf58476d1ce4e5b9u;
+      joined = (joined ^ (uint64_t)((int64_t)joined >> 27)) * 0x94d049bb133111ebu;
+      joined ^= (uint64_t)((int64_t)joined >> 31);
+    }
+    all[row] = joined;
+    if (some) some[row] = some[row] * some_scale + sum;
+  }
 }
 
 typedef int (*LaunchKernel)(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,

@@ -48,6 +48,7 @@ __all__ = [
     "build_for_wheel",
     "compact_states",
     "is_fast",
+    "join_rows",
     "launch_function",
     "may_become_available",
     "norm_of",
@@ -75,14 +76,22 @@ _PORTABLE = {
 }
 """For each machine of a wheel, the flag of the compiler, and the features that the processor then must have."""
 
-_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_MOST_CONVERTED = 1 << 18  # values, as a piece of :class:`Values`
+_FLOATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_KINDS = {
+    **_FLOATS,
+    torch.bool: 3,
+    torch.uint8: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+}
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 _Compactor = Callable[[int, int, int, int], int]
 _Norm = Callable[[int, int, int], float]
 _Spread = Callable[[int, int, int, int, int, int, int], None]
+_Join = Callable[[int, int, int, int, int, int, int, int, int, int, int, bool], None]
 _Launch = Callable[[int, int, int, int, int, float, int, int], int]
 _C_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 _FUNCTIONS = {
@@ -90,6 +99,7 @@ _FUNCTIONS = {
     "compactor": ("compact_states", "pnnp", "n"),
     "norm": ("norm_of_floats", "pni", "d"),
     "spread": ("add_spread", "pnnnnip", None),
+    "join": ("join_rows", "piiipppnpnpi", None),
     "launch": ("launch_statistics", "ppnnndnn", "i"),
 }
 """The functions of the C file by their names in :class:`_Loaded`: name there, types of the arguments and the result."""
@@ -109,6 +119,7 @@ class _Loaded:
     compactor: _Compactor | None = None
     norm: _Norm | None = None
     spread: _Spread | None = None
+    join: _Join | None = None
     launch: _Launch | None = None
     missing: tuple[Part, ...] = ()
     """The parts of a row that the function does not compute."""
@@ -152,13 +163,9 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
 
     Returns:
         True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
-        on the CPU, is not float32, float64, bfloat16 or a small one of integers, or is not a plain dense array.
+        on the CPU, is not float32, float64, bfloat16 or of integers, or is not a plain dense array.
     """
-    tensor = values.raw
-    is_whole = tensor.dtype in _WHOLE and tensor.is_cpu and type(tensor) in PLAIN_TYPES
-    if is_whole and _Loaded.kernel is not None and tensor.numel() <= _MOST_CONVERTED:
-        tensor = tensor.double()  # a single operation, where the other functions need about 15
-    if not _add(row, tensor, values.factor, sample):
+    if not _add(row, values.raw, values.factor, sample):
         return False
     for part in _Loaded.missing:
         part.add(row, values)
@@ -229,7 +236,7 @@ def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int)
     Returns:
         True if the state was updated; False without any change.
     """
-    kind = _KINDS.get(tensor.dtype)
+    kind = _FLOATS.get(tensor.dtype)
     if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
         return False
     if not (tensor.is_cpu and state.is_cpu):
@@ -288,6 +295,11 @@ def norm_of(tensors: Iterable[Tensor]) -> float | None:
         arrays.append(numel)
     address, words = arrays.buffer_info()
     return _Loaded.norm(address, words // 2, torch.get_num_threads())
+
+
+def join_rows() -> _Join | None:
+    """Return the function that joins numbers of the rows of arrays, of which ``fused.c`` has the arguments, or None."""
+    return _Loaded.join
 
 
 class _Scratch(threading.local):
@@ -505,7 +517,7 @@ def _opened(library: Path) -> dict[str, Callable[..., Any]]:
 def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:
     """Return the parts of a row that the function does not compute, or ``None`` if it is wrong for any dtype."""
     missing: tuple[Part, ...] | None = ()
-    for dtype, kind in _KINDS.items():
+    for dtype, kind in _FLOATS.items():
         tensor, row = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu"), empty_row()
         kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, -1, 1, row.data_ptr())
         missing = missing_parts(row, Values(tensor, 2.0))

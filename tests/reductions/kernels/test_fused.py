@@ -137,9 +137,9 @@ def test_the_layout_does_not_matter(shape: Callable[[Tensor], Tensor]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool], ids=str)
 def test_integers_are_read(dtype: torch.dtype) -> None:
-    """A small tensor of integers or booleans has the statistics that torch computes."""
+    """A tensor of integers or booleans has the statistics that torch computes."""
     tensor = torch.arange(-300, 700).to(dtype)
     assert_equal(in_one_pass(tensor), plain(tensor))
 
@@ -152,7 +152,6 @@ class Subclass(Tensor):
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.ones((1 << 18) + 1, dtype=torch.int64),
         torch.ones(3, dtype=torch.float16),
         torch.ones(3, dtype=torch.complex64),
         torch.ones(3, device="meta"),
@@ -160,7 +159,7 @@ class Subclass(Tensor):
         torch.ones(3).as_subclass(Subclass),
         torch.ones(3, dtype=torch.complex64).conj().imag,
     ],
-    ids=["many integers", "float16", "complex", "meta", "sparse", "subclass", "negated"],
+    ids=["float16", "complex", "meta", "sparse", "subclass", "negated"],
 )
 def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
     """Other dtypes, devices, layouts and classes are rejected, and the state does not change."""
