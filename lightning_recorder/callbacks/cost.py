@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from torch import nn
 from typing_extensions import override
@@ -57,7 +56,7 @@ class CostRecorder(StatisticsCallback):
     """
 
     group = "costs"
-    _compiled_choices: ClassVar = ("skip",)
+    _compiled_choices = ("skip",)
 
     @checked_arguments
     def __init__(

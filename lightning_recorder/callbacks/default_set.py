@@ -81,7 +81,8 @@ def default_recorders(
     Returns:
         New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder`, a
         :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`, which does
-        nothing in a trainer that has a :class:`StepWatch` of your own.
+        nothing in a trainer that has a :class:`StepWatch` of your own. With ``costs``, a :class:`CostRecorder` is the
+        last.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -105,28 +106,25 @@ def default_recorders(
             "extra": [*([FormatErrors(weights=True)] if formats else []), *([SpectralNorm()] if spectra else [])],
         },
     }
-    sinks = list(sinks)
     in_training = replace(schedule, stages=("train",))
-    statistics = (
-        kind(
-            names,
-            types=types,
-            exclude=exclude,
-            every_n_train_steps=every_n_train_steps,
-            schedule=schedule if kind is ActivationRecorder else in_training,
-            outputs=outputs,
-            compiled=compiled,
-            sinks=sinks,
-            strict=strict,
-            **further.get(kind, {}),
-        )
-        for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
-    )
-    watch = [StepWatch(sinks=sinks, strict=strict)] if outputs.findings else []
-    for each in watch:
-        each.is_default = True
-    graph: Literal["eager", "skip"] = "skip" if compiled == "skip" else "eager"
+    shared: dict[str, Any] = {
+        "types": types,
+        "exclude": exclude,
+        "every_n_train_steps": every_n_train_steps,
+        "outputs": outputs,
+        "sinks": (sinks := list(sinks)),
+        "strict": strict,
+    }
+    recorders: list[RecorderCallback] = [
+        GraphRecorder(compiled="skip" if compiled == "skip" else "eager", sinks=sinks, strict=strict)
+    ]
+    for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder):
+        stages = schedule if kind is ActivationRecorder else in_training
+        recorders.append(kind(names, schedule=stages, compiled=compiled, **shared, **further.get(kind, {})))
+    if outputs.findings:
+        watch = StepWatch(sinks=sinks, strict=strict)
+        watch.is_default = True
+        recorders.append(watch)
     if costs:
-        chosen: dict[str, Any] = {"types": types, "exclude": exclude, "every_n_train_steps": every_n_train_steps}
-        watch.append(CostRecorder(names, **chosen, schedule=in_training, outputs=outputs, sinks=sinks, strict=strict))
-    return [GraphRecorder(compiled=graph, sinks=sinks, strict=strict), *statistics, *watch]
+        recorders.append(CostRecorder(names, schedule=in_training, **shared))
+    return recorders

@@ -79,7 +79,7 @@ class StatisticsCallback(ResumingCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    _compiled_choices = ("auto", "eager", "inside", "skip")
+    _compiled_choices: ClassVar[tuple[str, ...]] = ("auto", "eager", "inside", "skip")
     _ignored: ClassVar = {"max_bytes": "", "stages": ""}
 
     tensors: tuple[str, ...] = ("outputs",)

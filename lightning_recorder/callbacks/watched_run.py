@@ -386,15 +386,17 @@ class WatchedRun:
                 self._report_spike([(name, value, median)], reading, records=0)
 
     def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
-        found = self._spike(spikes, reading)
         if self._reads_now:
             row = self._step.row
         else:
             with self._with_kept(self._kept_for(reading)):
                 row = self._row_of_spike(reading, spikes)
+        # Whoever acts on spikes asks for each of them.
+        may_pass = row is None and not self._reads_now
+        found = self._spike(spikes, reading, may_pass=may_pass)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
 
-    def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading) -> Finding:
+    def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading, *, may_pass: bool = False) -> Finding:
         return verdict.finding_of_spike(
             spikes,
             reading,
@@ -402,6 +404,7 @@ class WatchedRun:
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
             is_low=self._spikes["loss"].is_low(reading.values[0]),
+            is_usual=may_pass and self._spikes["loss"].is_usual(reading.values[0]),
             rank=self._after(reading),
             usual_rows=self._usual_rows,
         )

@@ -76,15 +76,18 @@ class _Form:
 
     def layer(self, node: Node) -> None:
         """Recognize a linear layer."""
-        product, *bias = self._into(node) if node.name in _SUMS else [node]
-        of_product = self._into(product) if product.name in _PRODUCTS else []
-        if len(bias) != 1 or len(of_product) != 2 or not self._is_used_once([product]):
+        terms = self._into(node) if node.name in _SUMS else []
+        if len(terms) != 2 or terms[0].name not in _PRODUCTS or not self._is_used_once(terms[:1]):
             return
-        weight, offset = (each.outputs[0] if each.outputs else None for each in (of_product[1], *bias))
-        are_parameters = of_product[1].kind == bias[0].kind == "parameter"
+        product, bias = terms
+        of_product = self._into(product)
+        if len(of_product) != 2 or not product.inputs:
+            return
+        weight, offset = (each.outputs[0] if each.outputs else None for each in (of_product[1], bias))
+        are_parameters = of_product[1].kind == bias.kind == "parameter"
         if are_parameters and weight and offset and len(weight.shape) == 2 and len(offset.shape) == 1:
             turned = replace(weight, shape=weight.shape[::-1])
-            self._change(node, "linear", [*of_product, *bias], [product.inputs[0], turned, offset], arguments=())
+            self._change(node, "linear", [*of_product, bias], [product.inputs[0], turned, offset], arguments=())
             self._dropped.add(product.id)
 
     def error(self, node: Node) -> None:

@@ -76,6 +76,10 @@ class SpikeDetector:
         """Return True if a value is less than half of the largest of the first ten values."""
         return self._count >= RECENT and value < _LOW * self._at_first
 
+    def is_usual(self, value: float) -> bool:
+        """Return True if a value, the last one that was added, is not above the ten before it."""
+        return len(self._values) > RECENT and value <= max(list(self._values)[-1 - RECENT : -1])
+
     def fall(self) -> Rise | None:
         """Return the fall from the first value to the last one if the series has fallen far below zero.
 

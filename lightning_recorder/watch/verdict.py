@@ -26,6 +26,8 @@ __all__ = [
 
 _MOST_ROWS = 8  # of a batch that are listed
 _FAR = 10.0  # multiples of the factor of a spike: such gradients are no matter of single samples
+_WHY_LOW = "The loss is low, so that a single sample that does not fit makes most of the gradient."
+_WHY_STEEP = "The loss does not rise with the gradient: it is steep here, as at the end of a plateau."
 _MOST_ACTIONS = 60  # as in other traces
 _AT = " at step "
 _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
@@ -204,6 +206,7 @@ def finding_of_spike(
     factor: float,
     is_clipped: bool = False,
     is_low: bool = False,
+    is_usual: bool = False,
     rank: str = "",
     usual_rows: int = 0,
 ) -> Finding:
@@ -211,7 +214,8 @@ def finding_of_spike(
 
     It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
     gradients are clipped. So is a spike of the gradient norm alone at a low loss: where nearly all samples fit, a
-    single one makes most of the gradient.
+    single one makes most of the gradient. And so is one at a usual loss that no single sample makes: training passes
+    a steep place, such as the end of a plateau.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
@@ -220,6 +224,7 @@ def finding_of_spike(
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
         is_low: True if the loss is far below that of the first steps.
+        is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
     """
@@ -237,8 +242,8 @@ def finding_of_spike(
     is_of_gradients = all(name == "gradient norm" for name, _, _ in spikes)
     if is_clipped and is_of_gradients:
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
-    elif is_low and is_of_gradients and value < _FAR * factor * median:
-        severity, why = "note", "The loss is low, so that a single sample that does not fit makes most of the gradient."
+    elif (is_low or is_usual) and is_of_gradients and value < _FAR * factor * median:
+        severity, why = "note", _WHY_LOW if is_low else _WHY_STEEP
     if is_small:
         severity, why = "note", "The mean over few samples varies more than that over many."
         following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."

@@ -26,7 +26,7 @@ def fit(folder: Path, *, every: int, steps: int = 8) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=recorders,
+        callbacks=[*recorders],
     ).fit(Classifier(), DataLoader(TensorDataset(images, classes), batch_size=16))
 
 

@@ -257,7 +257,8 @@ def test_groups_divide_the_channels() -> None:
 def matrix_with(sizes: list[float], rows: int = 12) -> Tensor:
     """Return a matrix with these singular values."""
     left, right = (torch.linalg.qr(random(seed, rows if seed else len(sizes), len(sizes)))[0] for seed in (1, 0))
-    return left @ torch.tensor(sizes, dtype=torch.float64).diag() @ right.T
+    matrix: Tensor = left @ torch.tensor(sizes, dtype=torch.float64).diag() @ right.T
+    return matrix
 
 
 def test_the_spectral_norm_grows_to_the_true_one() -> None:

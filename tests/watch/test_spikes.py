@@ -6,6 +6,7 @@ import functools
 import math
 import random
 import statistics
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -219,3 +220,31 @@ def test_a_low_value_is_far_below_the_first_ones() -> None:
     detector.add(3.0)
     detector.add(8.0)
     assert [detector.is_low(value) for value in (1.4, 1.6)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("spikes", "severity"),
+    [
+        ([("gradient norm", 6.0, 0.5)], "note"),
+        ([("gradient norm", 60.0, 0.5)], "warning"),
+        ([("loss", 30.0, 2.0), ("gradient norm", 6.0, 0.5)], "warning"),
+    ],
+)
+def test_a_large_gradient_at_a_usual_loss_is_a_note(spikes: list[tuple[str, float, float]], severity: str) -> None:
+    """At the end of a plateau, the gradient is large for a few steps and the loss falls."""
+    reading = Reading(9, 2, None, None, [], [9])
+    found = finding_of_spike(spikes, reading, 9, factor=10, is_usual=True)
+    assert (found.severity, "plateau" in found.why) == (severity, severity == "note")
+
+
+def test_a_usual_value_is_not_above_the_ten_before_it() -> None:
+    """The value itself, which is the last one, and those before the ten do not count."""
+    detector = SpikeDetector(10.0)
+    for value in [9.0, *[1.0, 1.2] * 4, 1.0]:
+        detector.add(value)
+    assert not detector.is_usual(1.0)  # only nine are before it
+    detector.add(1.2)
+    for value, is_usual in ((1.2, True), (1.3, False)):
+        again = deepcopy(detector)
+        again.add(value)
+        assert again.is_usual(value) == is_usual

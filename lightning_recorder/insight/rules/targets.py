@@ -412,8 +412,7 @@ def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding
     if any((each.mean > share).any() for each in losses if each.path == "in.target.next"):
         return
     for each in losses:
-        shares = each.mean if each.path == "in.target.after_next" else ()
-        if len(shares) and min(shares) > share:
+        if each.path == "in.target.after_next" and len(shares := each.mean) and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the targets of {each.module} are the token after the next one"
             yield each.found(f"{verdict}: they are shifted twice", "mean", share=float(shares[-1]))
             return

@@ -232,7 +232,7 @@ def test_consecutive_notes_are_one_bracket() -> None:
 def test_parts_of_a_tensor_are_named() -> None:
     """Edges that take different parts of one tensor name them; those that take the same part do not."""
 
-    def forward(net: Any, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Any:
         one, other = net.fc(x).chunk(2, dim=-1)
         return one.tanh() * other.sigmoid() + x[..., 2:].relu()
 
@@ -249,7 +249,7 @@ def test_parts_of_a_tensor_are_named() -> None:
 def test_steps_of_a_loop_have_no_part() -> None:
     """An edge of a folded loop names no part if each step takes another one."""
 
-    def forward(net: Any, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Any:
         y, steps = x, net.fc(x).relu()
         for at in range(4):
             y = net.cell(y + steps[:, at : at + 1]).tanh()

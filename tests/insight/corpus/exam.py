@@ -647,7 +647,7 @@ def ratio_to_itself(is_faulty: bool) -> Task:
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
         old = net(batch[0]) if is_faulty else torch.full((len(batch[0]), 10), -math.log(10))
-        ratio = (net(batch[0]) - old).exp().gather(1, batch[1][:, None])
+        ratio: Tensor = (net(batch[0]) - old).exp().gather(1, batch[1][:, None])
         return F.cross_entropy(net(batch[0]), batch[1]) * 0.1 - ratio.clamp(0.8, 1.2).mean()
 
     return Task(net, digits, loss)

@@ -280,7 +280,8 @@ def test_a_range_in_a_loss_that_is_written_out() -> None:
             self.net = mlp(1, nn.Sigmoid())
 
         def forward(self, batch: list[Tensor]) -> Tensor:
-            return (batch[1] - self.net(batch[0])).square().mean(-1).mean()
+            error: Tensor = batch[1] - self.net(batch[0])
+            return error.square().mean(-1).mean()
 
     captured = capture_graph(Written(), [rows, rows[:, :1]])
     # The tensors of a training step are named after its batch.
