@@ -263,6 +263,10 @@ def test_tensorboard_has_a_tab(runs: Path, tmp_path: Path) -> None:
         page.wait_for_url(re.compile("#lightning_recorder&.*tab%3Doverview"))
         page.evaluate("location.hash = location.hash.replace('tab%3Doverview', 'tab%3Dgraph')")
         expect(inner.get_by_role("tab", name="graph")).to_have_attribute("aria-selected", "true")
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        inner.get_by_role("button", name="copy link").click()
+        expect(inner.get_by_text("copied; it works while the server runs")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == page.url
     (tmp_path / "empty").mkdir()
     with tensorboard(tmp_path / "empty") as address:
         assert not json.loads(asked(f"{address}/data/plugins_listing").read())["lightning_recorder"]["enabled"]

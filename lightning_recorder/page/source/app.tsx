@@ -444,7 +444,9 @@ function Extremes(props: { run: Run; change: (part: Partial<State>) => void }) {
 /** The address of what is shown. In TensorBoard it is that of the tab, which has the place on the page. */
 function address(): string {
   try {
-    if (parent.location.hash.startsWith("#lightning_recorder")) return parent.location.href;
+    // The page is in a frame of the tab, which is a frame of TensorBoard.
+    const tensorboard = parent.parent.location;
+    if (tensorboard.hash.startsWith("#lightning_recorder")) return tensorboard.href;
   } catch {
     // The frame is in a page of another origin.
   }
