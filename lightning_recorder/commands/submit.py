@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TextIO
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.disk import readable_size
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.insight.exchange import next_without_samples
+from lightning_recorder.insight.exchange import next_without_samples, verdict_without_samples
 from lightning_recorder.privacy import LEFT_OUT, hide_places, hide_secrets
 from lightning_recorder.recordings import Run, open_recording
 from lightning_recorder.records.file import RECORDER, RECORDS, is_inside
@@ -100,6 +100,8 @@ def _reduced(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
             value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}
+            if isinstance(value.get("verdict"), str):
+                value["verdict"] = verdict_without_samples(value["verdict"])
         return {
             hide_places(key): each if key in _PACKED else _reduced(each, f"{name}.{key}") for key, each in value.items()
         }

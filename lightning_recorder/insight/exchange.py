@@ -18,7 +18,7 @@ from lightning_recorder.insight.rules import RULES
 from lightning_recorder.privacy import LEFT_OUT, hide_places
 from lightning_recorder.version import __version__
 
-__all__ = ["ExaminedRun", "next_without_samples", "to_junit", "to_sarif"]
+__all__ = ["ExaminedRun", "next_without_samples", "to_junit", "to_sarif", "verdict_without_samples"]
 
 _TOOL = "lightning-recorder"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -27,6 +27,7 @@ _RULES = {rule.name: rule for rule in RULES}
 _LINE = re.compile(r"([^\s()'\",;]+\.(?:py|ipynb)):(\d{1,9})(?!\d)")
 _LONGEST = 10_000  # characters in which a line of code is looked for; only those of a damaged file are longer
 _OF_SAMPLE = {"place", "row"}  # numbers of a finding that names a sample; without an index there is no row
+_RANGES = re.compile(r"(?<=its inputs are finite) \([^()]*\)")  # of an operation, which may read the batch
 _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
 
@@ -64,6 +65,11 @@ def next_without_samples(rule: str, following: str, numbers: Mapping[str, Any]) 
     if not _OF_SAMPLE & numbers.keys():
         return following
     return _RULES[rule].next if rule in _RULES else LEFT_OUT
+
+
+def verdict_without_samples(verdict: str) -> str:
+    """Return a verdict without the smallest and the largest values of tensors."""
+    return _RANGES.sub("", verdict)
 
 
 def to_sarif(runs: Iterable[ExaminedRun]) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def _add_cases(suite: ET.Element, run: ExaminedRun) -> None:
             uri, line = _place(run, bad[0])
             case.attrib.update({"file": _xml(uri), **({"line": str(line)} if line else {})})
             more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-            message = f"{hide_places(bad[0].verdict)}{more}"
+            message = f"{hide_places(verdict_without_samples(bad[0].verdict))}{more}"
             failure = ET.SubElement(case, "failure", message=_xml(message), type=_xml(bad[0].severity))
             failure.text = _xml(texts)
         elif found:
@@ -189,7 +195,7 @@ def _rule_of(finding: Finding) -> str:
 def _text(finding: Finding) -> str:
     """Return a finding as text that may leave the machine."""
     more = f"\nAlso: {', '.join(finding.others)}" if finding.others else ""
-    text = f"{finding.verdict}{more}\nHealthy: {finding.usual}\nWhy: {finding.why}\nNext: {_next(finding)}"
+    text = f"{verdict_without_samples(finding.verdict)}{more}\nHealthy: {finding.usual}\nWhy: {finding.why}\nNext: {_next(finding)}"
     return hide_places(text)
 
 

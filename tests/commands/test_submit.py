@@ -55,6 +55,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         enable_model_summary=False,
         callbacks=[*default_recorders()],
     )
+    torch.manual_seed(0)
     trainer.fit(Net(), loader)
     assert trainer.log_dir is not None
     return Path(trainer.log_dir)
