@@ -20,7 +20,8 @@ sys.meta_path.insert(0, Blocked())
 import lightning_recorder
 assert "torch" not in sys.modules and "numpy" not in sys.modules, "the package imports torch at once"
 import torch
-from lightning_recorder import Check, Monitor
+from lightning_recorder import Monitor
+from lightning_recorder.callbacks.reproduce import reproduce
 
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -32,15 +33,15 @@ with Monitor(net, optimizer, log_dir="run", every_n_steps=1) as monitor:
             optimizer.step()
             monitor.log(loss=loss)
 try:
-    Check()
+    reproduce("run", net)
 except lightning_recorder.RecorderError as error:
     print(error)
 assert "lightning" not in sys.modules
 """
 
 
-def test_a_monitor_works_and_callbacks_name_the_fix(tmp_path: Path) -> None:
-    """A loop is recorded, a callback that needs a Trainer raises, and torch is imported only when it is needed."""
+def test_a_monitor_works_and_an_error_names_the_fix(tmp_path: Path) -> None:
+    """A loop is recorded, what needs a Trainer raises, and torch is imported only when it is needed."""
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
