@@ -195,7 +195,8 @@ def _rule_of(finding: Finding) -> str:
 def _text(finding: Finding) -> str:
     """Return a finding as text that may leave the machine."""
     more = f"\nAlso: {', '.join(finding.others)}" if finding.others else ""
-    text = f"{verdict_without_samples(finding.verdict)}{more}\nHealthy: {finding.usual}\nWhy: {finding.why}\nNext: {_next(finding)}"
+    verdict = verdict_without_samples(finding.verdict)
+    text = f"{verdict}{more}\nHealthy: {finding.usual}\nWhy: {finding.why}\nNext: {_next(finding)}"
     return hide_places(text)
 
 

@@ -106,7 +106,7 @@ class _Part(Enum):
 
 
 # As globals, since each frame is compared with several of them.
-_BETWEEN_PART, _MODEL_PART, _TRAINER_PART = _Part.BETWEEN, _Part.MODEL, _Part.TRAINER
+_BETWEEN_PART, _MODEL_PART = _Part.BETWEEN, _Part.MODEL
 _FOREIGN_PART, _MODULE_CALL, _CUSTOM_CALL = _Part.FOREIGN, _Part.MODULE_CALL, _Part.CUSTOM_CALL
 
 

@@ -17,8 +17,6 @@ Key = tuple[Any, ...]
 Port = list[tuple[Key, int]]
 """The sources of a node in their order, relative to the unit around it, and the number of tensors from each."""
 
-_TENSORS = ("parameter", "buffer", "tensor")
-
 
 class MutableGraph:
     """The nodes, calls and edges of a graph while it is folded.

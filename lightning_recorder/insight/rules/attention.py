@@ -29,11 +29,6 @@ def _all(values: Floats, limit: float) -> bool:
     return bool(len(values)) and bool((values >= limit).all())
 
 
-def _owner(view: View) -> str:
-    """Return the name of the module that calls the attention."""
-    return view.module.rpartition(".")[0] or view.module
-
-
 @rule(
     "attention-scores-grow",
     statistic="largest score of a head of attention before the softmax",

@@ -24,13 +24,6 @@ def _sides(evidence: Evidence, path: str) -> Iterator[View]:
             yield View(evidence, evidence.losses, site)
 
 
-def _only_class(view: View, persistence: int) -> int | None:
-    """Return the class that all values of the last records have; None if there are several."""
-    (low, high), _ = view.columns("min", "max")
-    last = np.concatenate([low[-persistence:], high[-persistence:]])
-    return int(last[0]) if len(low) >= persistence and (last == last[0]).all() else None
-
-
 @rule(
     ALL_IGNORED,
     "critical",
