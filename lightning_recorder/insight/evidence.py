@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -157,6 +157,7 @@ class View:
         *,
         since: int | None = None,
         others: tuple[str, ...] = (),
+        parts: Sequence[View] = (),
         **numbers: float,
     ) -> Finding:
         """Make a finding. The rule that yields it adds its name and its texts where they are empty.
@@ -166,6 +167,7 @@ class View:
             statistic: The statistic to show over time.
             since: The first step that shows it; by default the first record.
             others: Further modules with the same fault.
+            parts: The heads or experts with the fault, if not all of the layer have it.
             numbers: The compared values.
         """
         steps = [step for step in self.table.steps if since is None or step >= since] or self.table.steps or [0]
@@ -183,6 +185,7 @@ class View:
             usual="",
             numbers={name: float(value) for name, value in numbers.items()},
             others=others,
+            parts=tuple(int(each.site.path) for each in parts),
             trace=self._trace(statistic) if statistic is not None and self else None,
         )
 

@@ -153,6 +153,7 @@ class Finding:
         consequences: The names of the rules that found consequences of it.
         trace: The statistic over time, if the finding is about one.
         strip: The distances between ranks, if the finding is about ranks that differ.
+        parts: The numbers of the heads of attention or the experts at fault, if not all of the layer are.
     """
 
     rule: str
@@ -171,6 +172,7 @@ class Finding:
     consequences: tuple[str, ...] = ()
     trace: Trace | None = None
     strip: RankStrip | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def is_note(self) -> bool:
@@ -360,6 +362,7 @@ def _finding(data: Mapping[str, Any]) -> Finding:
     known = {key: value for key, value in data.items() if key in Finding.__dataclass_fields__}
     known["numbers"] = {name: _number(value) for name, value in data["numbers"].items()}
     known["others"], known["consequences"] = tuple(data["others"]), tuple(data["consequences"])
+    known["parts"] = tuple(data.get("parts", ()))  # earlier versions have none
     trace = data["trace"]
     if trace is not None:
         steps, values = tuple(trace["steps"]), tuple(map(_number, trace["values"]))

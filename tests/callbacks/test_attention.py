@@ -147,23 +147,25 @@ def test_records_have_heads_and_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "everywhere", "rule", "place"),
+    ("fault", "everywhere", "rule", "place", "parts"),
     [
-        ("dead head", False, "dead-heads", "head 1 of blocks.2.attn"),
-        ("inverted mask", False, "mask-inverted", "blocks.2.attn"),
-        ("inverted mask", True, "mask-inverted", "blocks.0.attn"),
-        ("open mask", False, "sees-later-keys", "blocks.2.attn"),
-        ("open mask", True, "attends-the-target", "blocks.3.attn"),
-        ("equal projections", False, "equal-query-and-key", "blocks.2.attn"),
-        ("no scale", True, "attention-scale", "blocks.0.attn"),
-        ("times 25", False, "attention-scale", "blocks.2.attn"),
-        ("scaled twice", True, "attention-scale", "blocks.0.attn"),
-        ("wrong dimension", True, "attention-over-queries", "blocks.0.attn"),
-        ("collapse", False, "router-collapse", "blocks.2.mlp"),
-        ("starved", False, "starved-expert", "expert 4 of blocks.2.mlp"),
+        ("dead head", False, "dead-heads", "head 1 of blocks.2.attn", (1,)),
+        ("inverted mask", False, "mask-inverted", "blocks.2.attn", ()),
+        ("inverted mask", True, "mask-inverted", "blocks.0.attn", ()),
+        ("open mask", False, "sees-later-keys", "blocks.2.attn", ()),
+        ("open mask", True, "attends-the-target", "blocks.3.attn", ()),
+        ("equal projections", False, "equal-query-and-key", "blocks.2.attn", ()),
+        ("no scale", True, "attention-scale", "blocks.0.attn", ()),
+        ("times 25", False, "attention-scale", "blocks.2.attn", ()),
+        ("scaled twice", True, "attention-scale", "blocks.0.attn", ()),
+        ("wrong dimension", True, "attention-over-queries", "blocks.0.attn", ()),
+        ("collapse", False, "router-collapse", "blocks.2.mlp", (1, 2)),
+        ("starved", False, "starved-expert", "expert 4 of blocks.2.mlp", (4,)),
     ],
 )
-def test_faults_are_named(tmp_path: Path, fault: str, everywhere: bool, rule: str, place: str) -> None:
+def test_faults_are_named(
+    tmp_path: Path, fault: str, everywhere: bool, rule: str, place: str, parts: tuple[int, ...]
+) -> None:
     """The first finding about attention or experts names the fault with its layer, and its head or expert."""
     seed_everything(0, verbose=False)
     fit(tmp_path, Model(fault, everywhere=everywhere))
@@ -172,6 +174,7 @@ def test_faults_are_named(tmp_path: Path, fault: str, everywhere: bool, rule: st
     assert found[0].rule == rule
     assert place in found[0].verdict
     assert found[0].module.startswith(place.rpartition(" ")[2])
+    assert tuple(sorted(found[0].parts)) == parts
 
 
 def test_a_healthy_model_is_silent(tmp_path: Path) -> None:

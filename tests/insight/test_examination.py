@@ -135,12 +135,14 @@ def test_findings_as_json() -> None:
     """Findings survive a round trip through JSON, infinities included; other formats are refused."""
     layers: dict[str, Values] = {"a": {}, "act": {"zero_fraction": 1.0}}
     findings = run(layers, graph=chain("a", "act", act="ReLU"))
-    findings = [replace(each, numbers={"ratio": float("inf")}) for each in findings]
+    findings = [replace(each, numbers={"ratio": float("inf")}, parts=(3, 1)) for each in findings]
     data = json.loads(json.dumps(findings_to_json(findings), allow_nan=False))
     assert (data["format"], data["healthy"]) == ("lightning_recorder.findings/1", False)
     assert findings_from_json(data) == findings
     later = {**data, "findings": [{**each, "later": 1} for each in data["findings"]]}
     assert findings_from_json(later) == findings
+    earlier = [{key: value for key, value in each.items() if key != "parts"} for each in data["findings"]]
+    assert findings_from_json({**data, "findings": earlier}) == [replace(each, parts=()) for each in findings]
     with pytest.raises(ArgumentError, match="format"):
         findings_from_json({**data, "format": "lightning_recorder.findings/2"})
     with pytest.raises(ArgumentError, match="no findings"):

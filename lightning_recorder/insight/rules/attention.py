@@ -66,7 +66,9 @@ def attention_scores_grow(
                 f"the largest score of {listed('head', some)} of {name} is {last:.3g}, and grows by {rate:.3g} in "
                 "1,000 steps"
             )
-            yield head.found(verdict, "attention_max_logit", since=since, score=last, rate=rate, heads=len(some))
+            yield head.found(
+                verdict, "attention_max_logit", since=since, score=last, rate=rate, heads=len(some), parts=some
+            )
 
 
 @rule(
@@ -86,14 +88,14 @@ def dead_heads(evidence: Evidence, *, persistence: int = 3, least: float = 1e-7)
         silent = [each for each in heads if _none_above(_last(each, "attention_value_rms", persistence), least)]
         if silent:
             verdict = f"the values of {listed('head', silent)} of {name} are zero, so that their output is zero"
-            yield silent[0].found(verdict, "attention_value_rms", heads=len(silent))
+            yield silent[0].found(verdict, "attention_value_rms", heads=len(silent), parts=silent)
         blind = [each for each in heads if each not in silent and _is_constant(each, persistence, least)]
         if blind:
             verdict = (
                 f"the scores of {listed('head', blind)} of {name} are the same for all keys, so that each query gets "
                 "the mean of the values: the query or the key is zero, or all keys are equal"
             )
-            yield blind[0].found(verdict, "attention_logit_std", heads=len(blind))
+            yield blind[0].found(verdict, "attention_logit_std", heads=len(blind), parts=blind)
 
 
 def _none_above(values: Floats, limit: float) -> bool:
@@ -178,7 +180,7 @@ def one_hot_heads(
                 f"{listed('head', found)} of {name} give {last:.1%} of the attention of each query to a single key; "
                 f"the largest score is {scores:.3g}"
             )
-            yield found[0].found(verdict, "attention_top_key", share=last, score=scores, heads=len(found))
+            yield found[0].found(verdict, "attention_top_key", share=last, score=scores, heads=len(found), parts=found)
 
 
 @rule(
@@ -206,7 +208,7 @@ def attention_sink(
         if found:
             last = float(np.median([each.attention_first_key[-1] for each in found]))
             verdict = f"{listed('head', found)} of {name} give {last:.0%} of their attention to the first key"
-            yield found[0].found(verdict, "attention_first_key", share=last, heads=len(found))
+            yield found[0].found(verdict, "attention_first_key", share=last, heads=len(found), parts=found)
 
 
 @rule(

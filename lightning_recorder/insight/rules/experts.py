@@ -64,7 +64,9 @@ def router_collapse(
                 f"the router {name} sends {share:.0%} of its choices to {listed('expert', best)} of {len(members)}: "
                 f"effectively {effective[-1]:.2g} experts, where a token chooses {chosen:.2g}"
             )
-            yield best[0].found(verdict, "router_load", since=steps[first], effective=effective[-1], chosen=chosen)
+            yield best[0].found(
+                verdict, "router_load", since=steps[first], effective=effective[-1], chosen=chosen, parts=best
+            )
 
 
 @rule(
@@ -96,7 +98,7 @@ def starved_expert(
                 f"{listed('expert', found)} of {name} got {loads[-persistence:, places].mean():.2%} of the choices in "
                 f"each of the last {persistence} records, where {1 / len(members):.0%} would be even"
             )
-            yield found[0].found(verdict, "router_load", since=steps[int(rows) + 1], experts=len(found))
+            yield found[0].found(verdict, "router_load", since=steps[int(rows) + 1], experts=len(found), parts=found)
 
 
 @rule(
