@@ -40,6 +40,7 @@ _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
 _VECTOR_STEPS = 64
 _VECTOR_BYTES = 1_000_000  # of one recorder
 _ITEM = 4  # bytes of a float32
+_COSTS = "costs"  # the group of a recorder of time and memory
 _OF_CALLS = ("activations", "gradients")  # the groups of recorders that record calls
 _OF_ANSWER = ("question", "asks", "verdict", "text", "expected", "module", "line")
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
@@ -206,11 +207,32 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
         "steps": last,
         "records": len(steps),
         "joined": 1 if parts is None else max(map(len, parts)),
+        **(_costs(series, parts) if group_of(label, series) == _COSTS else _statistics(series, parts, histograms)),
+    }
+
+
+def _statistics(series: Series, parts: list[NDArray[np.intp]] | None, histograms: int) -> dict[str, Any]:
+    return {
         "sites": _sites(series),
         # One table after the other, because all of them may not fit into the memory.
-        "statistics": {name: _table(series, name, parts) for name in series.statistics},
+        "statistics": {name: _packed(series.values(name).numpy(), parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
         "vectors": _vectors(series),
+    }
+
+
+def _costs(series: Series, parts: list[NDArray[np.intp]] | None) -> dict[str, Any]:
+    """Return one site a module: its costs have different units, so that each is a statistic of its own."""
+    means = series.values("mean").numpy() if "mean" in series.statistics else np.zeros((0, len(series)))
+    modules = {name: place for place, name in enumerate(dict.fromkeys(site.name for site in series.sites))}
+    tables: dict[str, NDArray[np.float64]] = {}
+    for column, site in enumerate(series.sites):
+        table = tables.setdefault(site.path, np.full((len(means), len(modules)), np.nan))
+        table[:, modules[site.name]] = means[:, column]
+    return {
+        "sites": [{"module": name, "path": "", "shape": [], "dtype": ""} for name in modules],
+        "statistics": {cost: _packed(table, parts) for cost, table in tables.items()},
+        "histograms": {"steps": [], "sites": []},
     }
 
 
@@ -235,8 +257,7 @@ def site_data(site: SiteSeries) -> dict[str, Any]:
     return {"format": PAGE_FORMAT, "steps": site.steps, "statistics": statistics}
 
 
-def _table(series: Series, statistic: str, parts: list[NDArray[np.intp]] | None) -> str:
-    values = series.values(statistic).numpy()
+def _packed(values: NDArray[np.float64], parts: list[NDArray[np.intp]] | None) -> str:
     return packed_numbers(values if parts is None else _joined(values, parts))
 
 

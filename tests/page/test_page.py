@@ -10,26 +10,41 @@ from collections.abc import Iterator
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
+from lightning.pytorch import seed_everything
 from PIL import Image
 from playwright.sync_api import Page, expect
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_recorder import Outputs, ParameterRecorder, StepWatch
+from lightning_recorder import (
+    ActivationRecorder,
+    CostRecorder,
+    GraphRecorder,
+    Outputs,
+    ParameterRecorder,
+    StepWatch,
+)
 from lightning_recorder.check import Answer, Result
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Diagnosis, Finding, Trace
 from lightning_recorder.insight.finding import RankStrip
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.recordings import WATCH, RecordWriter, open_recording, records_path
+from lightning_recorder.records.table import SiteStatistics
+from lightning_recorder.taps import Site
 from tests.benchmarks.page import model, parallel
 from tests.browser.chromium import CHROMIUM, open_page
+from tests.callbacks.models import fit as fit_model
 from tests.callbacks.test_actions import BAD, Net, fit
+from tests.callbacks.test_attention import LENGTH, TOKENS
+from tests.callbacks.test_attention import Model as Transformer
 from tests.commands.console import run as command
 from tests.page.test_data import written
 from tests.recordings.runs import site_of
@@ -261,7 +276,7 @@ def test_nan_is_not_what_is_missing(page: Page, tmp_path: Path) -> None:
         ".reduce((all, each, at) => { if (at % 4 === 0) all.push([]); all.at(-1).push(each); return all; }, [])"
     )
     assert pixels[1][:3] == [0xD6, 0x00, 0x8B]
-    assert pixels[2][:3] == [0xE8, 0xE8, 0xEA]
+    assert pixels[2][:3] == [0xA0, 0xA4, 0xAA]
 
 
 def test_the_document_works_inside_a_notebook(page: Page, runs: Path) -> None:
@@ -822,7 +837,7 @@ def test_a_loss_has_no_row_among_the_layers(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
     opened(page, path)
-    assert page.locator(".names button").all_inner_texts() == ["a", "b"]
+    assert sorted(page.locator(".names button").all_inner_texts()) == ["a", "b"]
     expect(page.locator(".extremes")).not_to_contain_text("cross_entropy")
     opened(page, path, "#layer=cross_entropy")
     page.get_by_text("all statistics and tensors").click()
@@ -991,11 +1006,13 @@ def test_many_runs_have_a_table(page: Page, tmp_path: Path) -> None:
 _DEFICIENCIES = ("none", "protanopia", "deuteranopia", "tritanopia")
 
 
+@pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colors_have_one_meaning_each_for_everyone(theme: str, page: Page, stuck: Path) -> None:
-    """NaN, not recorded and the ends of the scale differ for the color-blind, as Chromium simulates it."""
+def test_colors_have_one_meaning_each_for_everyone(theme: str, is_relative: bool, page: Page, stuck: Path) -> None:
+    """NaN and the ends of a scale differ for the color-blind, and all colors of a scale from what is not recorded."""
     opened(page, stuck)
     page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # a word
+    page.get_by_label("relative to the other blocks").set_checked(is_relative)
     legend = page.locator(".bar .scale")
     session = page.context.new_cdp_session(page)
     for deficiency in _DEFICIENCIES:
@@ -1010,6 +1027,7 @@ def test_colors_have_one_meaning_each_for_everyone(theme: str, page: Page, stuck
         ]
         distances = [np.abs(one - other).max() for place, one in enumerate(colors) for other in colors[:place]]
         assert min(distances) >= 24, (deficiency, colors)
+        assert np.abs(scale[5, 3:-3] - colors[-1]).max(1).min() >= 24, deficiency
     session.send("Emulation.setEmulatedVisionDeficiency", {"type": "none"})
     page.emulate_media(color_scheme="light")
 
@@ -1029,3 +1047,136 @@ def test_check_and_runs_fit_into_a_narrow_window(width: int, height: int, page: 
     assert box is not None
     assert box["height"] < 60
     page.set_viewport_size({"width": 1400, "height": 900})
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of transformers with a dead head, with a starved expert and without a fault, and with costs."""
+    folder = tmp_path_factory.mktemp("parts")
+    for name in ("dead head", "starved", "healthy"):
+        seed_everything(0, verbose=False)
+        tokens = torch.randint(0, TOKENS, (160, LENGTH))
+        loader: Any = DataLoader(tokens, batch_size=16)  # type: ignore[arg-type]  # a tensor is a data set
+        options: dict[str, Any] = {"every_n_train_steps": 2, "outputs": Outputs(plots=False, dumps=False)}
+        recorders = [ActivationRecorder(**options), GraphRecorder(formats=()), CostRecorder(**options)]
+        fit_model(Transformer(name.removeprefix("healthy")), folder / name, recorders, loader=loader, logger=False)
+        open_recording(folder / name).page(folder / f"{name}.html")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "title", "statistic", "cell", "count"),
+    [
+        ("dead head", "heads of attention", "attention_value_rms", "head 1 of blocks.2.attn", 4),
+        ("starved", "experts of routers", "router_load", "expert 4 of blocks.2.mlp", 6),
+    ],
+)
+def test_heads_and_experts_have_a_strip(
+    page: Page, parts: Path, fault: str, title: str, statistic: str, cell: str, count: int
+) -> None:
+    """Layers × heads or experts, with a frame where a finding is; the keys lead to each cell and its layer."""
+    opened(page, parts / f"{fault}.html")
+    expect(page.get_by_label("recorder", exact=True)).to_have_value(title)
+    expect(page.get_by_label("statistic", exact=True)).to_have_value(statistic)
+    canvas = page.locator(".cells canvas")
+    assert [canvas.get_attribute(each) for each in ("width", "height")] == [str(count), "4"]
+    assert sorted(page.locator(".names button").all_inner_texts()) == [
+        f"blocks.{row}.{cell.rsplit('.', maxsplit=1)[-1]}" for row in range(4)
+    ]
+    number = int(cell.split()[1])
+    frame, area = page.locator(".cells .named").bounding_box(), canvas.bounding_box()
+    assert frame is not None
+    assert area is not None
+    found = (frame["x"] - area["x"]) / frame["width"], (frame["y"] - area["y"]) / frame["height"]
+    assert found == pytest.approx((number, 2), abs=0.02)
+    step = page.locator("output").inner_text()
+    page.locator(".cells").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", *["ArrowRight"] * number):
+        page.keyboard.press(key)
+    expect(page.locator(".cells [role=status]")).to_have_text(
+        re.compile(rf"^{re.escape(cell)}\S*: {statistic} 0 at step 9, named by a finding$")
+    )
+    assert page.locator("output").inner_text() == step  # the arrows of the strip are not those of the slider
+    page.keyboard.press("Enter")
+    expect(page.locator("aside.layer h2")).to_have_text(re.compile(re.escape(cell.rsplit(maxsplit=1)[-1])))
+
+
+def test_the_strip_of_heads_follows_the_step(page: Page, parts: Path) -> None:
+    """A cell has the value of the record at the step of the slider, and no frame without a finding."""
+    opened(page, parts / "healthy.html", "#show=heads of attention/attention_max_logit")
+    assert page.locator(".cells .named").count() == 0
+    site = "blocks.1.attn.scaled_dot_product_attention", "in.scores"
+    series = open_recording(parts / "healthy").run["activations"]
+    slider, colors = page.get_by_label("step", exact=True), []
+    for row in (0, int(slider.get_attribute("max") or 0)):
+        slider.fill(str(row))
+        step = max(each for each in series.steps if each <= int(page.locator("output").inner_text().split()[1]))
+        expect(page.locator(".bar h2")).to_have_text(f"All layers over heads of attention, step {step}")
+        value = series[site].vectors(step)["attention_max_logit"][0].item()
+        page.locator(".cells").hover(position={"x": 10, "y": 40})
+        expect(page.locator(".tip")).to_have_text(
+            f"head 0 of {site[0]}: attention_max_logit {value:.4g} at step {step}"
+        )
+        colors.append(page.locator(".cells canvas").evaluate("(each) => each.toDataURL()"))
+    assert colors[0] != colors[1]
+    page.get_by_label("statistic", exact=True).select_option("attention_padding")  # there is none
+    pixel = "(each) => [...each.getContext('2d').getImageData(0, 0, 1, 1).data]"
+    assert page.locator(".cells canvas").evaluate(pixel) == [0xA0, 0xA4, 0xAA, 255]
+    page.get_by_role("tab", name="Graph").click()  # a node has one color
+    expect(page.get_by_label("recorder", exact=True)).to_have_value("activations")
+
+
+def test_a_head_with_nan_is_not_one_that_is_missing(page: Page, tmp_path: Path) -> None:
+    """A head whose scores are NaN, and a layer with fewer heads, have different colors."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    heads = {"a": [1.0, math.nan, 3.0], "b": [1.0, 2.0]}
+    sites = {
+        Site(name, "in.scores"): SiteStatistics(
+            {"rms": 1.0},
+            tensors={"attention_max_logit": torch.tensor(values), "attention_keys": torch.ones(len(values))},
+        )
+        for name, values in heads.items()
+    }
+    writer.write({"step": 0}, sites)
+    open_recording(tmp_path).page(tmp_path / "page.html")
+    opened(page, tmp_path / "page.html", "#show=heads of attention/attention_max_logit")
+    pixels = page.locator(".cells canvas").evaluate(
+        "(each) => [...each.getContext('2d').getImageData(0, 0, 3, 2).data]"
+    )
+    colors = np.array(pixels).reshape(2, 3, 4)[..., :3].tolist()
+    assert (colors[0][1], colors[1][2]) == ([0xD6, 0x00, 0x8B], [0xA0, 0xA4, 0xAA])
+    assert len({tuple(each) for row in colors for each in row}) == 5
+
+
+def test_costs_are_over_steps(page: Page, parts: Path) -> None:
+    """Time and memory of each module are statistics of their own; a module stands for all that is inside of it."""
+    run = open_recording(parts / "healthy").run
+    series, step = run["costs"], run["costs"].steps[-1]
+    opened(page, parts / "healthy.html", f"#show=costs/forward_ms&step={step}&layer=blocks.1.attn")
+    assert set(page.get_by_label("statistic", exact=True).locator("option").all_inner_texts()) == {
+        site.path for site in series.sites
+    }
+    expect(page.locator(".cells canvas")).to_have_attribute("width", str(len(series.steps)))
+    for cost in ("forward_ms", "backward_ms", "saved_bytes"):
+        value = series["blocks.1.attn", cost].statistic("mean")[-1].item()
+        chart = page.locator("aside.layer figcaption", has_text=f"{cost}: ")
+        text = chart.locator("span").first.inner_text().split(": ")[1].split(" at ")[0]
+        assert float(text.replace(",", "")) == pytest.approx(value, rel=1e-3)
+
+
+def test_strips_of_heads_and_costs_are_accessible(page: Page, parts: Path) -> None:
+    """The checks of axe-core find nothing in either theme, with and without a layer."""
+    for name, place in (
+        ("dead head", ""),
+        ("starved", "#layer=blocks.2.mlp.topk"),
+        ("healthy", "#show=costs/forward_ms"),
+    ):
+        opened(page, parts / f"{name}.html", place)
+        page.locator(".cells").focus()
+        page.keyboard.press("ArrowDown")
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            found = Axe().run(page).response["violations"]
+            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
+    page.emulate_media(color_scheme="light")

@@ -8,7 +8,7 @@ import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, type Curve } f
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
 import { CheckLine, CheckView } from "./check";
-import { decode, floats, format, isShare, layerOf, median, oddness, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { decode, floats, format, isShare, layerOf, median, oddness, Parts, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 import { RankStrip } from "./ranks";
 import { RunsView } from "./runs";
 import { AXIS, MOST_LABELED, RELATIVE_ENDS, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
@@ -71,8 +71,8 @@ function App(props: { data: PageData }) {
     const worst = first.data.findings.find((each) => each.rule === "non-finite" || (each.trace && first.recorder(each.trace.recorder)));
     const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
     // With the usual statistic, NaN and infinities have a color of their own.
-    const statistic = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
-    return { tab: props.data.table?.length ? "runs" : "overview", other: props.data.runs.length === 2 ? 1 : -1, layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
+    const shown = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace ? first.shows(worst.trace) : null;
+    return { tab: props.data.table?.length ? "runs" : "overview", other: props.data.runs.length === 2 ? 1 : -1, layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic: start ? usual(start) : "", ...shown, run: 0, ...readHash() };
   });
   const [query, setQuery] = useState(""), [missed, setMissed] = useState(false);
   const [playing, setPlaying] = useState(false);
@@ -175,11 +175,13 @@ function App(props: { data: PageData }) {
     return () => removeEventListener("keydown", press);
   }, [run]);
 
-  const recorder = run.recorder(state.recorder);
+  const parts = useMemo(() => run.parts(state.step), [run, state.step]);
+  // A node of the graph has one color, so that it has no place for heads and experts.
+  const recorder = (tab === "graph" ? undefined : parts.find((each) => each.title === state.recorder)) ?? run.recorder(state.recorder) ?? (parts.some((each) => each.title === state.recorder) ? run.recorders[0] : undefined);
   const statistic = recorder && !recorder.statistics.includes(state.statistic) ? usual(recorder) : state.statistic;
   const both = useMemo(() => run.data.graph && other?.data.graph ? united(run.data.graph, other.data.graph) : null, [run, other]);
   const tree = useMemo(() => run.data.graph ? new Tree(both?.graph ?? run.data.graph) : null, [run, both]);
-  const scale = useMemo(() => recorder ? new Scale(shownValues(recorder, statistic), statistic) : null, [recorder, statistic]);
+  const scale = useMemo(() => recorder ? new Scale(shownValues(recorder, statistic), statistic) : null, [recorder instanceof Parts ? recorder.all : recorder, recorder?.title, statistic]);
   const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
   const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map(layerOf)), [run]);
   // A module without tensors of its own is marked at those inside it.
@@ -190,6 +192,7 @@ function App(props: { data: PageData }) {
   const costs = useMemo(() => tree ? Object.keys(COSTS).filter((name) => tree.data.nodes.some((each) => each.kind === "module" && COSTS[name]![1](each) > 0)) : [], [tree]);
   const cost = costs.includes(state.statistic) ? state.statistic : costs[0] ?? "";
   const painted = useMemo((): { paint: Paint; scale: Scale } | null => {
+    if (recorder instanceof Parts) return null;
     if (recorder && scale) {
       const row = recorder.rowAt(state.step);
       const values = new Map(recorder.modules.filter((module) => recorder.seen(row, recorder.column(module), statistic)).map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
@@ -212,10 +215,10 @@ function App(props: { data: PageData }) {
   const chooser = (
     <span class="choose">
       <label>paint <select aria-label="recorder" value={recorder ? recorder.title : COST} onChange={(event) => {
-        const chosen = run.recorder(event.currentTarget.value);
+        const chosen = [...run.recorders, ...parts].find((each) => each.title === event.currentTarget.value);
         change({ recorder: event.currentTarget.value, statistic: chosen ? (chosen.statistics.includes(statistic) ? statistic : usual(chosen)) : costs[0] ?? "" });
       }}>
-        {run.recorders.map((each) => <option>{each.title}</option>)}
+        {[...run.recorders, ...(tab === "graph" ? [] : parts)].map((each) => <option>{each.title}</option>)}
         {costs.length > 0 && state.tab === "graph" && <option>{COST}</option>}
       </select></label>
       <label><select aria-label="statistic" value={recorder ? statistic : cost} onChange={(event) => change({ statistic: event.currentTarget.value })}>
@@ -223,7 +226,8 @@ function App(props: { data: PageData }) {
       </select></label>
     </span>
   );
-  const legend = painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />;
+  const colors = painted?.scale ?? scale;
+  const legend = colors && <Legend scale={colors} label={recorder ? statistic : cost} hasFindings={sick.size > 0} />;
   const graph = (sideways: boolean): ComponentChildren => <GraphView key={`${run.data.name} ${other?.data.name ?? ""}`} tree={tree!} paint={painted?.paint ?? null}
     layer={state.layer} query={query} sick={sick} unused={run.data.graph?.unused ?? []} changed={changed} sideways={sideways} onPick={(layer) => change({ layer })} />;
   return (
@@ -314,11 +318,12 @@ function Overview(props: {
   const isCalm = run.data.findings.every((each) => each.severity === "note");
   const hasBlocks = useMemo(() => {
     const counts = new Map<string, number>();
-    for (const each of recorder?.modules ?? []) counts.set(wildcard(each), (counts.get(wildcard(each)) ?? 0) + 1);
+    if (!(recorder instanceof Parts)) for (const each of recorder?.modules ?? []) counts.set(wildcard(each), (counts.get(wildcard(each)) ?? 0) + 1);
     return [...counts.values()].some((each) => each > 2);
   }, [recorder]);
   // A block has layers of all kinds, whose values cannot be compared: the strip of blocks compares each with its equals.
-  const relative = hasBlocks && (byUser ?? (recorder !== undefined && stripColumns(recorder).length > MOST_LABELED));
+  const relative = hasBlocks && (byUser ?? (recorder !== undefined && recorder.group !== "costs" && stripColumns(recorder).length > MOST_LABELED));
+  const named = useMemo(() => recorder instanceof Parts ? recorder.named(run.data.findings) : new Map<string, Set<number>>(), [recorder, run]);
   const [room, setRoom] = useState(0);
   const never = run.data.graph?.neverCalled ?? [];
   const free = room - 14 - AXIS - (never.length ? 24 : 0) - TALLEST_ROW * (recorder ? stripColumns(recorder).length : 0);
@@ -347,7 +352,7 @@ function Overview(props: {
         </div>
         <div class="curves" role="region" aria-label="curves" tabIndex={0}>
           {names.map((name) => {
-            const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
+            const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name && !curve.logged).map((curve) => ({ label: each.label, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
             return <Lines title={name} curves={smoothing ? curves.flatMap((each) => smoothed(each, smoothing)) : curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} acted={acted} />;
           })}
           {run.curves.some((each) => each.steps.length >= LEAST_SMOOTHED) && <label class="smoothing">smoothing <select aria-label="smoothing" value={smoothing} onChange={(event) => setSmoothing(Number(event.currentTarget.value))}>
@@ -357,14 +362,14 @@ function Overview(props: {
         </div>
       </div>
       {recorder && props.scale && <>
-        <div class="bar"><h2>All layers over steps</h2>{props.chooser}
+        <div class="bar"><h2>All layers over {recorder instanceof Parts ? `${recorder.title}, step ${recorder.step}` : "steps"}</h2>{props.chooser}
           {(present.length > 1 || props.sick.size > 0) && <label>layers <select aria-label="layers" value={chosen} onChange={(event) => setWanted(event.currentTarget.value)}>
             <option value="">all</option>{props.sick.size > 0 && <option>{FINDINGS}</option>}{present.map((each) => <option>{each}</option>)}
           </select></label>}
           {hasBlocks && <label><input type="checkbox" checked={relative} onChange={(event) => setRelative(event.currentTarget.checked)} /> relative to the other blocks</label>}
           {relative ? <Legend scale={relativeScale()} label={`${state.statistic} relative to the other blocks`} hasFindings={props.sick.size > 0} ends={RELATIVE_ENDS} /> : props.legend}</div>
         <div ref={holder} class="stripes">
-          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300} only={only} relative={relative}
+          <Strip key={recorder instanceof Parts ? recorder.title : ""} recorder={recorder} named={named} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300} only={only} relative={relative}
             onPick={(layer, step) => change({ layer, step })} />
         </div>
         {never.length > 0 && <p class="never"><b>Never called:</b> {never.slice(0, MOST_NEVER).join(", ")}{never.length > MOST_NEVER && `, and ${never.length - MOST_NEVER} more`}</p>}
@@ -413,7 +418,7 @@ function smoothed(curve: Curve, weight: number): Curve[] {
 
 /** The module before or after another one, as links. */
 function Beside(props: { names: string[]; onPick: (module: string) => void }) {
-  return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
+  return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each || "(model)"}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
 }
 
 /** The way of the values through a module: what is before it, the module itself, and what is after it. */
@@ -470,8 +475,7 @@ function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; chan
   const { finding, run, change } = props;
   const trace = finding.trace;
   const open = (): void => {
-    const recorder = trace ? run.recorder(trace.recorder) : undefined;
-    change({ layer: layerOf(finding), step: stepOf(finding), ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
+    change({ layer: layerOf(finding), step: stepOf(finding), ...(trace && run.shows(trace)) });
   };
   return (
     <li class={finding.severity}>
@@ -544,7 +548,7 @@ const OF_OPTIMIZER = /\.(?!grad$)\w+$/;
 
 /** The tensors of a module beside each other: one row each, with the values at a step and a trend. */
 function Tensors(props: { run: Run; module: string; step: number; more: boolean; onStatistic: (recorder: Recorder, statistic: string) => void }) {
-  const rows = props.run.recorders.filter((each) => each.group !== "watch" && each.data.stage === "train").flatMap((recorder) => recorder.columnsOf(props.module).filter((column) => props.more || !OF_OPTIMIZER.test(recorder.sites[column]!.path)).slice(0, props.more ? 40 : 12).map((column) => ({ recorder, column })));
+  const rows = props.run.recorders.filter((each) => !["watch", "costs"].includes(each.group) && each.data.stage === "train").flatMap((recorder) => recorder.columnsOf(props.module).filter((column) => props.more || !OF_OPTIMIZER.test(recorder.sites[column]!.path)).slice(0, props.more ? 40 : 12).map((column) => ({ recorder, column })));
   const shown = ["rms", "min", "max", "zero_fraction", "update_ratio"].filter((name) => rows.some((each) => each.recorder.statistics.includes(name)));
   if (!rows.length) return null;
   return (
@@ -584,7 +588,7 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
       <h3>{alike.length > 2 ? `the same layer in ${alike.length} blocks` : "neighbors in depth"}</h3>
       {alike.length > 2 && <Bars names={alike} values={alike.map(value)} chosen={place} label={`${statistic} at step ${props.step}`} onPick={props.onPick} />}
       <ul class="neighbors">{near.filter((each) => each !== module).map((each) => (
-        <li><button type="button" onClick={() => props.onPick(each)}>{each}</button><Spark {...recorder.recorded(statistic, recorder.column(each))} width={90} height={20} />
+        <li><button type="button" onClick={() => props.onPick(each)}>{each || "(model)"}</button><Spark {...recorder.recorded(statistic, recorder.column(each))} width={90} height={20} />
           <small>{statistic} {format(value(each))}</small></li>))}</ul>
     </section>
   );
@@ -641,13 +645,13 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
       {run.recorders.map((recorder) => recorder.columnsOf(module).slice(0, more ? 40 : 4).map((column) => {
         const site = recorder.sites[column]!;
         const asked = [usual(recorder, column), "rms", "zero_fraction", wanted, ...findings.flatMap((one) => one.trace?.recorder === recorder.label ? [one.trace.statistic] : [])];
-        const shown = more ? recorder.statistics : recorder.statistics.filter((each) => asked.includes(each));
+        const shown = more || recorder.group === "costs" ? recorder.statistics : recorder.statistics.filter((each) => asked.includes(each));
         const twin = other?.recorder(recorder.title);
         const twinColumn = twin?.sites.findIndex((each) => each.module === module && each.path === site.path) ?? -1;
         const all = records.get(`${recorder.title} ${column}`);
         return (
           <section>
-            <h3>{recorder.title} · {site.path} <small>{site.shape.join("×")} {site.dtype}{recorder.data.joined > 1 && !all ? ` · one point for ${recorder.data.joined} records` : ""}</small></h3>
+            <h3>{recorder.title}{site.path && ` · ${site.path}`} <small>{site.shape.join("×")} {site.dtype}{recorder.data.joined > 1 && !all ? ` · one point for ${recorder.data.joined} records` : ""}</small></h3>
             {[...new Set(shown)].map((statistic) => {
               const full = all?.statistics[statistic], found = full ? { steps: all!.steps, values: [...floats(full)] } : recorder.recorded(statistic, column);
               if (found.values.every((each) => Number.isNaN(each))) return null;

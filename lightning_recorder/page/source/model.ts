@@ -6,7 +6,7 @@ export interface Finding {
   verdict: string; why: string; next: string; usual: string;
   numbers: Record<string, number | string>; others: string[]; consequences: string[];
   trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[]; module?: string } | null;
-  strip: RankStripData | null;
+  strip: RankStripData | null; parts?: number[];
 }
 /** How far each rank is from the others: one column a tensor, one row a rank. */
 export interface RankStripData {
@@ -87,6 +87,7 @@ export class Recorder {
   readonly title: string;
   private bad: Uint8Array | null = null;
   private readonly tables = new Map<string, Float32Array>();
+  private readonly vectorTables = new Map<string, Float32Array>();
   private readonly columns = new Map<string, number[]>();
 
   constructor(readonly data: RecorderData) {
@@ -115,6 +116,7 @@ export class Recorder {
 
   /** False if a site is not in a record; one whose values are NaN is in it. A ratio to a weight of zero is no value. */
   seen(row: number, column: number, statistic = ""): boolean {
+    if (this.group === "costs") return !Number.isNaN(this.value(statistic, row, column));
     if (statistic === "update_ratio" && !Number.isFinite(this.value(statistic, row, column)) && !this.isBad(row, column)) return false;
     const counted = ["count", "nan_count"].find((each) => this.statistics.includes(each));
     return counted === undefined || !Number.isNaN(this.value(counted, row, column));
@@ -163,15 +165,66 @@ export class Recorder {
     return row;
   }
 
+  /** A statistic with a value for each channel, head or expert of a tensor, one row a step. */
+  parts(column: number, statistic: string): Float32Array {
+    const key = `${column} ${statistic}`, found = this.vectorTables.get(key) ?? floats(this.data.vectors?.sites[column]?.[statistic] ?? "");
+    this.vectorTables.set(key, found);
+    return found;
+  }
+
   /** The statistics with a value for each channel, head or expert: a table with one row a step. */
   vectors(column: number): { statistic: string; steps: number[]; values: Float32Array }[] {
     const found = this.data.vectors?.sites[column] ?? {};
-    return Object.entries(found).map(([statistic, text]) => ({ statistic, steps: this.data.vectors!.steps, values: floats(text) }));
+    return Object.keys(found).map((statistic) => ({ statistic, steps: this.data.vectors!.steps, values: this.parts(column, statistic) }));
   }
 
   histogram(column: number): { steps: number[]; first: number; rows: number; least: number; counts: Float32Array } | null {
     const found = this.data.histograms.sites[column];
     return found ? { steps: this.data.histograms.steps, ...found, counts: floats(found.counts) } : null;
+  }
+}
+
+const PARTS: [prefix: string, part: string, title: string][] = [["attention_", "head", "heads of attention"], ["router_", "expert", "experts of routers"]];
+
+/** The heads of attention or the experts of routers at one step: a recorder with one row a part, instead of a step, and one column a layer. */
+export class Parts extends Recorder {
+  private readonly at: number;  // the place of the record among those with values for each part
+
+  constructor(readonly all: Recorder, readonly part: string, title: string, readonly layers: number[], private readonly names: string[], step: number) {
+    const sites = layers.map((each) => ({ ...all.sites[each]!, ofLoss: false })), kept = all.data.vectors!.steps;
+    const parts = Math.max(...layers.map((each) => all.parts(each, names[0]!).length / kept.length));
+    super({ ...all.data, label: title, sites, statistics: Object.fromEntries(names.map((each) => [each, ""])), steps: Array.from({ length: parts }, (_, at) => at) });
+    this.at = Math.max(0, kept.findLastIndex((each) => each <= step));
+  }
+
+  /** The step whose values are shown. */
+  get step(): number { return this.all.data.vectors!.steps[this.at]!; }
+
+  override value(statistic: string, row: number, column: number): number {
+    const found = this.all.parts(this.layers[column]!, statistic), count = found.length / this.all.data.vectors!.steps.length;
+    return row < count ? found[this.at * count + row]! : NaN;
+  }
+
+  override shown(statistic: string, row: number, column: number): number { return this.value(statistic, row, column); }
+
+  /** False for what does not apply, such as the share of the padding without any: the first statistic is there nevertheless. */
+  override seen(row: number, column: number): boolean {
+    return !Number.isFinite(this.value(this.names[0]!, row, column)) && this.names.some((each) => Number.isFinite(this.value(each, row, column)));
+  }
+
+  /** The values of all steps, so that the colors of two steps can be compared. */
+  values(statistic: string): number[] { return this.layers.flatMap((each) => [...this.all.parts(each, statistic)]); }
+
+  /** The parts that a finding of the run names, by layer; all of a layer if it names none of them. */
+  named(findings: Finding[]): Map<string, Set<number>> {
+    const found = new Map<string, Set<number>>();
+    for (const each of findings) {
+      if (each.severity === "note" || !each.trace || !this.statistics.includes(each.trace.statistic)) continue;
+      for (const module of each.parts?.length ? [each.module] : [each.module, ...each.others]) {
+        found.set(module, new Set([...found.get(module) ?? [], ...each.parts?.length ? each.parts : this.steps]));
+      }
+    }
+    return found;
   }
 }
 
@@ -205,6 +258,22 @@ export class Run {
     }
   }
 
+  /** The recorder that shows the statistic of a trace, if there is one. */
+  shows(trace: NonNullable<Finding["trace"]>): { recorder: string; statistic: string } | null {
+    const recorder = this.recorder(trace.recorder);
+    const found = [recorder, ...this.parts(0).filter((each) => each.all === recorder)].find((each) => each?.statistics.includes(trace.statistic));
+    return found ? { recorder: found.title, statistic: trace.statistic } : null;
+  }
+
+  /** The heads of attention and the experts of routers at a step. */
+  parts(step: number): Parts[] {
+    return this.recorders.flatMap((all) => PARTS.flatMap(([prefix, part, title]) => {
+      const names = (column: number): string[] => Object.keys(all.data.vectors?.sites[column] ?? {}).filter((each) => each.startsWith(prefix));
+      const layers = all.sites.map((_, column) => column).filter((column) => names(column).length > 0);
+      return layers.length ? [new Parts(all, part, title, layers, names(layers[0]!), step)] : [];
+    }));
+  }
+
   recorder(label: string): Recorder | undefined {
     return this.recorders.find((each) => each.title === label) ?? this.recorders.find((each) => each.label === label);
   }
@@ -235,7 +304,7 @@ export function isShare(statistic: string): boolean { return statistic.endsWith(
 const VIRIDIS = ["#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
 const DIVERGING = ["#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"];
 export const NOT_FINITE = "#d6008b";
-export const NOT_RECORDED = "#e8e8ea";
+export const NOT_RECORDED = "#a0a4aa";  // far from all colors of both scales, for the color-blind, too
 export const FOUND = "#e3000f";  // the frame of a layer that a finding names, as in the pictures
 
 const LEAST_SHARE = 1e-8;  // of the largest value; smaller ones have the first color of a scale of powers

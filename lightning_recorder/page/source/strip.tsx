@@ -1,7 +1,7 @@
-/** The strip of all layers over steps: one row a tensor, or one row a block if there are many. */
+/** The strip of all layers over steps, or over heads or experts: one row a tensor, or one row a block if there are many. */
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { format, median, oddness, Recorder, Scale, shortened, wildcard } from "./model";
+import { format, median, oddness, Parts, Recorder, Scale, shortened, wildcard, type SiteData } from "./model";
 
 export const TALLEST_ROW = 28;
 export const AXIS = 18;  // pixels beneath the strip
@@ -10,6 +10,8 @@ const MOST_ODD = 8;
 export const MOST_LABELED = 64;  // rows that all have a label, even if the page becomes longer than the screen
 const LEAST_DRAG = 12;  // pixels; a shorter one is a click
 const ROOM = 36;  // letters beside the strip
+const WIDEST_PART = 48;  // pixels of a head or an expert
+const MOST_NUMBERED = 32;  // heads or experts that all have their number beneath the strip
 const FARTHEST = 4;  // octaves from the other blocks that have a color
 
 /** The octaves by which a value is larger than that of the other blocks; 0 without others. */
@@ -29,7 +31,8 @@ export function stripColumns(recorder: Recorder): number[] {
 }
 
 /** All values of a statistic that have a color, in the strip or in the graph. */
-export function shownValues(recorder: Recorder, statistic: string): Float32Array {
+export function shownValues(recorder: Recorder, statistic: string): Float32Array | number[] {
+  if (recorder instanceof Parts) return recorder.values(statistic);
   const columns = stripColumns(recorder), found = new Float32Array(recorder.steps.length * columns.length);
   return found.map((_, at) => recorder.shown(statistic, Math.floor(at / columns.length), columns[at % columns.length]!));
 }
@@ -111,12 +114,16 @@ function usualOf(recorder: Recorder, statistic: string, columns: number[]): (at:
   return (at, column) => known.get(column)?.[at] ?? NaN;
 }
 
-/** All sites × steps for one statistic, in the order of execution. A click opens the layer, one on the name of a block the block. */
+/** The path of a tensor behind the name of its module, unless it is the only one of its kind. */
+function suffix(site: SiteData): string { return ["", "out", "weight"].includes(site.path) ? "" : ` ${site.path}`; }
+
+/** All sites × steps, or × heads or experts, for one statistic, in the order of execution. A click opens the layer, one on the name of a block the block. */
 export function Strip(props: {
-  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; prefix: string; layer: string;
+  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; named: Map<string, Set<number>>; prefix: string; layer: string;
   height: number; only: (module: string) => boolean; relative: boolean; onPick: (module: string, step: number) => void;
 }) {
-  const { recorder, statistic, marked, prefix } = props;
+  const { recorder, statistic, marked, named, prefix } = props, parts = recorder instanceof Parts ? recorder : null;
+  const [cursor, setCursor] = useState<[number, number] | null>(null);  // the row and the record that the keys have reached
   const holder = useRef<HTMLCanvasElement>(null), hint = useRef<HTMLSpanElement>(null);
   const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
   const [toggled, setToggled] = useState<Set<string>>(new Set());
@@ -126,7 +133,8 @@ export function Strip(props: {
   useLayoutEffect(() => {
     const element = hint.current;
     if (!tip || !element) return;
-    const width = element.offsetWidth, fits = tip.x + 12 + width <= holder.current!.clientWidth;
+    const width = element.offsetWidth, room = element.closest(".strip")!.getBoundingClientRect().right - holder.current!.getBoundingClientRect().left;
+    const fits = tip.x + 12 + width <= room;
     element.style.left = `${fits ? tip.x + 12 : tip.x - 8 - width}px`;
   }, [tip]);
   const all = useMemo(() => stripColumns(recorder), [recorder]);
@@ -142,6 +150,7 @@ export function Strip(props: {
   /** The tensor of a row that stands out most in a record. */
   const worst = (at: number, row: Row): number => {
     if (row.columns.length === 1) return row.columns[0]!;
+    if (recorder.group === "costs" && recorder.column(row.name) >= 0) return recorder.column(row.name);  // it has all costs inside of it
     let found = row.columns[0]!, most = -1;
     const whole = median(row.columns.map((column) => shown(at, column)));
     for (const column of row.columns) {
@@ -174,10 +183,13 @@ export function Strip(props: {
   }, [recorder, statistic, rows, scale, steps.length, from]);
   const labels: { y: number; text: string; kind: string; row: Row }[] = [];
   const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= LABELED_ROW - 0.1);
+  // The function that computes the scores has the same name in all layers, unless a module calls several.
+  const short = rows.map((row) => row.name.replace(/\.[^.]*$/, "")), isAlone = (name: string): boolean => short.indexOf(name) === short.lastIndexOf(name);
+  const inner = (name: string): string => { const found = name.replace(/\.[^.]*$/, ""); return parts && isAlone(found) ? found : name; };
   const label = (row: Row, module: (name: string) => string): string => {
     if (row.isGroup) return `${row.isOpen ? "▾" : "▸"} ${module(row.name)} (${row.columns.length})`;
     const site = recorder.sites[row.columns[0]!]!;
-    return (module(site.module) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
+    return (module(inner(site.module)) || "(model)") + (parts ? "" : suffix(site));
   };
   const fits = rows.every((row) => label(row, (each) => each).length <= ROOM);
   const name = (row: Row): string => label(row, (each) => fits ? each : shortened(each, prefix, row.isGroup ? ROOM - 6 : ROOM));
@@ -206,11 +218,26 @@ export function Strip(props: {
   });
   const about = (place: number, column: number): string => {
     const beside = usual(place, column), site = recorder.sites[column]!;
-    const title = site.module + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
-    return `${title}: ${statistic} ${format(recorder.value(statistic, place, column))}${Number.isNaN(beside) ? "" : ` (${format(beside)} in other blocks)`} at step ${recorder.steps[place]}`;
+    const value = recorder.value(statistic, place, column), shown = Number.isNaN(value) && !recorder.seen(place, column, statistic) ? "not recorded" : format(value);
+    return `${parts ? `${parts.part} ${place} of ${site.module}` : site.module + suffix(site)}: ${statistic} ${shown}${Number.isNaN(beside) ? "" : ` (${format(beside)} in other blocks)`} at step ${parts ? parts.step : recorder.steps[place]}`
+      + (named.get(site.module)?.has(place) ? ", named by a finding" : "");
   };
-  const chosen = recorder.rowAt(props.step);
-  const marks = [...new Set([0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (steps.length - 1))))];
+  const chosen = parts ? -1 : recorder.rowAt(props.step);
+  const marks = parts && steps.length <= MOST_NUMBERED ? steps.map((_, at) => at) : [...new Set([0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(share * (steps.length - 1))))];
+  const width = parts ? { maxWidth: `${WIDEST_PART * steps.length}px` } : {};
+  const pick = (place: number, column: number): void => props.onPick(recorder.sites[column]!.module, parts ? props.step : recorder.steps[place]!);
+  /** The arrows lead to a cell, whose text is read aloud, and Enter opens its layer. */
+  const go = (event: KeyboardEvent): void => {
+    const now = cursor ?? [0, Math.max(0, chosen - from)], by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (event.key === "Enter") pick(from + now[1], worst(from + now[1], rows[now[0]]!));
+    if (!by) return;
+    event.preventDefault(); event.stopPropagation();
+    const next = (at: number, count: number): number => Math.min(count - 1, Math.max(0, now[at]! + (cursor ? by[at]! : 0)));
+    const row = next(0, rows.length), place = next(1, steps.length), area = holder.current!;
+    setCursor([row, place]);
+    setTip({ x: (place + 0.5) / steps.length * area.clientWidth, y: (row + 1) * rowHeight, text: about(from + place, worst(from + place, rows[row]!)) });
+  };
+  const cell = (row: number, place: number, count = 1): Record<string, string> => ({ left: `${(place - from) / steps.length * 100}%`, width: `${count / steps.length * 100}%`, top: `${row * rowHeight}px`, height: `${rowHeight}px` });
   if (!rows.length) return <p class="none">No layer matches.</p>;
   return (<>
     <div class="strip">
@@ -219,7 +246,8 @@ export function Strip(props: {
           <button type="button" class={each.kind} style={{ top: `${each.y - 8}px`, paddingRight: `${each.row.depth * 10}px` }} title={each.row.name || "(model)"} {...(each.row.isGroup ? { "aria-expanded": each.row.isOpen } : {})}
             onClick={() => each.row.isGroup ? toggle(each.row.name) : props.onPick(each.row.name, props.step)}>{each.text}</button>))}
       </div>
-      <div class="cells" style={{ height: `${height}px` }} onMouseLeave={() => setTip(null)}
+      <div class="cells" style={{ height: `${height}px`, ...width }} onMouseLeave={() => setTip(null)}
+        role="application" tabIndex={0} aria-label={`${statistic} of each layer: the arrows lead to a cell, Enter opens its layer`} onKeyDown={go} onBlur={() => { setCursor(null); setTip(null); }}
         onMouseMove={(event) => {
           const [place, column] = at(event);
           const area = event.currentTarget.getBoundingClientRect();
@@ -233,16 +261,19 @@ export function Strip(props: {
           dragged.current = true;
           setSpan([Math.min(place, start.place), Math.max(place, start.place)]);
         }}
-        onClick={(event) => { if (dragged.current) return; const [place, column] = at(event); props.onPick(recorder.sites[column]!.module, recorder.steps[place]!); }}>
+        onClick={(event) => { if (!dragged.current) pick(...at(event)); }}>
         <canvas ref={holder} width={steps.length} height={rows.length} role="img"
-          aria-label={`${statistic} of ${columns.length} tensors over ${steps.length} records`} />
+          aria-label={`${statistic} of ${columns.length} ${parts ? "layers" : "tensors"} over ${steps.length} ${parts ? `${parts.part}s` : "records"}`} />
+        {rows.map((row, place) => row.columns.map((column) => [...named.get(recorder.sites[column]!.module) ?? []].map((each) => each >= from && each < from + steps.length && <i class="named" style={cell(place, each)} />)))}
+        {cursor && <i class="cursor" style={cell(cursor[0], from + cursor[1])} />}
         {chosen >= from && chosen < from + steps.length && <i class="now" style={{ left: `${(chosen - from + 0.5) / steps.length * 100}%` }} />}
-        {tip && <span ref={hint} class="tip" style={{ top: `${tip.y}px` }}>{tip.text}</span>}
+        <span role="status">{tip && <span ref={hint} class="tip" style={{ top: `${tip.y}px` }}>{tip.text}</span>}</span>
       </div>
     </div>
-    {span && <button type="button" class="whole" onClick={() => setSpan(null)}>show all steps</button>}
-    <div class="steps" style={{ height: `${AXIS}px` }} aria-hidden="true">
-      {marks.map((each, at) => <span style={at === 0 ? { left: 0 } : at === marks.length - 1 ? { right: 0 } : { left: `${(each + 0.5) / steps.length * 100}%`, transform: "translateX(-50%)" }}>{at ? steps[each] : `step ${steps[each]}`}</span>)}
+    {span && <button type="button" class="whole" onClick={() => setSpan(null)}>show all {parts ? `${parts.part}s` : "steps"}</button>}
+    <div class="steps" style={{ height: `${AXIS}px`, ...width }} aria-hidden="true">
+      {parts && <span style={{ right: "100%", paddingRight: "6px" }}>{parts.part}</span>}
+      {marks.map((each, at) => <span style={parts ? { left: `${(each + 0.5) / steps.length * 100}%`, transform: "translateX(-50%)" } : at === 0 ? { left: 0 } : at === marks.length - 1 ? { right: 0 } : { left: `${(each + 0.5) / steps.length * 100}%`, transform: "translateX(-50%)" }}>{at || parts ? steps[each] : `step ${steps[each]}`}</span>)}
     </div>
   </>);
 }
