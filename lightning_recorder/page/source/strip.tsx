@@ -114,6 +114,16 @@ function usualOf(recorder: Recorder, statistic: string, columns: number[]): (at:
   return (at, column) => known.get(column)?.[at] ?? NaN;
 }
 
+/** The first number and the length of each row of numbers without a gap, of those within limits: each has one frame. */
+function together(numbers: Set<number> | undefined, from: number, until: number): [number, number][] {
+  const found: [number, number][] = [];
+  for (const each of [...numbers ?? []].filter((one) => one >= from && one < until).sort((one, other) => one - other)) {
+    const last = found[found.length - 1];
+    if (last && last[0] + last[1] === each) last[1]++; else found.push([each, 1]);
+  }
+  return found;
+}
+
 /** The path of a tensor behind the name of its module, unless it is the only one of its kind. */
 function suffix(site: SiteData): string { return ["", "out", "weight"].includes(site.path) ? "" : ` ${site.path}`; }
 
@@ -264,7 +274,7 @@ export function Strip(props: {
         onClick={(event) => { if (!dragged.current) pick(...at(event)); }}>
         <canvas ref={holder} width={steps.length} height={rows.length} role="img"
           aria-label={`${statistic} of ${columns.length} ${parts ? "layers" : "tensors"} over ${steps.length} ${parts ? `${parts.part}s` : "records"}`} />
-        {rows.map((row, place) => row.columns.map((column) => [...named.get(recorder.sites[column]!.module) ?? []].map((each) => each >= from && each < from + steps.length && <i class="named" style={cell(place, each)} />)))}
+        {rows.map((row, place) => row.columns.map((column) => together(named.get(recorder.sites[column]!.module), from, from + steps.length).map(([each, count]) => <i class="named" style={cell(place, each, count)} />)))}
         {cursor && <i class="cursor" style={cell(cursor[0], from + cursor[1])} />}
         {chosen >= from && chosen < from + steps.length && <i class="now" style={{ left: `${(chosen - from + 0.5) / steps.length * 100}%` }} />}
         <span role="status">{tip && <span ref={hint} class="tip" style={{ top: `${tip.y}px` }}>{tip.text}</span>}</span>
