@@ -512,7 +512,7 @@ function useAllRecords(run: Run, module: string, live: boolean): Map<string, Sit
     setFound(new Map());
     if (!live) return;
     let current = true;
-    for (const recorder of run.recorders.filter((each) => each.data.joined > 1)) for (const column of recorder.columnsOf(module)) {
+    for (const recorder of run.recorders.filter((each) => each.data.joined > 1 && each.group !== "costs")) for (const column of recorder.columnsOf(module)) {
       const address = new URL("site", location.href), { label, stage, loader } = recorder.data, path = recorder.sites[column]!.path;
       address.search = String(new URLSearchParams({ run: run.data.name, recorder: label, stage, loader: String(loader ?? ""), module, path }));
       void fetch(address).then(async (answer) => {
