@@ -97,7 +97,9 @@ def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | N
     first, epoch = began or (0, 0)
     steps = range(first, logged_step(trainer))
     if began is None or not steps:
-        return why_no_training(trainer)
+        loop = getattr(trainer, "fit_loop", None)  # a loop without a Trainer begins at its first batch
+        has_trained = began is not None and (loop is None or loop.epoch_loop.batch_progress.total.ready > 0)
+        return Silence("no optimizer stepped") if has_trained else why_no_training(trainer)
     if not is_enabled:
         return Silence("it is disabled", "")
     log_every_n_steps = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__

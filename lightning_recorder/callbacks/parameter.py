@@ -188,6 +188,8 @@ class ParameterRecorder(StatisticsCallback):
         if not isinstance(recorder, OptimizerRecorder):
             return
         recorder.root = pl_module
+        groups = [group for each in trainer.optimizers for group in each.param_groups]
+        recorder.trained = [each for group in groups for each in group["params"]]
         recorder.batch_factor = gradient_factor(trainer, self.loss_scale.value)
         recorder.batches = trainer.accumulate_grad_batches * averaged_ranks(trainer)
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.

@@ -284,7 +284,8 @@ class Evidence:
         """The parameters, in the order of execution."""
         by_module: dict[str, list[str]] = {}
         for name, path in self.parameters.places:
-            if path not in RUNNING_STATISTICS:
+            # The gradients of single batches are recorded for parameters that no optimizer has, too.
+            if path not in RUNNING_STATISTICS and not path.endswith(".batch_grad"):
                 by_module.setdefault(name, []).append(path)
         # The sites "weight.grad" and "weight.exp_avg" belong to "weight".
         return [

@@ -114,13 +114,17 @@ class Monitor:
         if recorders is not None and options:
             raise ArgumentError(f"Monitor: pass {', '.join(options)} to the recorders, since recorders is given")
         given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        given = [_plain(each) for each in given if each is not None]
+        for each in given:
+            if not callable(getattr(each, "step", None)):
+                raise ArgumentError(f"Monitor: optimizer takes an optimizer or a list of them, got {each!r:.80}")
         self._sinks, self._strict = list(sinks), strict
         if recorders is None:
             recorders = default_recorders(sinks=self._sinks, strict=strict, **options)
         self._recorders = _checked(recorders)
         self._root = as_root(model)
         self._settings: dict[str, Any] = {
-            "optimizers": [_plain(each) for each in given],
+            "optimizers": [each for each in given if isinstance(each, Optimizer)],  # others have no hooks
             "scaler": scaler,
             "step_function": step_function,
             "accumulate_grad_batches": accumulate,
@@ -425,20 +429,21 @@ class Monitor:
         before, self._scale_version = self._scale_version, version_of(scale) if isinstance(scale, Tensor) else None
         return step.has_stepped or (before is not None and before != self._scale_version)
 
-    def _compared(self) -> list[tuple[Tensor, Tensor]]:
+    def _compared(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return some parameters with copies; none once an optimizer of torch has stepped."""
         if self._known:
             return []
-        own = [each.detach() for each in parameters_of(self._root) if each.requires_grad]
-        small = [each for each in own if type(each) is Tensor and each.numel() <= _LARGEST_COMPARED]
-        return [(each, each.clone()) for each in small[:: 1 + len(small) // _MOST_COMPARED]]
+        own = [each for each in parameters_of(self._root) if each.requires_grad]
+        small = [each for each in own if type(each.data) is Tensor and each.numel() <= _LARGEST_COMPARED]
+        return [(each, each.detach().clone()) for each in small[:: 1 + len(small) // _MOST_COMPARED]]
 
     def _has_changed(self, step: _Step) -> bool:
         """Return True if the loop changed parameters itself, without an optimizer of torch."""
         if self._known:
             return False
         with pause_recording():
-            if all(torch.equal(now, before) for now, before in step.compared):
+            # A loop may also give a parameter another tensor, as p.data.
+            if all(torch.equal(now.detach(), before) for now, before in step.compared):
                 return False
         self._say(
             "no optimizer of torch steps in this loop: each batch that changes parameters counts as a step. Its values "
@@ -572,7 +577,7 @@ class _Step:
 
     def __init__(self, monitor: Monitor, batch: Any) -> None:
         self._monitor, self.batch = monitor, batch
-        self.compared: list[tuple[Tensor, Tensor]] = []
+        self.compared: list[tuple[nn.Parameter, Tensor]] = []
         self.has_stepped = self.has_loss = False
         self.is_training = True
         self.thread = 0

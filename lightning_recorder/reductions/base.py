@@ -92,6 +92,10 @@ class Reduction(ABC):
     def update_state(self, state: Tensor, values: Values) -> None:
         """Update the state, ``[width]``, with values in place."""
 
+    def applies_to(self, values: Values) -> bool:
+        """Return False for tensors that have no such statistics. Recorders leave them out without a warning."""
+        return True
+
     def check(self, values: Values) -> None:  # noqa: B027 - most reductions accept any values
         """Check that the values can be added to the state of this reduction.
 

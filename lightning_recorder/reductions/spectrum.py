@@ -82,7 +82,8 @@ class SpectralNorm(ShapedReduction):
     Statistics, of the last matrix: ``spectral_norm``, its largest singular value; ``orthogonality``,
     ``‖W‖_F² / (min(rows, columns) ‖W‖₂²)``: 1 if all singular values are equal, as those of Muon's updates should
     nearly be, and 1 / min(rows, columns) for a matrix of rank one. Times min(rows, columns), it is the stable rank.
-    Further dimensions belong to the columns. Values that are not finite count as zero.
+    Further dimensions belong to the columns. Values that are not finite count as zero. Vectors, such as biases, have no
+    statistics.
 
     Each matrix takes four steps from the vector of the one before, each of two products with a vector. The norm is a
     lower bound, and close if the matrix changes slowly: then it grows to the norm over the records.
@@ -96,6 +97,10 @@ class SpectralNorm(ShapedReduction):
     additive = False
     ordered = True
     statistics = ("spectral_norm", "orthogonality")
+
+    @override
+    def applies_to(self, values: Values) -> bool:
+        return len(values.shaped.shape) >= 2
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:

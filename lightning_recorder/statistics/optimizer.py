@@ -142,6 +142,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """Facts about the clipping of gradients, which :meth:`about` includes."""
         self.root: nn.Module | None = None
         """The model; a module that is no longer part of it is not recorded. By default, every module is."""
+        self.trained: list[Tensor] = []
+        """The parameters that optimizers have, if that is known, to which the gradients of batches are limited."""
         self.batch_factor = 1.0
         """The factor that turns the gradient of a backward pass into that of the loss of its batch."""
         self.batches = 1
@@ -225,7 +227,9 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             for optimizer in self.optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(partial(_before, self)))
             if self._batch_tap is not None:
-                self._batch_parameters = dict(self._first_sites())
+                trained = {id(each) for each in self.trained}
+                found = ((site, each) for site, each in self._first_sites() if not trained or id(each) in trained)
+                self._batch_parameters = dict(found)
                 self._batch_tap.attach()
 
     @override

@@ -88,6 +88,7 @@ class SiteStates:
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._stores: list[StateBank[Site] | UserStates] = [*self._banks, *self._users]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
+        self._has_warned: set[int] = set()  # the reductions of which a warning has named a site
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._calls: dict[Site, int] = {}
         self._rows: dict[Site, Tensor] = {}
@@ -216,7 +217,9 @@ class SiteStates:
 
     def _add_extra(self, place: int, site: Site, values: Values) -> None:
         try:
-            if self._are_foreign[place]:
+            if not self._banks[place].reduction.applies_to(values):
+                self._left_out[place].add(site)
+            elif self._are_foreign[place]:
                 with unchanged_random_numbers(values.raw.device):
                     self._banks[place].add(site, Values(values.raw.clone(), values.factor))
             else:
@@ -224,7 +227,8 @@ class SiteStates:
         except Exception as error:
             if self.strict:
                 raise
-            if not self._left_out[place]:
+            if place not in self._has_warned:
+                self._has_warned.add(place)
                 warn(
                     f"{self._banks[place].reduction} does not support {site.path!r} of module {site.name!r}: "
                     f"{describe_error(error)}. It is left out for this site and for others with this error."
@@ -235,6 +239,7 @@ class SiteStates:
         """Record the skipped reductions again."""
         for left_out in self._left_out:
             left_out.clear()
+        self._has_warned.clear()
         for states in self._users:
             states.revive()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recorder import Outputs, default_recorders, open_recording
+from lightning_recorder import Outputs, RecorderWarning, default_recorders, open_recording
 from lightning_recorder.taps import Site
 
 ACCUMULATED, SIZE, STEPS = 4, 8, 10
@@ -49,10 +50,10 @@ class Kept(Callback):
         self.whole.append(pl_module.head.weight.grad.clone())
 
 
-def fit(folder: Path, callbacks: list[Any], accumulated: int = ACCUMULATED) -> Net:
+def fit(folder: Path, callbacks: list[Any], accumulated: int = ACCUMULATED, net: Net | None = None) -> Net:
     seed_everything(3, verbose=False)
     data = TensorDataset(torch.randn(STEPS * ACCUMULATED * SIZE, 4).double(), torch.randn(1, 1).expand(320, 1).double())
-    net = Net()
+    net = Net() if net is None else net
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -115,3 +116,36 @@ def test_heads_and_experts_can_be_left_out(attention: bool, experts: bool) -> No
     made = default_recorders(attention=attention, experts=experts)
     functions = next(each.functions for each in made if hasattr(each, "functions"))
     assert ("heads" in functions, "experts" in functions) == (attention, experts)
+
+
+class Left(Net):
+    """The same with a layer that the optimizer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([self.left(batch[0]), batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=1e-3)
+
+
+def test_a_layer_without_an_optimizer_is_named_as_without_the_scale(tmp_path: Path) -> None:
+    """Gradients of batches do not make a parameter one that an optimizer has."""
+    fit(tmp_path, default_recorders(noise_scale=True, outputs=QUIET, strict=True), net=Left())
+    found = [each.rule for each in open_recording(tmp_path).findings if not each.is_note]
+    assert "not-in-optimizer" in found
+    assert "gradient-stops" not in found
+
+
+def test_biases_have_no_spectral_norm_and_no_warning(tmp_path: Path) -> None:
+    """Of the parameters, matrices alone have spectra; the others are left out without a word."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", RecorderWarning)
+        fit(tmp_path, default_recorders(spectra=True, outputs=QUIET))
+    assert not [str(each.message) for each in given if issubclass(each.category, RecorderWarning)]
+    parameters = open_recording(tmp_path)["parameters"]
+    for path, has in (("weight", True), ("weight.grad", True), ("bias", False)):
+        assert bool(parameters[Site("head", path)].statistic("spectral_norm").isfinite().all()) is has

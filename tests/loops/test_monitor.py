@@ -689,11 +689,43 @@ def test_a_loop_without_an_optimizer_is_recorded(tmp_path: Path) -> None:
     assert not run.findings
 
 
-def test_a_loop_in_which_nothing_steps_says_so(tmp_path: Path) -> None:
+class _Sgd:
+    """An optimizer that is none of torch. It gives each parameter another tensor."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        for each in self.parameters:
+            each.data = each.data - 0.1 * each.grad
+
+
+def test_an_optimizer_that_is_none_of_torch_is_a_loop_without_one(tmp_path: Path) -> None:
+    """All recorders work, and parameters whose tensor is replaced have changed."""
+    net = new()
+    optimizer = _Sgd(net.parameters())
+    with Monitor(net, optimizer, log_dir=tmp_path, every_n_steps=1, strict=True) as monitor:
+        for batch in loader():
+            with monitor.step(batch):
+                net.zero_grad()
+                loss = F.cross_entropy(net(batch[0]), batch[1])
+                loss.backward()
+                optimizer.step()
+                monitor.log(loss=loss)
+    assert open_recording(tmp_path).run["parameters"].steps == list(range(6))
+
+
+def test_a_loop_in_which_nothing_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Batches that change no parameter are no steps, and the end of the run gives a warning."""
     net = new()
-    with pytest.warns(RecorderWarning, match="recorded no step"), Monitor(net, log_dir=tmp_path) as monitor:
+    with (
+        pytest.warns(RecorderWarning) as given,
+        caplog.at_level("INFO"),
+        Monitor(net, log_dir=tmp_path, costs=True) as monitor,
+    ):
         _train_by_hand(net, 0.0, monitor)
+    assert [str(each.message)[:24] for each in given] == ["Monitor recorded no step"]
+    assert "CostRecorder recorded nothing: no optimizer stepped" in caplog.text
 
 
 def test_the_import_draws_no_number() -> None:
@@ -714,6 +746,8 @@ def test_wrong_arguments_raise_at_construction(tmp_path: Path) -> None:
         Monitor(42)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ArgumentError, match="every_n_steps"):
         Monitor(net, every_n_steps=0)
+    with pytest.raises(ArgumentError, match="optimizer takes"):
+        Monitor(net, {"net": torch.optim.SGD(net.parameters())})
     with pytest.raises(ArgumentError, match="recorders"):
         Monitor(net, recorders=[ActivationRecorder()], names="head")
     with pytest.raises(ArgumentError, match="ActivationRecorder"):
