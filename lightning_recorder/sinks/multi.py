@@ -138,8 +138,9 @@ class MultiSink(UniformSink):
             is_written = self._call(self._fallback, errors, verb, step, values)
             if is_written and verb not in self._fallen_back:
                 self._fallen_back.add(verb)
-                name = type(self._fallback[0].sink).__name__
-                _log.info("no logger supports %s; %s writes the results instead", verb, name)
+                sink = self._fallback[0].sink
+                place = getattr(sink, "directory", type(sink).__name__)  # of a sink of files
+                _log.info("no logger takes %s: look in %s", verb.removeprefix("write_"), place)
         if self._additional:
             is_written |= self._call(self._additional, errors, verb, step, values)
         if errors:

@@ -178,8 +178,8 @@ def test_the_fallback_gets_what_nobody_shows(caplog: pytest.LogCaptureFixture) -
     assert numbers.seen == [1, 2]
     assert (fallback.scalars, list(fallback.texts["t"]), list(fallback.files["f"])) == ({}, [1, 2], [1, 2])
     assert [record.getMessage() for record in caplog.records] == [
-        "no logger supports write_text; MemorySink writes the results instead",
-        "no logger supports write_files; MemorySink writes the results instead",
+        "no logger takes text: look in MemorySink",
+        "no logger takes files: look in MemorySink",
     ]
 
 
