@@ -314,6 +314,8 @@ def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool
         if node.kind != "op" or _goes_beyond(step, node, last) or len(seen) > _MOST:
             return True
         before = [each for each in step.sources(node) if each.kind not in ("parameter", "buffer")]
+        # Beside what a layer made, a tensor of the batch is a mask.
+        before = [each for each in before if "parameter" in step.roots[each.id]] or before
         if _is_of_norm(step, node, before):
             todo += [each for each in before if each.id not in seen]
             seen |= {each.id for each in before}

@@ -153,6 +153,38 @@ def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: s
     assert (finding.rule, finding.module, finding.others) == ("no-residual", module, ())
 
 
+class _Masking(nn.Module):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked: Tensor = self.norm(x) * self.mask
+        return masked
+
+
+class _Padded(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens != 0).float()[..., None]
+        for each in self.modules():
+            if isinstance(each, _Masking):
+                each.mask = mask
+        return super().forward(tokens)
+
+
+def test_a_mask_of_the_batch_is_no_residual_connection() -> None:
+    """A layer whose input is multiplied with a mask of the padding is examined like any other."""
+    model = _Padded(**PRE)
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.norm1 = _Masking()
+    assert found(model) == []
+    blocks[1].adds["attn"] = False
+    assert [(each.rule, each.module) for each in found(model)] == [("no-residual", "blocks.1.attn")]
+
+
 def test_a_stack_without_residual_connections_is_one_finding() -> None:
     """If no block has the connection, the first is named, with the others."""
     model = Model(blocks=2, **PRE)
