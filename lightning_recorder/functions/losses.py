@@ -146,15 +146,21 @@ def padding_of(tokens: Tensor, padding: int) -> Tensor:
 
     Args:
         tokens: The tokens, ``[samples, positions]``.
-        padding: The token that stands for padding. Elsewhere in a sequence it may have a meaning.
+        padding: The token that stands for padding. Elsewhere in a sequence it may have a meaning, as the first token
+            alone of all sequences has.
 
     Example:
         >>> import torch
-        >>> padding_of(torch.tensor([[0, 5, 0, 6, 0, 0]]), 0).long().tolist()
-        [[1, 0, 0, 0, 1, 1]]
+        >>> padding_of(torch.tensor([[0, 0, 5, 0, 6, 0]]), 0).long().tolist()
+        [[1, 1, 0, 0, 0, 1]]
+        >>> padding_of(torch.tensor([[0, 5, 6, 7], [0, 5, 6, 0]]), 0).long().tolist()
+        [[0, 0, 0, 0], [0, 0, 0, 1]]
     """
     same = (tokens == padding).long()
-    return (same.cumprod(1) + same.flip(1).cumprod(1).flip(1)) > 0
+    before, after = same.cumprod(1), same.flip(1).cumprod(1).flip(1)
+    # The token that starts each sequence of a decoder may be that of the padding.
+    before = before * (before.sum(1) != 1).any()
+    return (before + after) > 0
 
 
 def some_of(tensor: Tensor) -> Tensor:

@@ -251,6 +251,18 @@ def test_padding(function: str, masked: bool) -> None:
     assert (max(expected) == 0.0) is masked
 
 
+@pytest.mark.parametrize("starts", [1, 2])
+def test_the_token_that_starts_each_sequence_is_no_padding(starts: int) -> None:
+    """A decoder may start each sequence with the token of the padding. Two of them are padding."""
+    tokens = torch.randint(1, 9, (SAMPLES, LENGTH))
+    tokens[:, :starts] = 0
+    net = Padded("fused", masked=False)
+    found = recorded(nn.Sequential(net), lambda: net(tokens))
+    (name,) = (each for each in found if "embedding" not in each)
+    shares = found[name]["attention_padding"]
+    assert all(math.isnan(each) for each in shares) if starts == 1 else min(shares) > 0
+
+
 def test_another_sequence() -> None:
     """Attention to another sequence has no distance."""
     query, key, value = sides(keys=33)

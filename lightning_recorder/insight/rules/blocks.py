@@ -34,6 +34,12 @@ _CHANGES = (
 """The functions that one block alone calls by mistake rather than by design."""
 _MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout")
 """The functions that move values to other places, such as into windows, or drop some."""
+_SUMS = ("add", "iadd", "radd")
+_ARITHMETIC = (
+    *(*_SUMS, "sub", "isub", "mul", "imul", "rmul", "div", "truediv", "itruediv", "pow", "square", "sqrt", "rsqrt"),
+    *("reciprocal", "mean", "var", "std", "var_mean", "clamp", "norm", "normalize"),
+)
+"""The functions that a normalization is written with."""
 _PARTS = ("getitem", "split", "chunk", "unbind", "expand", "repeat_interleave")
 _MOST_LISTED = 3
 _FEWEST = 2  # blocks of a stack, and others that must agree
@@ -183,17 +189,28 @@ def _factors_of(node: Node) -> tuple[str, ...]:
 
 
 def _between(step: RecordedStep, last: Node, firsts: list[Node], *, with_factors: bool = False) -> tuple[str, ...]:
-    """Return the functions between the first linear layers and the last one, but for changes of the shape."""
+    """Return the functions between the first linear layers and the last one, but for changes of the shape.
+
+    Without a parameter before them, functions make a mask or a table of positions, and each block may have its own.
+    """
     found: dict[int, str] = {}
     todo, begins = [last], {each.id for each in firsts}
     while todo and len(found) < _MOST:
         for source in step.sources(todo.pop()):
-            if source.kind == "op" and source.id not in begins and source.id not in found:
+            is_inside = source.kind == "op" and source.id not in begins and source.id not in found
+            if is_inside and "parameter" in step.roots[source.id]:
                 is_dropout = with_factors and "dropout" in source.name
                 own = _factors_of(source)[0] if with_factors else source.name.strip("_")
-                found[source.id] = own if is_dropout or not keeps_values(source) else ""
+                is_left_out = not is_dropout and keeps_values(source)
+                found[source.id] = "" if is_left_out or (with_factors and _adds_a_mask(step, source)) else own
                 todo.append(source)
     return tuple(name for _, name in sorted(found.items()) if name)
+
+
+def _adds_a_mask(step: RecordedStep, node: Node) -> bool:
+    sources = step.sources(node)
+    is_sum = node.name.strip("_") in _SUMS and len(sources) > 1
+    return is_sum and any("parameter" not in step.roots[each.id] for each in sources)
 
 
 def _is_sigmoid(functions: tuple[str, ...]) -> bool:
@@ -291,15 +308,18 @@ def _feed_forward(step: RecordedStep, widths: Collection[int]) -> Iterator[tuple
 
 def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool:
     """Return True if what the projections read, before a normalization, is also read by something behind the layer."""
-    node = _stream(step, projections[0])
-    for _ in range(_MOST):
-        if node.kind != "op" or _goes_beyond(step, node, last):
+    todo = [_stream(step, projections[0])]
+    seen = {todo[0].id}
+    for node in todo:
+        if node.kind != "op" or _goes_beyond(step, node, last) or len(seen) > _MOST:
             return True
-        inner = _before_norm(step, node)
-        if inner is None:
-            return False
-        node = inner
-    return True
+        before = [each for each in step.sources(node) if each.kind not in ("parameter", "buffer")]
+        # Beside what a layer made, a tensor of the batch is a mask.
+        before = [each for each in before if "parameter" in step.roots[each.id]] or before
+        if _is_of_norm(step, node, before):
+            todo += [each for each in before if each.id not in seen]
+            seen |= {each.id for each in before}
+    return False
 
 
 def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
@@ -316,21 +336,11 @@ def _goes_beyond(step: RecordedStep, node: Node, last: Node) -> bool:
     return False
 
 
-def _before_norm(step: RecordedStep, node: Node) -> Node | None:
-    """Return what a normalization, or a change of places or shape, reads; None for another operation."""
+def _is_of_norm(step: RecordedStep, node: Node, before: list[Node]) -> bool:
+    """Return True for a normalization or a part of one, and for a change of places or shape."""
     owner = None if node.parent is None else step.graph[node.parent]
-    if owner is not None and "norm" in owner.type_name.lower() and node.name not in ("layer_norm", "rms_norm"):
-        inside, todo = {node.id}, [node]
-        outside: list[Node] = []
-        while todo:
-            for source in step.sources(todo.pop()):
-                if source.kind == "op" and source.parent == node.parent and source.id not in inside:
-                    inside.add(source.id)
-                    todo.append(source)
-                elif source.kind != "parameter" and source.parent != node.parent:
-                    outside.append(source)
-        return outside[0] if outside else None
-    if node.name in ("layer_norm", "rms_norm", *_MOVES) or keeps_values(node):
-        sources = [each for each in step.sources(node) if each.kind != "parameter"]
-        return sources[0] if sources else None
-    return None
+    if owner is not None and "norm" in owner.type_name.lower():
+        return True
+    # A sum of two tensors is a residual connection, and no shift of a normalization.
+    is_arithmetic = node.name.strip("_") in _ARITHMETIC and not (node.name.strip("_") in _SUMS and len(before) > 1)
+    return is_arithmetic or node.name in ("layer_norm", "rms_norm", *_MOVES) or keeps_values(node)

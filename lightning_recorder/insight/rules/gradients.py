@@ -91,10 +91,20 @@ def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Fin
 
 
 def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
-    """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded."""
+    """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded.
+
+    A gradient passes through a module of which all inner modules have one: only a parameter of its own is not used.
+    """
     called = {site.name for site in evidence.activations.places}
     found = without_gradient(evidence, records)
-    return {name: zero for name, zero in found.items() if name and (not called or name in called)}
+    inner = [(each.module, each.module not in found) for each in evidence.tensors]
+    passed = {
+        name for name in found
+        if (inside := [trained for module, trained in inner if module.startswith(f"{name}.")]) and all(inside)
+    }  # fmt: skip
+    return {
+        name: zero for name, zero in found.items() if name and name not in passed and (not called or name in called)
+    }
 
 
 @rule(

@@ -204,13 +204,25 @@ def _of_whole(step: RecordedStep, node: Node) -> str:
     of_mean, of_scale = step.sources(centered), step.sources(scale)
     if len(of_mean) != 2 or of_mean[0].id != of_scale[0].id or of_mean[1].name != "mean" or of_mean[1].outputs[0].shape:
         return ""
-    # A batch that is normalized before the first layer, and returns or scores behind the last one, are left out.
-    if not {"input", "parameter"} <= step.roots[node.id] or node.id > step.last_layer:
+    # A batch that is normalized before the first layer, and returns or scores that no layer takes, are left out.
+    if not {"input", "parameter"} <= step.roots[node.id] or not _feeds_a_layer(step, node):
         return ""
     return (
         f"the normalization in {step.place(node)} divides {listed(shape)} by the standard deviation of all values of "
         "the batch"
     )
+
+
+def _feeds_a_layer(step: RecordedStep, node: Node) -> bool:
+    """Return True if a function with a parameter follows; the model may run again for something else."""
+    todo, seen = [node], {node.id}
+    for each in todo:
+        users = [user for user in step.users(each) if user.id not in seen]
+        if any(source.kind == "parameter" for user in users for source in step.sources(user)):
+            return True
+        todo += users
+        seen |= {user.id for user in users}
+    return False
 
 
 def _of_normalize(step: RecordedStep, node: Node) -> str:
@@ -220,10 +232,10 @@ def _of_normalize(step: RecordedStep, node: Node) -> str:
         return ""
     if setting(node, "dim") not in ("0", str(-len(shape))) or not {"input", "parameter"} <= step.roots[node.id]:
         return ""
-    # Behind the last layer, a correlation of features is normalized like this, and products of samples are not.
+    # If no layer takes it, a correlation of features is normalized like this, and products of samples are not.
     pairs = [user for user in step.readers(node) if user.name in ("matmul", "mm", "__matmul__")]
     is_of_samples = any(each.outputs and each.outputs[0].shape == (step.batch, step.batch) for each in pairs)
-    if node.id > step.last_layer and not (is_of_samples and shape[-1] != step.batch):
+    if not _feeds_a_layer(step, node) and not (is_of_samples and shape[-1] != step.batch):
         return ""
     return f"the normalize in {step.place(node)} runs over dimension 0 of {listed(shape)}, which has the samples"
 
@@ -240,7 +252,8 @@ def _of_position(step: RecordedStep, node: Node) -> str:
         is_fixed = "input" not in step.roots[fixed.id] and bool(step.roots[fixed.id] & {"buffer", "parameter"})
         if not is_fixed or "input" not in step.roots[varying.id] or not own or not other or len(own) != len(other):
             continue
-        if len(own) >= 3 and own[0] == other[0] == step.batch and own[1] == 1 < other[1]:
+        # In a sequence that begins with the time and is as long as the batch, this is an offset of each position.
+        if len(own) >= 3 and own[0] == other[0] == step.batch and own[1] == 1 < other[1] != other[0]:
             return (
                 f"the sum in {step.place(node)} adds {listed(own)} of the model to {listed(other)}: another value "
                 "for each sample, and the same one for all positions"
@@ -298,7 +311,8 @@ def _is_shifted(step: RecordedStep, loss: Node) -> bool:
     usual="tokens == padding",
     why="The modules of torch leave out the positions where a padding mask is True.",
     next="Pass tokens == padding as key_padding_mask.",
-    false_alarms="Masks that are made outside of the recorded step are not known.",
+    false_alarms="Masks that are made outside of the recorded step are not known. Only the numbers that an embedding "
+    "takes are tokens.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("constant-input", "attention-collapse"), _ANY),
     is_lasting=True,
@@ -306,7 +320,9 @@ def _is_shifted(step: RecordedStep, loss: Node) -> bool:
 def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if attention leaves out the tokens that are not padding."""
     step = step_of(evidence)
-    padding = {setting(node, "padding_idx") for node in step.operations if node.name == "embedding"} - {"", "None"}
+    embeddings = [node for node in step.operations if node.name == "embedding"]
+    padding = {setting(node, "padding_idx") for node in embeddings} - {"", "None"}
+    tokens = {step.made_by(source).id for node in embeddings for source in step.sources(node)}
     for node in step.operations:
         if node.name not in ("masked_fill", "masked_fill_") or not _is_low(setting(node, "value")):
             continue
@@ -317,7 +333,14 @@ def inverted_mask(evidence: Evidence) -> Iterator[Finding]:
         if mask is not None and (verdict := _of_triangle(step, node, mask)):
             yield found_in(evidence, step.owner(node), verdict)
             return
-        if mask is not None and _INVERTED_BY.fullmatch(mask.name) and setting(mask, "other") in padding:
+        compared = mask and next(iter(step.sources(mask)), None)
+        if (
+            mask is not None
+            and compared is not None
+            and _INVERTED_BY.fullmatch(mask.name)
+            and setting(mask, "other") in padding
+            and step.made_by(compared).id in tokens
+        ):
             verdict = (
                 f"the mask in {step.place(node)} is True where the token is not the padding "
                 f"({setting(mask, 'other')}), and attention leaves out what is True: it sees the padding alone"
@@ -440,7 +463,8 @@ def unused_codes(
     why="A view keeps the order of the values in memory, so that exchanging two sizes mixes samples, positions and "
     "features.",
     next="Exchange dimensions with transpose or permute.",
-    false_alarms="Dimensions of size 1, and values that do not depend on the batch, are left out.",
+    false_alarms="Dimensions of size 1, values that do not depend on the batch, and the shift of scores of relative "
+    "positions, which adds or cuts off a column, are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -466,13 +490,41 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
                 "different samples"
             )
             found.append(found_in(evidence, step.owner(node), verdict))
-        elif len(shape) == len(other) and len(moved) == 2 and sorted(shape) == sorted(other) and 1 not in shape:
+        elif (
+            len(shape) == len(other)
+            and len(moved) == 2
+            and sorted(shape) == sorted(other)
+            and 1 not in shape
+            and not _is_shift(step, node, moved)
+        ):
             verdict = (
                 f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it mixes the "
                 f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"
             )
             found.append(found_in(evidence, step.owner(node), verdict))
     yield from joined(found)
+
+
+def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:
+    """Return True if one of the exchanged dimensions is padded before, or cut off before another view goes back."""
+    source = step.behind(node)
+    before = shape_of(source) if source is not None and source.name in ("pad", "cat") else None
+    if (
+        before
+        and source is not None
+        and [before[each] for each in moved] != [source.outputs[0].shape[each] for each in moved]
+    ):
+        return True
+    cuts = [each for each in (*step.sources(node)[:1], *step.users(node)) if each.name == "getitem"]
+    pairs = [(first, back) for cut in cuts for first in step.sources(cut)[:1] for back in step.users(cut)]
+    place = moved[0]
+    return any(
+        node in (first, back)
+        and {first.name, back.name} <= {"view", "reshape"}
+        and len(shape := shape_of(first) or ()) == len(back.outputs[0].shape)
+        and shape[place] == back.outputs[0].shape[place]
+        for first, back in pairs
+    )
 
 
 _INITIALIZES = re.compile(r"(kaiming|xavier|trunc)_(normal|uniform)_?|(uniform|normal|orthogonal)_?")

@@ -387,7 +387,8 @@ def _mass_of_large(histogram: Histogram, large: float) -> float:
     usual="at most 3",
     why="Weights that are too large for the number of inputs.",
     next="Check the initialization and the learning rate of this layer.",
-    false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned.",
+    false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned. "
+    "Fourier transforms, which are sums over all positions, are left out.",
     needs=("activations",),
     records=1,
     explains={
@@ -410,6 +411,7 @@ def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0)
             or not feeds
             or np.isnan([rms, *before]).any()  # so is the input of the model
             or not 0 < max(before) < np.inf
+            or _is_transform(evidence, view.module)
         ):
             continue
         # A mean that is far from zero may be a bias by design, as before the softplus of a state-space model.
@@ -419,6 +421,10 @@ def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0)
             grown, feed = rms / largest, feeds[before.index(largest)].module
             verdict = f"the output of {view.module} has rms {rms:.3g}, {grown:.3g} × that of its input from {feed}"
             yield view.found(verdict, "rms", rms=rms, gain=grown, input=largest)
+
+
+def _is_transform(evidence: Evidence, name: str) -> bool:
+    return any(function.startswith("fft_") for function, _ in evidence.wiring.operations.get(name, ()))
 
 
 def _first_gain(view: View, feeds: list[View]) -> float:

@@ -83,6 +83,15 @@ class WrittenRMSNorm(Written):
     """The same, with a name that says so."""
 
 
+class Standardized(Written):
+    """A layer norm that is written out, with the mean and the variance as tensors of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).square().mean(-1, keepdim=True)
+        return self.weight * (x - mean) / torch.sqrt(variance + 1e-5) + 0.1
+
+
 class Model(nn.Module):
     def __init__(self, blocks: int = 4, **options: Any) -> None:
         super().__init__()
@@ -101,6 +110,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt": PRE,
     "bert": {**PRE, "is_pre": False, "is_fused": False},
     "llama": {**PRE, "is_gated": True, "norm": WrittenRMSNorm},
+    "named by its root": {**PRE, "norm": Written},
+    "named by its mean": {**PRE, "is_fused": False, "norm": Standardized},
 }
 
 
@@ -140,6 +151,38 @@ def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: s
     model.blocks[1].adds[layer] = False  # type: ignore[operator,index]  # of a Block
     (finding,) = found(model)
     assert (finding.rule, finding.module, finding.others) == ("no-residual", module, ())
+
+
+class _Masking(nn.Module):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked: Tensor = self.norm(x) * self.mask
+        return masked
+
+
+class _Padded(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = (tokens != 0).float()[..., None]
+        for each in self.modules():
+            if isinstance(each, _Masking):
+                each.mask = mask
+        return super().forward(tokens)
+
+
+def test_a_mask_of_the_batch_is_no_residual_connection() -> None:
+    """A layer whose input is multiplied with a mask of the padding is examined like any other."""
+    model = _Padded(**PRE)
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.norm1 = _Masking()
+    assert found(model) == []
+    blocks[1].adds["attn"] = False
+    assert [(each.rule, each.module) for each in found(model)] == [("no-residual", "blocks.1.attn")]
 
 
 def test_a_stack_without_residual_connections_is_one_finding() -> None:
@@ -273,3 +316,17 @@ def test_a_block_without_rotary_positions_is_a_note() -> None:
         block.attn.change = _Turned()
     (finding,) = found(model)
     assert (finding.rule, finding.module, finding.is_note) == ("odd-attention", "blocks.1.attn", True)
+
+
+def test_a_block_with_a_mask_of_its_own_is_a_design() -> None:
+    """Blocks of shifted windows add a mask that others do not need, and some layers see a window alone."""
+    model = Model(**{**PRE, "is_fused": False})
+    blocks: Any = model.blocks
+    blocks[1].attn.change_scores = _Windows()
+    assert found(model) == []
+
+
+class _Windows(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[-1])
+        return scores + torch.where(places[:, None] // 5 == places // 5, 0.0, -100.0)

@@ -109,6 +109,14 @@ def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None
     assert (found.rule, found.module, found.others) == ("gradient-stops", "net.a", ("net",))
 
 
+def test_no_gradient_stops_at_a_container_whose_modules_all_train() -> None:
+    """A mask token of the encoder that this step does not use is forgotten; the gradient passes through the encoder."""
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("net.a", "net", "head")}
+    parameters: dict[str, Values] = {"net/token": {"rms": 0.25, "update_ratio": 0.0}, **network("net.a", "head")}
+    (found,) = run(layers, {"head": {"rms": 1e-3}}, parameters, graph=chain("net.a", "head"))
+    assert (found.rule, found.module, found.path) == ("forgotten-parameter", "net", "token")
+
+
 def test_low_precision() -> None:
     """Half-precision gradients below the smallest normal number are a finding."""
     values = [1e-6, 2e-6, 1e-5, 1e-4]

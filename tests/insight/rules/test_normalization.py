@@ -45,6 +45,33 @@ def test_running_statistics(variance: list[float], expected: list[tuple[str, str
     assert brief(run(layers, parameters=parameters, graph=chain("fc", "bn", bn="BatchNorm1d"))) == expected
 
 
+def test_running_statistics_behind_a_layer_that_is_called_more_often() -> None:
+    """The outputs of a shared layer are those of all its calls, and the norm gets those of one of them."""
+
+    class Shared(nn.Module):
+        def __init__(self, calls: int) -> None:
+            super().__init__()
+            self.fc, self.bn, self.head, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), calls
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.calls - 1):
+                x = self.fc(x).relu()
+            output: torch.Tensor = self.head(self.bn(self.fc(x)))
+            return output
+
+    parameters: dict[str, Values] = {
+        **trained("fc"),
+        **trained("head"),
+        "bn/running_mean": {"rms": 0.1, "mean": 0.0},
+        "bn/running_var": {"rms": 25.0, "mean": 25.0},
+    }
+    layers: dict[str, Values] = {"fc": {"rms": 1.0}, "bn": {"rms": 1.0}, "head": {"rms": 1.0}}
+    for calls, expected in ((1, ["running-statistics"]), (2, [])):
+        graph = capture_graph(Shared(calls), torch.randn(8, 4))
+        found = [each.rule for each in run(layers, parameters=parameters, graph=graph)]
+        assert [each for each in found if each == "running-statistics"] == expected
+
+
 @pytest.mark.parametrize(
     ("variances", "mode", "expected"),
     [

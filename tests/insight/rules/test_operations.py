@@ -196,6 +196,11 @@ def test_positions_along_the_batch() -> None:
     assert examine(Places(False), F.cross_entropy, tokens, classes) == []
 
 
+def test_positions_of_a_sequence_as_long_as_the_batch() -> None:
+    """If there are as many positions as samples, the first dimension may have the positions."""
+    assert examine(Places(True), F.cross_entropy, torch.arange(64).view(8, 8) % 11, classes) == []
+
+
 class Attention(nn.Module):
     """A language model with one layer of attention."""
 
@@ -270,6 +275,23 @@ def test_an_inverted_mask() -> None:
     assert examine(Padded(False), F.cross_entropy, tokens, classes) == []
 
 
+def test_a_mask_of_numbers_that_are_no_tokens() -> None:
+    """A mask that is added to scores is not 0 where it hides something, and 0 is no token of it."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(11, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            added = (x == 0).float() * -10000.0
+            scores = self.embedding(x).sum(-1).masked_fill(added != 0, -torch.inf)
+            output: Tensor = self.head((scores.softmax(-1)[..., None] * self.embedding(x)).sum(1))
+            return output
+
+    assert examine(Windows(), F.cross_entropy, tokens, classes) == []
+
+
 @pytest.mark.parametrize(
     ("function", "is_wrong"),
     [
@@ -291,6 +313,27 @@ def whole(x: Tensor) -> Tensor:
 
 def of_each(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("normalize", [whole, lambda x: F.normalize(x, dim=0)])
+def test_a_normalization_before_the_model_runs_again(normalize: Function) -> None:
+    """Advantages are normalized over the batch between two calls of the model, as in PPO, and no layer takes them."""
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            advantages = normalize(self.net(x)[:, :1])
+            return self.net(x), advantages
+
+    def loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        y, advantages = outputs
+        return (F.cross_entropy(y, target, reduction="none") * advantages.detach()[:, 0]).mean()
+
+    assert examine(Repeated(), loss, rows, classes) == []  # type: ignore[arg-type]  # a step with two outputs
 
 
 @pytest.mark.parametrize(("first", "second", "is_wrong"), [(None, whole, True), (whole, of_each, False)])
@@ -340,6 +383,12 @@ def test_a_causal_mask_that_is_inverted(mask: Callable[[Tensor], Tensor], is_wro
         (lambda x: x.transpose(0, 1), False),
         (lambda x: x.view(8, 6, 1, 5), False),
         (lambda x: x.view(8, 30), False),
+        (lambda x: x.view(8, 5, 6)[:, 1:], True),
+        (lambda x: x[:, :-2].reshape(8, 5, 4), True),
+        # Scores of relative positions are shifted by a column that is added, or by a row that is cut off.
+        (lambda x: F.pad(x, (0, 0, 0, 1)).view(8, 5, 7)[..., :-1], False),
+        (lambda x: F.pad(x, (2, 0)).view(8, 7, 6)[:, 1:].reshape(8, 6, 6), False),
+        (lambda x: x.reshape(8, 5, 6)[:, 1:].reshape(8, 6, 4), False),
     ],
 )
 def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], is_wrong: bool) -> None:

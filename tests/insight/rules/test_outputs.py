@@ -127,6 +127,20 @@ def test_the_ratio_of_a_jump_is_that_of_its_numbers() -> None:
     assert found.numbers == {"rms": 20.0, "gain": 20.0, "input": 1.0}
 
 
+@pytest.mark.parametrize(("norm", "alarm"), [("backward", False), (None, True)])
+def test_a_fourier_transform_is_no_jump(norm: str | None, alarm: bool) -> None:
+    """Its output is a sum over all positions, which is large by definition; other modules have no such reason."""
+
+    class Mix(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 20 if norm is None else torch.fft.fft(x, norm=norm).real
+
+    graph = capture_graph(nn.Sequential(nn.Linear(5, 5), Mix(), nn.Linear(5, 2)), torch.randn(3, 5))
+    layers: dict[str, Values] = {"0": {"rms": 1.0}, "1": {"rms": 20.0}, "2": {"rms": 1.0}}
+    found = [each.module for each in run(layers, graph=graph) if each.rule == "scale-jump"]
+    assert found == ["1"] * alarm
+
+
 def test_a_large_bias_is_no_jump() -> None:
     """An output far from zero by its bias, as before the softplus of a state-space model, is not compared."""
     layers: dict[str, Values] = {"a": {"rms": 0.1}, "b": {"rms": 5.0, "mean": -4.9, "std": 1.0}, "c": {"rms": 1.0}}
