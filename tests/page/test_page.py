@@ -1107,7 +1107,7 @@ def test_the_strip_of_heads_follows_the_step(page: Page, parts: Path) -> None:
     assert page.locator(".cells .named").count() == 0
     site = "blocks.1.attn.scaled_dot_product_attention", "in.scores"
     series = open_recording(parts / "healthy").run["activations"]
-    slider, colors = page.get_by_label("step", exact=True), []
+    slider, colors = page.get_by_label("step", exact=True), ""
     for row in (0, int(slider.get_attribute("max") or 0)):
         slider.fill(str(row))
         step = max(each for each in series.steps if each <= int(page.locator("output").inner_text().split()[1]))
@@ -1117,11 +1117,11 @@ def test_the_strip_of_heads_follows_the_step(page: Page, parts: Path) -> None:
         expect(page.locator(".tip")).to_have_text(
             f"head 0 of {site[0]}: attention_max_logit {value:.4g} at step {step}"
         )
-        colors.append(page.locator(".cells canvas").evaluate("(each) => each.toDataURL()"))
-    assert colors[0] != colors[1]
+        page.wait_for_function("(before) => document.querySelector('.cells canvas').toDataURL() !== before", arg=colors)
+        colors = page.locator(".cells canvas").evaluate("(each) => each.toDataURL()")
     page.get_by_label("statistic", exact=True).select_option("attention_padding")  # there is none
-    pixel = "(each) => [...each.getContext('2d').getImageData(0, 0, 1, 1).data]"
-    assert page.locator(".cells canvas").evaluate(pixel) == [0xA0, 0xA4, 0xAA, 255]
+    pixel = "[...document.querySelector('.cells canvas').getContext('2d').getImageData(0, 0, 1, 1).data].join()"
+    page.wait_for_function(f"{pixel} === '{0xA0},{0xA4},{0xAA},255'")
     page.get_by_role("tab", name="Graph").click()  # a node has one color
     expect(page.get_by_label("recorder", exact=True)).to_have_value("activations")
 

@@ -12,7 +12,7 @@ from lightning_recorder.insight.rule import DATA, rule
 
 
 def _found(evidence: Evidence, verdict: str, first: int, last: int, **numbers: float) -> Finding:
-    found = evidence.view(evidence.activations, "").found(verdict, None, since=None, others=(), **numbers)
+    found = evidence.view(evidence.activations, "").found(verdict, None, since=None, others=(), parts=(), **numbers)
     return replace(found, first_step=first, last_step=last, records=1)
 
 
