@@ -128,7 +128,7 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
 @rule(
     "latent-scale",
     statistic="exponents of an output in the samples of a random variable and in the loss",
-    usual="exp(0.5 × log σ²) in the samples, and exp(log σ²) in the loss",
+    usual="the samples have exp(0.5 × log σ²), and the loss exp(log σ²)",
     why="The samples take for the standard deviation what the loss takes for its logarithm or for the variance, so "
     "that the divergence is that of another distribution.",
     next="Compute the samples as mean + noise × exp(0.5 × log σ²).",
