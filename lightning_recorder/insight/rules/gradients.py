@@ -317,8 +317,8 @@ def gradient_spike(
     "first-step-only",
     statistic="gradient of the weight between the steps of a recurrence, in sequences of several steps",
     usual="above 0",
-    why="The loss depends on the output of the first step only, which has not seen the others.",
-    next="Use the output of the last step, output[:, -1] with batch_first=True, or the last state.",
+    why="This is so if the loss depends on the output of the first step only, which has not seen the others.",
+    next="Look at which output the loss gets. Use the output of the last step, output[:, -1] with batch_first=True, or the last state.",
     false_alarms="Sequences of a single step, and recurrences of which nothing has a gradient, are left out.",
     needs=("parameters", GRAPH),
     records=2,
@@ -333,10 +333,8 @@ def first_step_only(evidence: Evidence) -> Iterator[Finding]:
         name = evidence.graph[node.parent].name
         inner, outer = (evidence.parameter(name, f"weight_{kind}_l0").gradient.rms for kind in ("hh", "ih"))
         if len(inner) and len(outer) and not inner.any() and outer.all():
-            verdict = (
-                f"the gradient of {name}.weight_hh_l0 is zero in each record: the loss gets the output of the first "
-            )
-            yield evidence.parameter(name, "weight_hh_l0").found(f"{verdict}step only", "rms")
+            verdict = f"the gradient of {name}.weight_hh_l0 is zero in each record, and that of weight_ih_l0 is not"
+            yield evidence.parameter(name, "weight_hh_l0").found(verdict, "rms")
             return
 
 

@@ -449,7 +449,7 @@ def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             return
 
 
-_WHY_OWN = "The target is for a value that is known. With a gradient, the loss is also smaller if the target is worse."
+_WHY_OWN = "A target is meant to be a constant of the step. With a gradient, training also moves it to the prediction."
 _NEXT_OWN = "Compute the target under torch.no_grad(), with a copy of the network that follows it slowly."
 
 

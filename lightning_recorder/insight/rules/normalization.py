@@ -206,5 +206,5 @@ def norm_of_two(evidence: Evidence) -> Iterator[Finding]:
         names = list(dict.fromkeys(step.owner(each) for each in norms))
         verdict = f"{names[0]} normalizes over {prod(shapes[0]) // shapes[0][1]} values of each channel"
         yield replace(
-            found_in(evidence, names[0], f"{verdict}, so that its output is 1 or -1"), others=tuple(names[1:])
+            found_in(evidence, names[0], f"{verdict}, so that normalized ones are 1 or -1"), others=tuple(names[1:])
         )

@@ -399,9 +399,11 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
     "shifted-twice",
     statistic="share of the targets of cross_entropy that are the token after the next one of the input",
     usual="the targets are the next tokens",
-    why="The tokens are shifted in the data set or in the step, and again in the model, as those of transformers do.",
+    why="This is so if tokens are shifted in the data set or in the step, and again in the model, as those of "
+    "transformers do.",
     next="Pass the tokens themselves as labels to a model that shifts them.",
-    false_alarms="Models that predict several tokens: a loss whose targets are the next tokens is left out.",
+    false_alarms="Models that predict the token after the next one on purpose. A model with another loss for the next "
+    "tokens is left out.",
     needs=("activations",),
     records=2,
     is_lasting=True,
@@ -414,7 +416,7 @@ def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding
     for each in losses:
         if each.path == "in.target.after_next" and len(shares := each.mean) and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the targets of {each.module} are the token after the next one"
-            yield each.found(f"{verdict}: they are shifted twice", "mean", share=float(shares[-1]))
+            yield each.found(verdict, "mean", share=float(shares[-1]))
             return
 
 
