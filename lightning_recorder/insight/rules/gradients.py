@@ -318,7 +318,8 @@ def gradient_spike(
     statistic="gradient of the weight between the steps of a recurrence, in sequences of several steps",
     usual="above 0",
     why="This is so if the loss depends on the output of the first step only, which has not seen the others.",
-    next="Look at which output the loss gets. Use the output of the last step, output[:, -1] with batch_first=True, or the last state.",
+    next="Look at which output the loss gets. That of the last step is output[:, -1] with batch_first=True, or the "
+    "last state.",
     false_alarms="Sequences of a single step, and recurrences of which nothing has a gradient, are left out.",
     needs=("parameters", GRAPH),
     records=2,
