@@ -12,6 +12,7 @@ from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.lightning import LightningModule
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.internals.module_tree import is_a, named_modules_of
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments, described_like
@@ -94,7 +95,7 @@ class CostRecorder(StatisticsCallback):
         chosen = Selection(predicate=_is_called, exclude=self.selection.exclude)
         return (
             chosen.resolve(pl_module)
-            if any(_is_called(*each) for each in pl_module.named_modules())
+            if any(_is_called(*each) for each in named_modules_of(pl_module))
             else (SelectedModules({}, {}))
         )
 
@@ -104,4 +105,4 @@ class CostRecorder(StatisticsCallback):
 
 
 def _is_called(name: str, module: nn.Module) -> bool:
-    return bool(name) and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss))
+    return bool(name) and not is_a(module, (nn.ModuleList, nn.ModuleDict, nn.modules.loss._Loss))

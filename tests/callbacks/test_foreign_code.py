@@ -206,7 +206,7 @@ def fit(make: Callable[[], list[nn.Module]], folder: Path | None) -> tuple[dict[
     task = Task(*make())
     recorders: list[Callback] = []
     if folder:
-        recorders += default_recorders(every_n_train_steps=1, outputs=Outputs(report=False))
+        recorders += default_recorders(every_n_train_steps=1, outputs=Outputs(report=False), costs=True, spectra=True)
     trainer = Trainer(
         max_steps=4,
         logger=CSVLogger(folder, name="", version="") if folder else False,

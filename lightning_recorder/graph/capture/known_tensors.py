@@ -95,7 +95,7 @@ class KnownTensors:
         known.has_meta = bool(meta.shape) or not tensor.is_nested
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # as in ``storage_of``
+        except (NotImplementedError, RuntimeError):  # a sparse tensor or a wrapper has no storage
             return
         address = address_of(storage)
         if address not in self._storages:

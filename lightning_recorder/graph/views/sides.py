@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lightning_recorder.graph.model import Edge, Graph
 
@@ -26,19 +26,29 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     place = {node.id: number for number, node in enumerate(nodes)}
     onward = [e for e in graph.edges if not e.relates("next") and place[e.source] < place[e.target]]
     around = [{each.id: each.repeats for each in graph.ancestors(node)} for node in nodes]
+    called = [0, *accumulate(node.kind == "module" for node in nodes)]
+    starts: list[list[Edge]] = [[] for _ in nodes]
+    ends: list[list[Edge]] = [[] for _ in nodes]
+    for edge in onward:
+        starts[place[edge.source]].append(edge)
+        ends[place[edge.target]].append(edge)
     found: dict[tuple[int, int, int], tuple[int, list[Edge]]] = {}
-    for cut in range(2, len(nodes)):
-        across: dict[int, list[Edge]] = {}
-        for edge in onward:
-            if place[edge.source] < cut <= place[edge.target]:
-                across.setdefault(edge.source, []).append(edge)
+    across: dict[int, list[Edge]] = {}
+    for cut in range(1, len(nodes)):
+        # From one cut to the next, only the edges of the node between them change.
+        for edge in ends[cut - 1]:
+            across[edge.source].remove(edge)
+            if not across[edge.source]:
+                del across[edge.source]
+        if starts[cut - 1]:
+            across[nodes[cut - 1].id] = list(starts[cut - 1])
         single = [users[0] for _, users in sorted(across.items(), key=lambda each: place[each[0]]) if len(users) == 1]
         kinds = [_kind(edge, graph) for edge in single]
         # Others, such as a target of the loss, are no skip connections.
         common = max(kinds[:-1], key=kinds.count, default="")
         edges = [edge for edge, kind in zip(single, kinds, strict=True) if kind == common or edge is single[-1]]
         both = around[cut - 1].keys() & around[cut].keys()
-        calls = min(sum(node.kind == "module" for node in part) for part in (nodes[:cut], nodes[cut:]))
+        calls = min(called[cut], called[-1] - called[cut])
         if calls >= len(edges) and _nested(edges, place) and all(around[cut][each] == 1 for each in both):
             found[-len(edges), len(both), abs(len(nodes) - 2 * cut)] = cut, edges
     if not found:
