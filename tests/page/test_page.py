@@ -1117,11 +1117,28 @@ def test_the_strip_of_heads_follows_the_step(page: Page, parts: Path) -> None:
         expect(page.locator(".tip")).to_have_text(
             f"head 0 of {site[0]}: attention_max_logit {value:.4g} at step {step}"
         )
-        page.wait_for_function("(before) => document.querySelector('.cells canvas').toDataURL() !== before", arg=colors)
-        colors = page.locator(".cells canvas").evaluate("(each) => each.toDataURL()")
+        # Not `wait_for_function`: it evaluates text inside of the page, whose policy forbids that.
+        painted = page.locator(".cells canvas").evaluate(
+            """async (canvas, before) => {
+                for (let frame = 0; frame < 600 && canvas.toDataURL() === before; frame++)
+                    await new Promise(requestAnimationFrame);
+                return canvas.toDataURL();
+            }""",
+            colors,
+        )
+        assert painted != colors
+        colors = painted
     page.get_by_label("statistic", exact=True).select_option("attention_padding")  # there is none
-    pixel = "[...document.querySelector('.cells canvas').getContext('2d').getImageData(0, 0, 1, 1).data].join()"
-    page.wait_for_function(f"{pixel} === '{0xA0},{0xA4},{0xAA},255'")
+    gray = f"{0xA0},{0xA4},{0xAA},255"
+    pixel = page.locator(".cells canvas").evaluate(
+        """async (canvas, gray) => {
+            const pixel = () => [...canvas.getContext("2d").getImageData(0, 0, 1, 1).data].join();
+            for (let frame = 0; frame < 600 && pixel() !== gray; frame++) await new Promise(requestAnimationFrame);
+            return pixel();
+        }""",
+        gray,
+    )
+    assert pixel == gray
     page.get_by_role("tab", name="Graph").click()  # a node has one color
     expect(page.get_by_label("recorder", exact=True)).to_have_value("activations")
 
