@@ -190,10 +190,22 @@ def limits(rule: Rule) -> str:
     return f"- **Limits:** {found}\n" if found else ""
 
 
+NAME = r"(?:[A-Za-z]\w*\.)*[A-Za-z_]\w*"
+ARGUMENTS = r"\([\w, =.]*\)"
+VALUE = r"=(?:'[^']*'|-?\w+(?:\.\w+)*)"
+CODE = re.compile(
+    rf"(?:[A-Za-z]\w*\.)+[A-Za-z_]\w*{ARGUMENTS}|{NAME}{VALUE}|{NAME}\(\w*\)"
+    rf"|(?:[A-Za-z]\w*\.)*\w+_\w*(?:\.\w+)*(?:\(\w*\))?(?:{VALUE})?|\b(?:nn|F|torch)(?:\.\w+)+|\b\w+\[[-:., \w]+\]"
+)
+"""Code in the text of a rule: a name with an underscore, arguments or a value, or one of torch."""
+
+
 def sentence(text: str) -> str:
     """Return a text that begins with a capital and ends with a full stop."""
-    text = (
-        re.sub(r"(?:\w+\.)*\w+_\w*(?:\(\w*\))?|[\w.]+\(\w*\)", r"`\g<0>`", text).replace("*", r"\*").replace("<", r"\<")
+    text = CODE.sub(r"`\g<0>`", text)
+    text = "`".join(
+        each if place % 2 else each.replace("*", r"\*").replace("<", r"\<")
+        for place, each in enumerate(text.split("`"))
     )
     return text[:1].upper() + text[1:].rstrip(".") + "."
 

@@ -41,6 +41,7 @@ nothing is recorded, since no Trainer of Lightning or transformers was made. Fiv
   lightning-recorder doctor runs/1  # in a terminal"""
 
 _seen: set[str] = set()  # the kinds of trainers that were made
+_looking: list[bool] = []  # not empty once other trainers are looked for
 
 
 def callbacks_from_environment() -> list[Any]:
@@ -63,17 +64,18 @@ def callbacks_from_environment() -> list[Any]:
 def see_other_trainers() -> None:
     """Add a callback to each Trainer of transformers, and say how a plain loop is recorded or checked.
 
-    transformers has no entry point for callbacks, so ``lightning-recorder run`` calls this function when the program
-    starts. It never raises.
+    transformers has no entry point for callbacks, so Python calls this function when it starts: ``site/`` has the
+    file that the installation puts beside the package, and the module for ``lightning-recorder run``, which also
+    works where a folder of ``PYTHONPATH`` has the package. It never raises.
     """
-    if not setting() or is_switched_off():
+    if _looking or not setting() or is_switched_off():
         return
+    _looking.append(True)
     with contextlib.suppress(Exception):
         _after_import(_HANDLER, _extend)
-        if is_check():
+        atexit.register(_explain)
+        if setting().lower() == CHECK_ONLY:
             _after_import(_OPTIMIZERS, lambda module: module.register_optimizer_step_pre_hook(_end_loop))
-        else:
-            atexit.register(_explain)
 
 
 def _after_import(name: str, change: Callable[[Any], object]) -> None:
@@ -128,19 +130,20 @@ def _extend(module: Any) -> None:
 
 def _end_loop(*_: object) -> None:
     """End a program of ``check`` at the first step of a loop, which cannot be checked, with status 2."""
-    if not _seen and "lightning_recorder.loops.monitor" not in sys.modules and setting().lower() == CHECK_ONLY:
+    if not _seen and "lightning_recorder.loops.monitor" not in sys.modules:
+        _seen.add("loop")
         sys.stderr.write(f"lightning-recorder check: {_FUNCTION}\n")
         raise SystemExit(2)
 
 
 def _explain() -> None:
-    """Say how a plain loop is recorded, if the program has made an optimizer and nothing has seen its training."""
+    """Say how a plain loop is recorded or checked, if an optimizer was made and nothing has seen the training."""
     is_first = os.environ.get("RANK", "0") == "0" and os.environ.get("LOCAL_RANK", "0") == "0"
     if _seen or not is_first or "lightning_recorder.loops.monitor" in sys.modules:
         return
     with contextlib.suppress(Exception):
         if any(getattr(each.step, "hooked", False) for each in _subclasses(sys.modules["torch"].optim.Optimizer)):
-            sys.stderr.write(f"{VARIABLE}={setting()}: {_FIVE_LINES}\n")
+            sys.stderr.write(f"{VARIABLE}={setting()}: {_FUNCTION if is_check() else _FIVE_LINES}\n")
 
 
 def _subclasses(base: Any) -> Iterator[Any]:

@@ -68,6 +68,24 @@ class Net(LightningModule):
 Trainer(max_epochs=1, accelerator="cpu", logger=False).fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2)))
 """
 
+TRANSFORMERS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=16))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(40, (8, 8))]
+Trainer(model, TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[]), train_dataset=rows).train()
+"""
+
+LOOP = """
+import torch
+
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+layer(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+"""
+
 # An entry of None makes the import of a module an error, as if it were not installed. Lightning is imported before,
 # since it imports pillow through matplotlib where that is installed.
 WITHOUT = """
@@ -119,7 +137,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     files = (path for path in SOURCES.rglob("*") if path.suffix in suffixes)
     # The built files of the page are in the wheel, and what they are built from is not.
     sources = {path.relative_to(ROOT).as_posix() for path in files if SOURCES / "page" / "source" not in path.parents}
-    sources |= {FONTS_LICENSE, PAGE_LICENSES}
+    sources |= {FONTS_LICENSE, PAGE_LICENSES, "lightning_recorder.pth"}
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
     licenses = ("licenses/LICENSE", f"licenses/{FONTS_LICENSE}", f"licenses/{PAGE_LICENSES}")
     described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", *licenses)
@@ -188,3 +206,29 @@ def test_the_installed_wheel_records_any_program(installed: Path, tmp_path: Path
     run("-m", "lightning_recorder", "run", "train.py", cwd=tmp_path, PYTHONPATH=str(installed))
     records = tmp_path / "recordings" / "version_0" / "recorder" / "records"
     assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters", "watch"]
+
+
+@pytest.mark.slow
+def test_the_variable_alone_sees_the_trainer_of_transformers(installed: Path, tmp_path: Path) -> None:
+    """Python reads the file beside the installed package, in any program, and a loop gets the lines that record it."""
+    (tmp_path / "train.py").write_text(TRANSFORMERS)
+    (tmp_path / "loop.py").write_text(LOOP)
+
+    def start(program: str, **environment: str) -> str:
+        code = f"import runpy, site; site.addsitedir({str(installed)!r}); runpy.run_path({program!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stderr
+
+    start("train.py", LIGHTNING_RECORDER="on")
+    records = tmp_path / "out" / "recordings" / "version_0" / "records"
+    assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters", "watch"]
+    assert "with Monitor(model, optimizer" in start("loop.py", LIGHTNING_RECORDER="on")
+    assert "nothing is checked" in start("loop.py", LIGHTNING_RECORDER="check")
+    assert start("loop.py", LIGHTNING_RECORDER="off") == start("loop.py") == ""

@@ -142,7 +142,7 @@ def _add_run(commands: Any) -> None:
 
 def _add_ls(commands: Any) -> None:
     ls = _add(commands, "ls", "List the runs with their recorders, dumps and graphs.", "ls lightning_logs")
-    ls.add_argument("path", metavar="PATH", help=_PATH)
+    ls.add_argument("path", metavar="PATH", nargs="?", default=".", help=f"{_PATH}; by default the current folder")
     ls.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -67,9 +67,10 @@ def test_ls(runs: Path) -> None:
     assert logged.status == 0
 
 
-def test_ls_as_json(runs: Path) -> None:
-    """``ls --json`` prints the same contents as JSON, in the same order."""
-    found = json.loads(run("ls", runs, "--json").out)["runs"]
+def test_ls_as_json(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ls --json`` prints the same contents as JSON, in the same order, by default those of the current folder."""
+    monkeypatch.chdir(runs)
+    found = json.loads(run("ls", "--json").out)["runs"]
     assert [each["name"] for each in found] == ["version_0", "version_1"]
     assert found[0]["recorders"][1]["label"] == "gradients"
     stage = {"stage": "train", "loader": None, "sites": 3, "records": 4, "first": 0, "last": 3}

@@ -353,7 +353,7 @@ def _terms(step: RecordedStep, node: Node) -> list[Node]:
     usual="log_softmax",
     why="nll_loss expects logarithms of probabilities. Other numbers make it fall without bound.",
     next="Use cross_entropy, or apply log_softmax before nll_loss.",
-    false_alarms="None are known.",
+    false_alarms="None known.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("exploding-gradient", "weight-drift", "sudden-change"), _ANY),
     is_lasting=True,

@@ -331,7 +331,7 @@ def strong_dropout(evidence: Evidence, *, share: float = 0.8) -> Iterator[Findin
     why="The share of the true class was passed instead of the share that all classes get, or the value is a typing "
     "error.",
     next="Pass 0.1 or less: a smoothing of 1 gives all classes the same target.",
-    false_alarms="None are known.",
+    false_alarms="None known.",
     needs=(GRAPH,),
     is_lasting=True,
 )
