@@ -227,7 +227,7 @@ def test_the_variable_alone_sees_the_trainer_of_transformers(installed: Path, tm
         return done.stderr
 
     start("train.py", LIGHTNING_RECORDER="on")
-    records = tmp_path / "out" / "recordings" / "version_0" / "records"
+    records = tmp_path / "out" / "recordings" / "version_0" / "recorder" / "records"
     assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters", "watch"]
     assert "with Monitor(model, optimizer" in start("loop.py", LIGHTNING_RECORDER="on")
     assert "nothing is checked" in start("loop.py", LIGHTNING_RECORDER="check")
