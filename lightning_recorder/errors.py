@@ -168,11 +168,8 @@ def check_number(name: str, value: object, least: float) -> None:
 def check_callable(name: str, value: object, arguments: str, purpose: str = "") -> None:
     """Raise if an argument is not a function, or cannot be called with these arguments.
 
-    Args:
-        name: The argument.
-        value: The value passed for it.
-        arguments: The names of the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
-        purpose: The purpose of the function, appended to the message.
+    ``arguments`` names the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
+    ``purpose`` is appended to the message.
 
     Raises:
         ArgumentError: Names the argument, the call, and the line that defines the function.
@@ -197,11 +194,7 @@ def check_some(
 ) -> tuple[str, ...]:
     """Return a tuple of known words; a single word may be passed without a list.
 
-    Args:
-        name: The argument.
-        value: The value passed for it.
-        known: The allowed words.
-        synonyms: Other common words, mapped to the known words that they mean.
+    ``synonyms`` maps other common words to the known words that they mean.
 
     Raises:
         ArgumentError: Names the argument, the allowed words and the closest one.

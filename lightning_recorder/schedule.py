@@ -104,12 +104,6 @@ class Sampling(Schedule):
     Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added so that a run that ends before step ``n``
     leaves a record, and so that sites that never fire show up early.
 
-    Args:
-        every_n_train_steps: The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
-            nothing. If ``None``, the caller chooses the interval with :meth:`with_default`; with a window or a
-            predicate it is then every step.
-        delay: The number of steps between a step of the interval and the step that is recorded instead.
-
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
 
@@ -125,8 +119,10 @@ class Sampling(Schedule):
         [1, 3, 7]
     """
 
+    # The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs nothing. If ``None``,
+    # the caller chooses the interval with :meth:`with_default`; with a window or a predicate it is then every step.
     every_n_train_steps: int | None = None
-    delay: int = 0
+    delay: int = 0  # the number of steps between a step of the interval and the step that is recorded instead
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is True:

@@ -167,17 +167,11 @@ class SparseCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Entries:
-    """The nonempty bins of several histograms, one after the other.
+    """The nonempty bins of several histograms, one after the other."""
 
-    Args:
-        starts: The first entry of each histogram, and the number of all entries, ``[histograms + 1]``.
-        bins: The bin of each entry, ascending within a histogram.
-        counts: The count of each entry.
-    """
-
-    starts: Integers
-    bins: Integers
-    counts: Integers
+    starts: Integers  # the first entry of each histogram, and the number of all entries, ``[histograms + 1]``
+    bins: Integers  # the bin of each entry, ascending within a histogram
+    counts: Integers  # the count of each entry
 
     @classmethod
     def of(cls, counts: NDArray[Any]) -> _Entries:

@@ -176,10 +176,8 @@ def _layout(schema: Schema) -> bytes:
 def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
     """Return the lines of records without histograms that differ only in step, epoch and values.
 
-    Args:
-        about: The other fields of all these records.
-        schema: Their sites and columns.
-        rows: The step, the epoch, and the values, ``[sites, columns]`` little-endian float64, of each record.
+    ``about`` are their other fields. A row has the step, the epoch, and the values, ``[sites, columns]`` little-endian
+    float64.
     """
     start, end = record_line(about, Table(schema, np.empty(0))).split(b'"values":""', 1)
     start = start.removeprefix(b"{")
@@ -273,11 +271,7 @@ class SchemaCache:
 
 
 def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
-    """Convert a parsed line to a table without histograms and vectors, which stay in the file.
-
-    Args:
-        found: The JSON object of the line; this function modifies it.
-        known: The schemas seen so far.
+    """Convert a parsed line, which is modified, to a table without histograms and vectors, which stay in the file.
 
     Raises:
         ValueError: If the line is not a valid record.
@@ -402,8 +396,7 @@ def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
 
     Every number is restored to the bit. Values that float32 can hold take half of the space.
 
-    Args:
-        sites: The nonscalar statistics of each site; those of more dimensions are ignored.
+    Statistics of more dimensions are ignored.
 
     Example:
         >>> import torch

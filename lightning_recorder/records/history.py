@@ -50,15 +50,10 @@ def _compact(values: Floats) -> AnyFloats:
 
 
 class Cell(NamedTuple):
-    """The part of a row that one recorder has written.
+    """The part of a row that one recorder has written."""
 
-    Args:
-        places: The places of its sites in the history, ``[sites]``.
-        columns: The values of each statistic, ``[sites]``.
-    """
-
-    places: NDArray[np.intp]
-    columns: list[AnyFloats]
+    places: NDArray[np.intp]  # the places of its sites in the history, ``[sites]``
+    columns: list[AnyFloats]  # the values of each statistic, ``[sites]``
 
 
 class History(Generic[Key]):

@@ -110,11 +110,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
-        """Return a copy that later updates do not change.
-
-        Args:
-            device: The device of its tensors; by default they stay where they are.
-        """
+        """Return a copy that later updates do not change, on another device if one is given."""
 
     @property
     @abstractmethod

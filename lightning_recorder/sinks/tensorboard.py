@@ -93,11 +93,7 @@ class EventFile:
 
     @contextmanager
     def joined(self, lose: Callable[[int], object] = lambda nbytes: None) -> Iterator[None]:
-        """Append the events that this thread adds in the block with a single write at its end.
-
-        Args:
-            lose: A function that receives the size of the events if they are skipped.
-        """
+        """Append the events that this thread adds in the block at once; ``lose`` gets the size of skipped ones."""
         held: list[bytes] = []
         self._held.records = held
         try:
@@ -227,13 +223,7 @@ class ScalarTags:
 
 
 def histogram_summary(histograms: Mapping[str, Histogram], most: int, prefix: str = "") -> bytes:
-    """Return a ``Summary`` with the histograms that have a finite value.
-
-    Args:
-        histograms: The histograms by tag.
-        most: The maximum number of bins; see :meth:`Histogram.coarsened`.
-        prefix: The start of all tags in the file.
-    """
+    """Return a ``Summary`` with the histograms that have a finite value, in at most ``most`` bins."""
     pieces = []
     parts: Iterable[tuple[str, Sums, CoarseHistogram]]
     if isinstance(histograms, TaggedHistograms):

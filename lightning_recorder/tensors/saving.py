@@ -19,12 +19,7 @@ FORMAT = "lightning_recorder.recording/1"
 
 
 def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
-    """Write the state of a recorder beside a folder.
-
-    Args:
-        folder: The folder; the file has the same name with the suffix ``.safetensors``.
-        state: The result of ``Recorder.state_dict``.
-        kind: The recorder's class name.
+    """Write the result of ``Recorder.state_dict`` beside a folder, with its name and the suffix ``.safetensors``.
 
     Raises:
         OSError: If the file cannot be written.

@@ -25,10 +25,6 @@ class CalledModules:
     """Describes the modules of calls after the step.
 
     Lazy modules then have their final class and parameters, and the ``extra_repr`` of users may take any time.
-
-    Args:
-        nodes: The nodes so far.
-        calls: The module calls in progress, starting with the root.
     """
 
     def __init__(self, nodes: Sequence[Draft], calls: Sequence[Call]) -> None:

@@ -50,9 +50,6 @@ class ModelNames:
 
     Registered modules have their dotted names. A module in a plain list, tuple or dictionary is named by its location,
     such as ``blocks[0]``. A module that does not belong to the model is named by its class when it is called.
-
-    Args:
-        registered: The modules of the model by name, starting with the root.
     """
 
     def __init__(self, registered: Mapping[str, nn.Module]) -> None:

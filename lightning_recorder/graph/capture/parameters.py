@@ -48,11 +48,8 @@ def note_used(builder: GraphBuilder, registered: Set[str], unobserved: Set[int])
     A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
     own name, or one of its other names, begins.
 
-    Args:
-        builder: All nodes of the recording, and the edges.
-        registered: The names of the model's parameters.
-        unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
-            them stay unknown.
+    The numbers of ``unobserved`` calls, which have a computation that was not observed, and of the calls around them
+    stay unknown.
     """
     nodes, sources = builder.nodes, builder.used()
     if nodes[0].failed:

@@ -77,16 +77,7 @@ def _with_unit(number: int, unit: str) -> str:
 
 
 def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
-    """Return the fill color of a node: from white to orange by its share of the largest value, or by its note.
-
-    Args:
-        node: A node of the graph.
-        graph: The graph or view that is drawn.
-        detail: The field.
-
-    Returns:
-        ``None`` if the node has no value.
-    """
+    """Return the color of a node: white to orange by its share of the largest value, or by its note; else None."""
     if detail == "note":
         return next((color for start, color in _NOTES.items() if node.note.startswith(start)), None)
     value = getattr(node, detail) if detail in _NUMBERS else None
