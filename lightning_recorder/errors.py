@@ -135,32 +135,20 @@ def warn(message: str) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise if an argument is not a bool, for example the string ``"no"``, which is truthy.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not a bool, for example the string ``"no"``, which is truthy."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Raise if an argument is not an integer of at least ``least``.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         hint = f": write {value:.0f}" if isinstance(value, float) and value.is_integer() and value >= least else ""
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}{hint}")
 
 
 def check_number(name: str, value: object, least: float) -> None:
-    """Raise if an argument is not a number of at least ``least``.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not a number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
         raise ArgumentError(f"{name} must be a number of at least {least:g}, got {value!r}")
 

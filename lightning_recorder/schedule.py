@@ -216,11 +216,7 @@ def _checked_window(window: object) -> tuple[int, int]:
 
 
 def check_overhead(value: object) -> None:
-    """Check that a value is a share of the training time.
-
-    Raises:
-        ArgumentError: If it is not above 0 and at most 1.
-    """
+    """Check that a value is a share of the training time. Raise ArgumentError if it is not above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ArgumentError(
             f"max_overhead must be a fraction of the training time, above 0 and at most 1, got {value!r}"
@@ -228,11 +224,7 @@ def check_overhead(value: object) -> None:
 
 
 def check_reduce(reduce: object) -> None:
-    """Raise if the value is not a valid ``reduce`` argument.
-
-    Raises:
-        ArgumentError: Names the allowed values.
-    """
+    """Raise ArgumentError if the value is not a valid ``reduce`` argument."""
     is_count = isinstance(reduce, int) and not isinstance(reduce, bool) and reduce >= 1
     if not is_count and reduce not in ("step", "epoch"):
         hint = did_you_mean(reduce, ("step", "epoch"))

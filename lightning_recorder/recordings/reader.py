@@ -346,11 +346,7 @@ class Tail:
                 yield begin, b"" if is_long else line[:-1]
 
     def line_at(self, offset: int) -> bytes:
-        """Read one line again.
-
-        Raises:
-            OSError: If the file can no longer be read.
-        """
+        """Read one line again. Raise OSError if the file can no longer be read."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return file.readline(_LONGEST_LINE)

@@ -400,11 +400,7 @@ def to_base64(data: bytes) -> str:
 
 
 def from_base64(text: str) -> bytes:
-    """Return the bytes of base64.
-
-    Raises:
-        TypeError, ValueError: If the text is not base64.
-    """
+    """Return the bytes of base64. Raise TypeError or ValueError if the text is not base64."""
     return binascii.a2b_base64(text, strict_mode=True)
 
 
@@ -488,11 +484,7 @@ def counts_of(found: Mapping[str, Any]) -> list[object]:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """Decompress data to at most this many bytes.
-
-    Raises:
-        ValueError: If it is damaged or larger.
-    """
+    """Decompress data to at most this many bytes. Raise ValueError if it is damaged or larger."""
     inflater = zlib.decompressobj()
     try:
         packed = inflater.decompress(data, most + 1)

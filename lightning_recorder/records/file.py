@@ -213,11 +213,7 @@ def _plain(value: float) -> float | str:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object in a line.
-
-    Raises:
-        ValueError: If the line does not contain a JSON object.
-    """
+    """Parse the JSON object in a line. Raise ValueError if the line does not contain a JSON object."""
     try:
         found = json.loads(line, parse_constant=_refuse)
     except RecursionError as error:

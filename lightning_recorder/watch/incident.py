@@ -81,11 +81,7 @@ def write_incident(
     max_bytes: int,
     save_batch: bool,
 ) -> None:
-    """Write what is known about the step of a finding.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Write what is known about the step of a finding. Raise OSError if a file cannot be written."""
     left_out: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     structure = None

@@ -29,21 +29,13 @@ _NOTES = {
 
 
 def check_details(name: str, details: Collection[str]) -> None:
-    """Raise an error for a detail that does not exist.
-
-    Raises:
-        ArgumentError: The message lists the details.
-    """
+    """Raise ArgumentError for a detail that does not exist."""
     if unknown := [each for each in details if each not in get_args(Detail)]:
         raise ArgumentError(f"{name} must be one of {', '.join(get_args(Detail))}; got {unknown[0]!r}")
 
 
 def check_measured(detail: str | None, graph: Graph | None = None) -> None:
-    """Raise an error for colors by a detail that was not measured, or is not if there is no graph.
-
-    Raises:
-        ArgumentError: The message says how to measure it.
-    """
+    """Raise ArgumentError for colors by a detail that was not measured, or is not if there is no graph."""
     if detail not in _MEASURED:
         return
     # With costs, operations may be unknown for all functions, but not their times.
