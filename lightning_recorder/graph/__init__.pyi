@@ -1,5 +1,4 @@
-from .capture.capture_call import capture_graph
-from .capture.graph_capture import GraphCapture
+from .capture.graph_capture import GraphCapture, capture_graph
 from .diff import GraphDiff, NodeChange, diff
 from .drawing import Drawing, draw, make_dot, render_network
 from .layout import Layout

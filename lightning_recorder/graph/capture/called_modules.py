@@ -9,9 +9,8 @@ from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft
 from lightning_recorder.graph.capture.call_arguments import describe_module
-from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.modules import ModelNames, count_below, count_own
 from lightning_recorder.graph.capture.origins import Call
-from lightning_recorder.graph.capture.parameters import count_below, count_own
 from lightning_recorder.graph.model import RECOMPUTED
 from lightning_recorder.internals.module_tree import is_scripted
 

@@ -19,9 +19,8 @@ from lightning_recorder.graph.capture.fast_path import FastPath
 from lightning_recorder.graph.capture.find_unused import find_unused
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
-from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
+from lightning_recorder.graph.capture.modules import ModelNames, count, is_fused, is_opaque, note_used
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
-from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import VMAPPED, Graph, TensorMeta
 from lightning_recorder.internals.autograd import in_transform, keywords_of, versions_of, vmap_numel
