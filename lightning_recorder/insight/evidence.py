@@ -157,13 +157,9 @@ class View:
     ) -> Finding:
         """Make a finding. The rule that yields it adds its name and its texts where they are empty.
 
-        Args:
-            verdict: The fault, in one sentence.
-            statistic: The statistic to show over time.
-            since: The first step that shows it; by default the first record.
-            others: Further modules with the same fault.
-            parts: The heads or experts with the fault, if not all of the layer have it.
-            numbers: The compared values.
+        ``statistic`` is shown over time. ``since`` is the first step that shows the fault, by default the first record.
+        ``others`` are further modules with it, and ``parts`` the heads or experts that have it, if not all of the layer
+        do.
         """
         steps = [step for step in self.table.steps if since is None or step >= since] or self.table.steps or [0]
         return Finding(

@@ -79,11 +79,7 @@ class DumpFolder:
         self._rows: list[str] = []
 
     def write(self, content: DumpContent, reason: str) -> Path | None:
-        """Write a dump to the folder.
-
-        Args:
-            content: The content of the dump.
-            reason: The reason for the manifest: ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
+        """Write a dump to the folder. The reason is ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
 
         Returns:
             The path of the file, or ``None`` if there is no folder, ``max_total_bytes`` is reached, or the file cannot

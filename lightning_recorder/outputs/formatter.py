@@ -162,14 +162,7 @@ class TagBudget:
         return {site: seen for site, seen in found.items() if site in self._sites}
 
     def unusual(self, sites: tuple[Site, ...], values: Floats) -> dict[str, float]:
-        """Return the degrees of the modules with unusual statistics, the most unusual first.
-
-        Call this once for each record.
-
-        Args:
-            sites: The sites of the record.
-            values: The compared statistics, ``[sites, statistics]``.
-        """
+        """Return the degrees of the modules with unusual statistics, the most unusual first; once for each record."""
         steps = [before for known, before in self._past if known == sites] + [values]
         self._past.append((sites, values))
         table = np.stack(steps, axis=-1)
@@ -380,11 +373,7 @@ class SinkFormatter:
         self._latest: tuple[Table, _Plan] | None = None  # the latest training record
 
     def begin(self, label: str) -> None:
-        """Begin a run.
-
-        Args:
-            label: The first part of the tags that contain no module.
-        """
+        """Begin a run. The tags that contain no module begin with ``label``."""
         self._label, self.named, self._latest = label, frozenset, None
         self._plans.clear()
         self._records.clear()

@@ -48,11 +48,7 @@ class RecordConsumer(ABC):
 
     @abstractmethod
     def on_record(self, found: Table) -> None:
-        """Receive a record.
-
-        Args:
-            found: The statistics of its sites in module order, possibly empty, and its facts.
-        """
+        """Receive a record: the statistics of its sites in module order, possibly none, and its facts."""
 
     def flush(self) -> None:  # noqa: B027 - most hold nothing back
         """Write what :meth:`on_record` has held back. Called after one or more records, before the receipt."""
@@ -142,14 +138,7 @@ class RecordPipeline:
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
     ) -> None:
-        """Begin a run.
-
-        Args:
-            sink: The sink for the records, which must accept writes from any thread.
-            directory: The folder of the run's recordings.
-            label: The name of the recorder in files.
-            artifact_sinks: The sink for files.
-        """
+        """Begin a run. The sink for its records must accept writes from any thread, unlike that for files."""
         self._seal()
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self._directory = directory

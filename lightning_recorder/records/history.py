@@ -62,9 +62,6 @@ class History(Generic[Key]):
     If several recorders have the group, their records of one step share a row. Beyond 512 rows, or beyond 16 MB and 128
     rows, older rows are dropped, evenly over the run: every second one, later three of four, and so on. The first row,
     the last 64, and those around the first value that is not finite stay.
-
-    Args:
-        statistics: The statistics to keep; others are ignored.
     """
 
     def __init__(self, statistics: Sequence[str]) -> None:

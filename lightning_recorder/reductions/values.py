@@ -237,9 +237,6 @@ def bins_of(values: Tensor) -> Tensor:
 
     A finite float64 beyond the range of float32 goes to the end bin of its sign. A float64 too small for float32 goes
     to the bin of its signed zero.
-
-    Args:
-        values: The values, ``[numel]`` float32 or float64.
     """
     if values.dtype == torch.float64:
         values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()

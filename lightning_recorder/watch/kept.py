@@ -155,25 +155,16 @@ _MOST_BYTES = 2**28  # of the copies of buffers; larger buffers are not copied
 
 @dataclass
 class KeptBatch:
-    """A batch, and the state of the model and the random number generators before it.
+    """A batch, and the state of the model and the random number generators before it."""
 
-    Args:
-        batch: The batch, as the step received it.
-        batch_idx: Its index in the epoch.
-        step: The optimizer step that it is part of, counted like ``self.log`` does.
-        epoch: The epoch.
-        random: The states of the random number generators.
-        buffers: The values of the buffers of the model, by the table and the name of each.
-        frozen: The parameters that did not require a gradient.
-    """
-
-    batch: Any
-    batch_idx: int
-    step: int
+    batch: Any  # the batch, as the step received it
+    batch_idx: int  # its index in the epoch
+    step: int  # the optimizer step that it is part of, counted like ``self.log`` does
     epoch: int
-    random: RandomStates
+    random: RandomStates  # the states of the random number generators
+    # the values of the buffers of the model, by the table and the name of each
     buffers: list[tuple[dict[str, Tensor | None], str, Tensor]]
-    frozen: list[nn.Parameter]
+    frozen: list[nn.Parameter]  # the parameters that did not require a gradient
     losses: list[Tensor] = field(default_factory=list)
     """The losses of which gradients were computed, in order."""
     versions: list[tuple[Tensor, int | None]] = field(default_factory=list)

@@ -106,35 +106,24 @@ class CommunicationError(RecorderError, RuntimeError):
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where the first bad value of a step arose.
+    """The place where the first bad value of a step arose."""
 
-    Args:
-        module: The name of the module; ``""`` for the code of the step itself.
-        call: The number of the call of the module in the step, from 1; 0 outside of a module.
-        backward: True if it arose in the backward pass.
-        operation: The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed.
-            Empty if it is unknown.
-        line: The line of code of the operation, or of the operation whose backward pass it is; may be empty.
-        source: The tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the
-            inputs were finite.
-        kind: ``"NaN"``, or ``"inf"`` if there was no NaN.
-        count: The number of bad values.
-        has_bad_input: True if an input of the operation was already infinite, for example by a mask.
-        has_constant: True if an input was already bad that no operation of the step made, such as a constant.
-        ranges: The ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``.
-    """
-
-    module: str
-    call: int
-    backward: bool
+    module: str  # the name of the module; ``""`` for the code of the step itself
+    call: int  # the number of the call of the module in the step, from 1; 0 outside of a module
+    backward: bool  # True if it arose in the backward pass
+    # The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed. Empty if it is
+    # unknown.
     operation: str
-    line: str
+    line: str  # the line of code of the operation, or of the operation whose backward pass it is; may be empty
+    # the tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the inputs were
+    # finite
     source: str
-    kind: str
-    count: int
-    has_bad_input: bool = False
+    kind: str  # ``"NaN"``, or ``"inf"`` if there was no NaN
+    count: int  # the number of bad values
+    has_bad_input: bool = False  # True if an input of the operation was already infinite, for example by a mask
+    # True if an input was already bad that no operation of the step made, such as a constant
     has_constant: bool = False
-    ranges: str = ""
+    ranges: str = ""  # the ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``
 
 
 @dataclass(frozen=True)
@@ -178,9 +167,7 @@ class OriginTrace(TorchDispatchMode):
     causes. The origin is the first operation without a cause among those that lead to the bad loss or gradient. A mask
     of minus infinity is no origin if something else is.
 
-    Args:
-        modules: The modules by name.
-        known: Tensors that exist before the step, by description, such as ``"parameter head.weight"``.
+    ``modules`` and ``known``, tensors that exist before the step, are named by their keys.
 
     Raises:
         CommunicationError: From an operation of the step that communicates with other processes.

@@ -453,12 +453,8 @@ def _module_of(name: str, *, is_state: bool) -> str:
 class WatchedRanks:
     """Compares the ranks of one fit now and then, in the background.
 
-    Args:
-        replicas: The checksums of this rank.
-        submit: A function that begins to send an object to the first rank, and returns the pending merge.
-        report: A function that receives the finding, on the first rank.
-        every: The number of steps between two comparisons; None for the steps 1, 3, 10, 30, 100 and 300, and then every
-            1,000.
+    ``submit`` begins to send an object to the first rank, and returns the pending merge. ``report`` receives the
+    finding, on the first rank. Without ``every``, the steps 1, 3, 10, 30, 100, 300, and then every 1,000 are compared.
     """
 
     def __init__(
