@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.records.file import json_values
 from lightning_recorder.untrusted import check_fields
 
 __all__ = [
@@ -195,7 +196,7 @@ def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
         >>> findings_to_json([])
         {'format': 'lightning_recorder.findings/1', 'healthy': True, 'findings': []}
     """
-    plain = [_plain(asdict(each)) for each in findings]
+    plain = [json_values(asdict(each)) for each in findings]
     return {"format": FINDINGS_FORMAT, "healthy": all(each.is_note for each in findings), "findings": plain}
 
 
@@ -382,16 +383,6 @@ def _strip(data: Mapping[str, Any]) -> RankStrip:
     ):
         raise ValueError("a strip has not one value for each tensor and rank")
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value
 
 
 def _number(value: Any) -> float:

@@ -61,6 +61,7 @@ __all__ = [
     "calls_of",
     "header_line",
     "is_inside",
+    "json_values",
     "lines_of_numbers",
     "pack_vectors",
     "parse",
@@ -145,7 +146,7 @@ def header_line(about: Mapping[str, Any]) -> bytes:
 
 def record_line(about: Mapping[str, Any], table: Table) -> bytes:
     """Return the line of a record."""
-    about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
+    about = {key: json_values(value) if isinstance(value, float) else value for key, value in about.items()}
     packed = [None] * len(table.sites) if table.counts is None else table.counts.packed()
     counts = b"".join(filter(None, packed))
     if table.tensors and (vectors := pack_vectors([table.tensors.get(site, {}) for site in table.sites])):
@@ -207,9 +208,13 @@ def _line(record: Any) -> bytes:
     return f"{_encode(record)}\n".encode("ascii")
 
 
-def _plain(value: float) -> float | str:
-    value = float(value)
-    return value if math.isfinite(value) else repr(value)
+def json_values(value: Any) -> Any:
+    """Return JSON values, in which NaN and infinities are strings."""
+    if isinstance(value, Mapping):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(each) for each in value]
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse(line: bytes) -> dict[str, Any]:
