@@ -96,11 +96,8 @@ def attempt(path: str | Path, nbytes: int, write: Callable[[], object], *, stric
     be away for a while, or the folder may be read-only. The caller tries again with its next write. There is a single
     warning per disk and run.
 
-    Args:
-        path: The file or folder to write; it need not exist.
-        nbytes: The size of the write in bytes.
-        write: The function that writes; it must not leave partial output when it raises.
-        strict: Raise errors, except that of a full disk. Implied by :func:`raise_errors`.
+    ``write`` must not leave partial output when it raises. With ``strict``, or after :func:`raise_errors`, all errors
+    but that of a full disk are raised.
 
     Raises:
         OSError: If ``strict``, or if the error has no ``errno``, so that it does not come from the operating system.
@@ -133,15 +130,10 @@ def warn_of_error(path: str | Path, error: OSError) -> None:
 
 
 def append(path: Path, data: bytes, *, is_line: bool = False) -> int:
-    """Append bytes to a file, all or nothing.
+    """Append bytes to a file, all or nothing, and return the number of bytes by which it has grown.
 
-    Args:
-        path: The file; created, with its folder, if it does not exist.
-        data: The bytes.
-        is_line: If True, first terminate a line that a killed run left unfinished.
-
-    Returns:
-        The number of bytes by which the file has grown.
+    The file and its folder are created if necessary. With ``is_line``, a line that a killed run left unfinished is
+    terminated first.
 
     Raises:
         OSError: If not all bytes could be written. The file is left unchanged.

@@ -135,32 +135,20 @@ def warn(message: str) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise if an argument is not a bool, for example the string ``"no"``, which is truthy.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not a bool, for example the string ``"no"``, which is truthy."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Raise if an argument is not an integer of at least ``least``.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         hint = f": write {value:.0f}" if isinstance(value, float) and value.is_integer() and value >= least else ""
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}{hint}")
 
 
 def check_number(name: str, value: object, least: float) -> None:
-    """Raise if an argument is not a number of at least ``least``.
-
-    Raises:
-        ArgumentError: Names the argument and the allowed values.
-    """
+    """Raise ArgumentError if an argument is not a number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
         raise ArgumentError(f"{name} must be a number of at least {least:g}, got {value!r}")
 
@@ -168,11 +156,8 @@ def check_number(name: str, value: object, least: float) -> None:
 def check_callable(name: str, value: object, arguments: str, purpose: str = "") -> None:
     """Raise if an argument is not a function, or cannot be called with these arguments.
 
-    Args:
-        name: The argument.
-        value: The value passed for it.
-        arguments: The names of the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
-        purpose: The purpose of the function, appended to the message.
+    ``arguments`` names the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
+    ``purpose`` is appended to the message.
 
     Raises:
         ArgumentError: Names the argument, the call, and the line that defines the function.
@@ -197,11 +182,7 @@ def check_some(
 ) -> tuple[str, ...]:
     """Return a tuple of known words; a single word may be passed without a list.
 
-    Args:
-        name: The argument.
-        value: The value passed for it.
-        known: The allowed words.
-        synonyms: Other common words, mapped to the known words that they mean.
+    ``synonyms`` maps other common words to the known words that they mean.
 
     Raises:
         ArgumentError: Names the argument, the allowed words and the closest one.

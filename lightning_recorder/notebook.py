@@ -19,11 +19,8 @@ def cell_or_path(path: str) -> str:
 def framed(html: str, title: str, *, height_px: int, allow: str = "allow-popups") -> str:
     """Return an HTML document as a frame inside another one, which shares no names, styles and rights with it.
 
-    Args:
-        html: The document.
-        title: The title. A viewer that removes frames, as in a notebook that is not trusted, shows it instead.
-        height_px: The height of the frame. Its width is that of the place around it.
-        allow: The permissions of the document, as for the attribute ``sandbox``.
+    A viewer that removes frames, as in a notebook that is not trusted, shows the title. ``allow`` are the permissions
+    of the document, as for the attribute ``sandbox``.
     """
     style = f"width:100%;height:{height_px}px;border:1px solid #8888;border-radius:6px"
     instead = escape(f"{title}: trust the notebook")

@@ -104,12 +104,6 @@ class Sampling(Schedule):
     Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added so that a run that ends before step ``n``
     leaves a record, and so that sites that never fire show up early.
 
-    Args:
-        every_n_train_steps: The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
-            nothing. If ``None``, the caller chooses the interval with :meth:`with_default`; with a window or a
-            predicate it is then every step.
-        delay: The number of steps between a step of the interval and the step that is recorded instead.
-
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
 
@@ -125,8 +119,10 @@ class Sampling(Schedule):
         [1, 3, 7]
     """
 
+    # The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs nothing. If ``None``,
+    # the caller chooses the interval with :meth:`with_default`; with a window or a predicate it is then every step.
     every_n_train_steps: int | None = None
-    delay: int = 0
+    delay: int = 0  # the number of steps between a step of the interval and the step that is recorded instead
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is True:
@@ -220,11 +216,7 @@ def _checked_window(window: object) -> tuple[int, int]:
 
 
 def check_overhead(value: object) -> None:
-    """Check that a value is a share of the training time.
-
-    Raises:
-        ArgumentError: If it is not above 0 and at most 1.
-    """
+    """Check that a value is a share of the training time. Raise ArgumentError if it is not above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ArgumentError(
             f"max_overhead must be a fraction of the training time, above 0 and at most 1, got {value!r}"
@@ -232,11 +224,7 @@ def check_overhead(value: object) -> None:
 
 
 def check_reduce(reduce: object) -> None:
-    """Raise if the value is not a valid ``reduce`` argument.
-
-    Raises:
-        ArgumentError: Names the allowed values.
-    """
+    """Raise ArgumentError if the value is not a valid ``reduce`` argument."""
     is_count = isinstance(reduce, int) and not isinstance(reduce, bool) and reduce >= 1
     if not is_count and reduce not in ("step", "epoch"):
         hint = did_you_mean(reduce, ("step", "epoch"))

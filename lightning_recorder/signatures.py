@@ -121,11 +121,7 @@ def described_like(other: type) -> Callable[[Kind], Kind]:
 
 
 def check_names(kind: type, names: Iterable[str]) -> None:
-    """Raise if a class has no argument of one of these names.
-
-    Raises:
-        UnknownArgumentError: With the argument that was probably meant.
-    """
+    """Raise UnknownArgumentError if a class has no argument of one of these names."""
     known = _known(kind)
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:

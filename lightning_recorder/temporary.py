@@ -74,9 +74,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     The data are first written under a temporary name in the same folder. Before the first file that a process writes to
     a folder, the temporary files of killed processes are removed from it.
 
-    Args:
-        path: The file, in an existing folder. An existing file is replaced.
-        write: Called with the temporary file, open for writing.
+    An existing file is replaced; its folder must exist. ``write`` is called with the temporary file, open for writing.
 
     Raises:
         OSError: If the file cannot be written. An existing file is left unchanged.

@@ -57,11 +57,7 @@ export async function render() {
 
 
 class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no types
-    """Shows the page of the runs below TensorBoard's ``--logdir``.
-
-    Args:
-        context: The context that TensorBoard passes to each plugin.
-    """
+    """Shows the page of the runs below TensorBoard's ``--logdir``."""
 
     plugin_name = _NAME
 

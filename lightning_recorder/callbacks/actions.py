@@ -169,12 +169,7 @@ class StepActions:
             each.grad = None
 
     def end_batch(self, *, has_stepped: bool, is_good: bool) -> None:
-        """End a batch: complete the action, or keep the state after a good step.
-
-        Args:
-            has_stepped: True if the batch is the last one of a step.
-            is_good: True if no value of the step is bad.
-        """
+        """End a batch: complete the action, or keep the state after a step without a bad value."""
         if not has_stepped:
             return
         is_left_out, action, self._current = self._is_left_out, self._current, ""
@@ -223,13 +218,7 @@ class StepActions:
 
 
 class _Saved:
-    """A copy of the states of optimizers, and of parameters and buffers.
-
-    Args:
-        optimizers: The optimizers.
-        parameters: Also keep the parameters that they change.
-        buffers: The buffers.
-    """
+    """A copy of the states of optimizers and, on request, of the parameters that they change and of buffers."""
 
     def __init__(self, optimizers: Iterable[Any], *, parameters: bool, buffers: Iterable[Tensor] = ()) -> None:
         self._optimizers = [

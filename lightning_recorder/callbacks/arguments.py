@@ -97,22 +97,14 @@ def checked_reductions(given: object) -> tuple[Reduction | UserReduction, ...]:
 
 
 def check_compiled(value: object, allowed: Sequence[str]) -> None:
-    """Raise if the value is not a valid ``compiled`` argument.
-
-    Raises:
-        ArgumentError: Names the allowed values.
-    """
+    """Raise ArgumentError if the value is not a valid ``compiled`` argument."""
     if value not in allowed:
         *first, last = map(repr, allowed)
         raise ArgumentError(f"compiled must be {', '.join(first)} or {last}, got {value!r}")
 
 
 def check_name(name: object) -> None:
-    """Raise if the name of a callback cannot be part of a file name.
-
-    Raises:
-        ArgumentError: Says what a name must be.
-    """
+    """Raise ArgumentError if the name of a callback cannot be part of a file name."""
     if not isinstance(name, str):
         raise ArgumentError(f"name must be a string, got {name!r}")
     if name and (Path(name).name != name or "\\" in name):
@@ -124,11 +116,7 @@ def check_name(name: object) -> None:
 
 
 def checked_sinks(given: object) -> list[Sink]:
-    """Return the sinks as a list.
-
-    Raises:
-        ArgumentError: If they are not a list of instances of :class:`Sink`.
-    """
+    """Return the sinks as a list. Raise ArgumentError if they are not a list of instances of :class:`Sink`."""
     if isinstance(given, Sink):
         raise ArgumentError(f"sinks takes a list of sinks, got a single one: write sinks=[{type(given).__name__}(…)]")
     if not isinstance(given, Iterable):

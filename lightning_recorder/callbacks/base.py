@@ -144,12 +144,7 @@ class RecorderCallback(GuardedCallback):
         """Prepare for a run. The model is complete and on its device."""
 
     def _silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
-        """Return the reasons why the run recorded nothing, or nothing if it has recorded something.
-
-        Args:
-            trainer: The trainer, on rank 0, after a run that no exception ended.
-            function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        """
+        """Return why a run, which no exception ended, recorded nothing; nothing if it has. Called on rank 0."""
         return ()
 
     def _skip_compiled(self, pl_module: LightningModule, modules: dict[str, nn.Module]) -> list[str]:
@@ -203,13 +198,7 @@ class RecorderCallback(GuardedCallback):
         return label if re.fullmatch(rf"{re.escape(self.group)}(-\d+)?", label) else ""
 
     def _open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
-        """Open the sinks on rank 0; a no-op on other ranks.
-
-        Args:
-            trainer: The trainer whose loggers receive the output.
-            directory: The fallback folder for pictures, texts, graphs and files that none of the loggers can show.
-                Scalars and histograms are not written there, since the records contain them.
-        """
+        """Open the sinks on rank 0. The folder gets the pictures, texts, graphs and files that no logger can show."""
         if trainer.is_global_zero:
             self._sink = MultiSink(
                 sinks_for_loggers(trainer.loggers, known=self._is_from_environment),

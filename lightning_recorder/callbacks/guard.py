@@ -111,11 +111,7 @@ class GuardedCallback(Callback):
 
     @abstractmethod
     def _release(self, trainer: Trainer | None) -> None:
-        """Remove all hooks and wrappers from the model and the trainer. Must be idempotent.
-
-        Args:
-            trainer: The trainer, or ``None`` after an internal error.
-        """
+        """Remove all hooks and wrappers. Must be idempotent. ``trainer`` is None after an internal error."""
 
     def _hide_hooks(self, trainer: Trainer, *hooks: str) -> None:
         """Let Lightning skip some of :data:`BATCH_HOOKS` until they are shown again.

@@ -97,11 +97,7 @@ else:
 
 
 def need_lightning(what: str) -> None:
-    """Raise if Lightning is not installed.
-
-    Raises:
-        RecorderError: Names the command that installs it.
-    """
+    """Raise RecorderError if Lightning is not installed."""
     if not HAS_LIGHTNING:
         raise RecorderError(
             f"{what} needs Lightning: pip install lightning. Without it, record a loop with lightning_recorder.Monitor"

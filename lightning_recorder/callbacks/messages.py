@@ -44,10 +44,7 @@ class Silence(NamedTuple):
 def why_no_files(trainer: Trainer, directory: Path | None) -> str:
     """Return the reason why a run has no folder for recordings, or an empty string if it has one.
 
-    Args:
-        trainer: The trainer.
-        directory: The folder that :func:`recorder_directory` returned. It is not asked again, because that is a
-            collective call.
+    ``directory`` is what :func:`recorder_directory` returned. It is not asked again, because that is a collective call.
     """
     if directory is not None:
         return ""

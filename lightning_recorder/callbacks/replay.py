@@ -251,10 +251,7 @@ class Losses(Protocol):
 class _Gradients:
     """Computes the gradients of losses without the hooks that communicate or step an optimizer.
 
-    Args:
-        trainer: The trainer.
-        parameters: The parameters.
-        by_backward: Run a backward pass that ends in the parameters, as reentrant checkpointing needs.
+    With ``by_backward``, a backward pass ends in the parameters, as reentrant checkpointing needs.
     """
 
     def __init__(self, trainer: Trainer, parameters: list[nn.Parameter], *, by_backward: bool) -> None:
@@ -349,13 +346,8 @@ def run_manual(
 ) -> None:
     """Run a step with manual optimization in which no optimizer and no scheduler steps.
 
-    Args:
-        trainer: The trainer.
-        pl_module: The model.
-        batch: The batch.
-        batch_idx: The index of the batch.
-        gradients: Receives each loss and each step of an optimizer.
-        steps: The steps of the optimizers before the one at which to end; None ends at none.
+    ``gradients`` receives each loss and each step of an optimizer. The run ends before the step that follows ``steps``
+    others; None ends at none.
 
     Raises:
         ReplayError: If the step may communicate with other processes.

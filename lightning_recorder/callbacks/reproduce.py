@@ -47,11 +47,7 @@ def save_incident(
     save_batch: bool,
     save_parameters: bool,
 ) -> None:
-    """Write the folder of a finding.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Write the folder of a finding. Raise OSError if a file cannot be written."""
     kept, values = discovery.batch, discovery.parameters
     if kept is None:
         return

@@ -51,9 +51,7 @@ class ResumeState:
     def packed(self, run: Mapping[str, Any], formatter: SinkFormatter) -> dict[str, Any]:
         """Return the state for a checkpoint: the pending state if there is one, otherwise the state of the run.
 
-        Args:
-            run: The state of the run; empty without a run.
-            formatter: The formatter, which holds the shown tags and the sites that had NaN or infinities.
+        The formatter adds the shown tags and the sites that had NaN or infinities. The state is empty without a run.
         """
         if self._state is not None and self._global_step is None:
             return self._state
@@ -79,14 +77,10 @@ class ResumeState:
         self.waits = False
 
     def hand_over(self, run: RunRecorder, formatter: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
-        """Restore the pending state into a run. Must be called on each rank.
+        """Restore the pending state into a run and its formatter, unless it was kept at another ``global_step``.
 
-        Args:
-            run: The run that resumes.
-            formatter: The formatter, which receives the shown tags and the sites that had NaN or infinities.
-            global_step: The trainer's ``global_step``. A state that was kept at a different step is discarded.
-            step: The first step of the resumed run, as counted by ``self.log``.
-            epoch: The epoch of that step.
+        Must be called on each rank. The step, as counted by ``self.log``, and the epoch are those at which the run
+        resumes.
 
         Returns:
             The reason why the state could not be restored, or an empty string.

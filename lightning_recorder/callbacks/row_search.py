@@ -25,20 +25,14 @@ _MOST_DESCRIBED = 3  # tensors
 
 @dataclass(frozen=True)
 class FoundRow:
-    """The sample without which a step is as usual.
+    """The sample without which a step is as usual."""
 
-    Args:
-        place: Its place in the batch.
-        value: The loss or the gradient norm with it.
-        without: The same without it; None if other samples of the batch are bad as well. ``value`` is then that of the
-            sample alone.
-        replays: The number of times that the step was run again.
-    """
-
-    place: int
-    value: float
+    place: int  # its place in the batch
+    value: float  # the loss or the gradient norm with it
+    # The same without it; None if other samples of the batch are bad as well. ``value`` is then that of the sample
+    # alone.
     without: float | None
-    replays: int
+    replays: int  # the number of times that the step was run again
 
 
 def find_row(
@@ -53,13 +47,8 @@ def find_row(
 
     At most about twice the logarithm of the number of samples are run. Everything is the same afterwards.
 
-    Args:
-        trainer: The trainer.
-        pl_module: The model, with the parameters that the step used.
-        kept: The batch.
-        is_bad: A function that tells from the loss or the gradient norm of some samples whether they are bad. It also
-            gets that of the whole batch.
-        of_gradient: Compute the gradient norm instead of the loss.
+    ``is_bad`` tells from the loss of some samples, or with ``of_gradient`` from the gradient norm, whether they are
+    bad. It also gets that of the whole batch.
 
     Returns:
         None if no sample makes the step bad, or if the samples cannot be told apart.

@@ -106,15 +106,7 @@ class BatchFingerprints:
         _latest.pop(trainer, None)
 
     def add(self, trainer: Trainer, batch: Any, step: int, batch_idx: int, *, apart: bool) -> None:
-        """Add a recorded batch.
-
-        Args:
-            trainer: The trainer.
-            batch: The batch.
-            step: The step.
-            batch_idx: The index of the batch in its epoch.
-            apart: Discard the batches of earlier steps, because each step has a record of its own.
-        """
+        """Add a recorded batch. With ``apart``, discard those of earlier steps: each step has its own record."""
         latest, which = _latest.get(trainer), (trainer.current_epoch, step, batch_idx)
         if latest is None or latest[0] != which:
             latest = _latest[trainer] = (which, batch_fingerprint(batch))

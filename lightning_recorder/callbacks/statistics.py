@@ -157,11 +157,7 @@ class StatisticsCallback(ResumingCallback):
         """Return a recorder for the modules in a stage."""
 
     def _choose(self, pl_module: LightningModule) -> SelectedModules:
-        """Return the modules to record.
-
-        Raises:
-            SelectionError: If nothing is selected.
-        """
+        """Return the modules to record. Raise SelectionError if nothing is selected."""
         return self.selection.resolve(pl_module)
 
     # Start and end of a run.

@@ -133,19 +133,12 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
 
 @dataclass
 class _Claim:
-    """The folder that a trainer writes to.
+    """The folder that a trainer writes to."""
 
-    Args:
-        default: The folder that it would write to alone.
-        directory: The folder that it writes to.
-        lock: The lock of this folder, on rank 0 during a run.
-        users: The ids of the recorders in the run.
-    """
-
-    default: Path
-    directory: Path
-    lock: FolderLock | None = None
-    users: set[int] = field(default_factory=set)
+    default: Path  # the folder that it would write to alone
+    directory: Path  # the folder that it writes to
+    lock: FolderLock | None = None  # the lock of this folder, on rank 0 during a run
+    users: set[int] = field(default_factory=set)  # the ids of the recorders in the run
 
 
 _claims: weakref.WeakKeyDictionary[Trainer, _Claim] = weakref.WeakKeyDictionary()
@@ -157,10 +150,7 @@ def claimed_directory(trainer: Trainer, directory: Path | None, user: object) ->
     This is the given folder, unless another process has locked it. Then it is a new folder ``run-<number>`` beside it,
     and a warning says so. All recorders of a trainer get the same folder, also in its further runs.
 
-    Args:
-        trainer: The trainer.
-        directory: The folder of :func:`recorder_directory`, if the run has one.
-        user: The recorder, which calls :func:`release_directory` when its run ends.
+    The recorder calls :func:`release_directory` when its run ends.
 
     Note:
         Must be called on every rank. Rank 0 locks the folder.

@@ -565,13 +565,9 @@ class StepWatch(RecorderCallback):
 
 
 def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
-    """Insert a :class:`StepWatch` into the callbacks of a trainer that has none.
+    """Insert a :class:`StepWatch` behind the recorder whose ``setup`` runs, if the trainer has none.
 
     Lightning iterates over the callbacks in ``setup``, so it calls the hook of the inserted one, too.
-
-    Args:
-        trainer: The trainer.
-        after: The recorder whose ``setup`` runs.
     """
     if not _watches(trainer):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__

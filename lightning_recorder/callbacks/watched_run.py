@@ -55,21 +55,14 @@ _STALE = "its batches give finite values with the parameters of {steps} before, 
 
 @dataclass(frozen=True)
 class Discovery:
-    """A finding, with what is known about its step.
-
-    Args:
-        finding: The finding.
-        reading: The step.
-        batch: The batch that it is about, if it is still known.
-        parameters: The parameters from before the step, in the order of the model, if they are known.
-        is_new: False if a finding of the same kind at the same place was reported before.
-    """
+    """A finding, with what is known about its step."""
 
     finding: Finding
-    reading: Reading
-    batch: KeptBatch | None
+    reading: Reading  # the step
+    batch: KeptBatch | None  # the batch that it is about, if it is still known
+    # the parameters from before the step, in the order of the model, if they are known
     parameters: Sequence[Tensor] | None
-    is_new: bool
+    is_new: bool  # False if a finding of the same kind at the same place was reported before
 
 
 @dataclass

@@ -34,26 +34,18 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The parts of a fit that a check runs.
+    """The parts of a fit that a check runs."""
 
-    Args:
-        train: Runs the training step of a batch without a backward pass; returns the loss, or None.
-        evaluate: Runs the validation step of a batch, if there is one.
-        unchanged: Returns a context that restores the model, its gradients, the random numbers and the trainer.
-        optimizers: The optimizers.
-        clip: Clips the gradients of the parameters as the fit does.
-        loss_scale: The scale of the loss in the backward pass.
-        is_automatic: False with manual optimization.
-        without_autocast: Returns a context in which the steps run in full precision, if the fit uses autocast.
-    """
-
+    # runs the training step of a batch without a backward pass; returns the loss, or None
     train: Callable[[Any], Tensor | None]
-    evaluate: Callable[[Any], Any] | None
+    evaluate: Callable[[Any], Any] | None  # runs the validation step of a batch, if there is one
+    # returns a context that restores the model, its gradients, the random numbers and the trainer
     unchanged: Callable[[], AbstractContextManager[None]]
     optimizers: list[Optimizer]
-    clip: Callable[[list[nn.Parameter]], None] = lambda _: None
-    loss_scale: float = 1.0
-    is_automatic: bool = True
+    clip: Callable[[list[nn.Parameter]], None] = lambda _: None  # clips the gradients of the parameters as the fit does
+    loss_scale: float = 1.0  # the scale of the loss in the backward pass
+    is_automatic: bool = True  # False with manual optimization
+    # returns a context in which the steps run in full precision, if the fit uses autocast
     without_autocast: Callable[[], AbstractContextManager[None]] | None = None
 
 

@@ -53,32 +53,20 @@ def is_changed(before: list[Tensor], after: list[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Influence:
-    """The influence of a tensor of the batch.
+    """The influence of a tensor of the batch."""
 
-    Args:
-        on_prediction: True if the prediction depends on its values.
-        on_target: True if the target of a loss function depends on its values.
-        on_loss: True if the loss depends on its values.
-    """
-
-    on_prediction: bool
-    on_target: bool
-    on_loss: bool
+    on_prediction: bool  # True if the prediction depends on its values
+    on_target: bool  # True if the target of a loss function depends on its values
+    on_loss: bool  # True if the loss depends on its values
 
 
 @dataclass(frozen=True)
 class Influences:
-    """The influences of the tensors of a batch, measured in evaluation mode.
+    """The influences of the tensors of a batch, measured in evaluation mode."""
 
-    Args:
-        base: The pass with the batch as it is.
-        tensors: The influence of each tensor that differs among the samples, by path.
-        batch: The samples.
-    """
-
-    base: Pass
-    tensors: Mapping[str, Influence]
-    batch: Any
+    base: Pass  # the pass with the batch as it is
+    tensors: Mapping[str, Influence]  # the influence of each tensor that differs among the samples, by path
+    batch: Any  # the samples
 
     @property
     def inputs(self) -> list[str]:
@@ -129,11 +117,8 @@ def by_row(prediction: Tensor, call: LossCall, rows: int, batch: Any) -> Tensor 
 
     A prediction in which all samples are compared with each other has another dimension of their number.
 
-    Args:
-        prediction: The prediction, of a pass with any batch.
-        call: The same call in the pass with ``batch``, whose target shows the order of the samples.
-        rows: The number of samples.
-        batch: The batch.
+    ``call`` is the same call in the pass with ``batch``, whose target shows the order of the samples. The prediction is
+    that of a pass with any batch.
     """
     if prediction.dim() and prediction.shape[0] == rows:
         return None if rows in prediction.shape[1:] else prediction

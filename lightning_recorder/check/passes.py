@@ -29,21 +29,13 @@ _SUBTRACTIONS = {torch.sub, Tensor.sub, Tensor.__sub__, Tensor.__rsub__}
 
 @dataclass(frozen=True)
 class LossCall:
-    """A call of a loss function of torch.
+    """A call of a loss function of torch."""
 
-    Args:
-        name: The name of the function, such as ``"cross_entropy"``.
-        prediction: The first argument.
-        target: The second argument.
-        line: The line of code that called it.
-        ignored: The target that is ignored.
-    """
-
-    name: str
-    prediction: Tensor
-    target: Tensor
-    line: str
-    ignored: int = -100
+    name: str  # the name of the function, such as ``"cross_entropy"``
+    prediction: Tensor  # the first argument
+    target: Tensor  # the second argument
+    line: str  # the line of code that called it
+    ignored: int = -100  # the target that is ignored
 
     @property
     def has_classes(self) -> bool:
@@ -53,21 +45,13 @@ class LossCall:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module.
+    """A call of a module."""
 
-    Args:
-        name: The name of the module.
-        kind: The name of its class.
-        is_training: The flag ``training`` of the module.
-        inputs: The kept part of each input.
-        outputs: The kept part of each output.
-    """
-
-    name: str
-    kind: str
-    is_training: bool
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    name: str  # the name of the module
+    kind: str  # the name of its class
+    is_training: bool  # the flag ``training`` of the module
+    inputs: tuple[Tensor, ...]  # the kept part of each input
+    outputs: tuple[Tensor, ...]  # the kept part of each output
 
 
 @dataclass
@@ -97,13 +81,7 @@ class Pass:
 
 
 class Observation(TorchFunctionMode):
-    """Observe a forward pass.
-
-    Args:
-        net: The net.
-        keep: A function that returns the part of a module's input or output to keep, or None. Without it, nothing of
-            them is kept.
-    """
+    """Observe a forward pass, and keep of each module's inputs and outputs what ``keep`` returns, if it is given."""
 
     def __init__(self, net: nn.Module, keep: Callable[[Tensor], Tensor | None] | None = None) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from lightning_recorder.recordings import Comparison, Difference, Divergence, To
 from lightning_recorder.recordings.explanation import explain, place, site_name, written_apart
 from lightning_recorder.recordings.rank_spread import RankComparison, compare_ranks
 from lightning_recorder.recordings.run_changes import Change
+from lightning_recorder.records.file import json_values
 
 __all__ = ["run"]
 
@@ -208,8 +209,4 @@ def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
         return None
     about = {**asdict(divergence), "module": divergence.site.name, "path": divergence.site.path}
     del about["site"]
-    return {key: _number(value) if isinstance(value, float) else value for key, value in about.items()}
-
-
-def _number(value: float) -> float | str:
-    return value if value - value == 0 else repr(value)
+    return dict(json_values(about))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from lightning_recorder.commands.terminal import counted, number, printable, tab
 from lightning_recorder.dumps import read_metadata
 from lightning_recorder.errors import DumpError, describe_missing
 from lightning_recorder.recordings import DumpEntry, open_recording
+from lightning_recorder.records.file import json_values
 from lightning_recorder.reductions.number_formats import (
     NUMBER_FORMATS,
     FormatError,
@@ -168,15 +168,9 @@ def _state(path: Path) -> dict[str, Tensor]:
 
 
 def _about(row: _Row) -> dict[str, Any]:
-    errors = {
-        name: {key: _plain(value) for key, value in error._asdict().items()} for name, error in row.found.errors.items()
-    }
+    errors = {name: json_values(error._asdict()) for name, error in row.found.errors.items()}
     about = {"name": row.name, "kind": _kind(row), "shape": row.shape, "errors": errors}
     return {**about, "channels": _places(row.found.channels), "tokens": _places(row.found.tokens)}
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)
 
 
 def _places(outliers: list[Outlier]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import TextIO
 from lightning_recorder.commands.terminal import counted, module, printable, table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.recordings.scaling import Scaling, SiteScaling, check_scaling
+from lightning_recorder.records.file import json_values
 
 __all__ = ["run"]
 
@@ -24,8 +25,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
     runs = [run for path in arguments.runs for run in open_recording(path).runs.values()]
     found = check_scaling(runs, arguments.widths, recorder=arguments.recorder, tolerance=arguments.tolerance)
     if arguments.json:
-        plain = {"same": not found.off, "sentence": found.sentence, "advice": found.advice, **asdict(found)}
-        out.write(json.dumps(_without_nan(plain), indent=1) + "\n")
+        about = {"same": not found.off, "sentence": found.sentence, "advice": found.advice, **asdict(found)}
+        out.write(json.dumps(json_values(about), indent=1) + "\n")
     else:
         out.write("\n".join(_lines(found, is_long=arguments.all)) + "\n")
     return 1 if found.off else 0
@@ -58,12 +59,3 @@ def _table(found: Scaling, sites: Sequence[SiteScaling]) -> list[str]:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean over the runs of one width."""
     return math.fsum(values) / len(values)
-
-
-def _without_nan(value: object) -> object:
-    """Convert NaN and infinities to strings, as in the record files."""
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,6 +23,7 @@ from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.insight.unusual import compared, standing_out, unusualness
 from lightning_recorder.names import closest_names, compile_glob, is_batch
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording
+from lightning_recorder.records.file import json_values
 from lightning_recorder.records.table import Floats
 
 __all__ = ["run"]
@@ -177,7 +178,7 @@ def _values_of(
         "unusual": unusual.get((site.name, site.path)),
         "steps": [step for step, keep in zip(site.steps, kept, strict=True) if keep],
         "statistics": {
-            name: [value if math.isfinite(value) else repr(value) for value in values]
+            name: json_values(values)
             for name, values in columns.items()
             if wanted is not None or not all(map(math.isnan, values))
         },

@@ -102,10 +102,8 @@ def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[s
 def spark(values: Sequence[float], width: int, out: TextIO) -> str:
     """Draw values as bars, scaled from the smallest to the largest finite value; ``x`` marks a bar without one.
 
-    Args:
-        values: The values over time. If there are more than ``width``, each bar is the mean of several values.
-        width: The maximum number of bars.
-        out: The output stream; its encoding determines the characters for the bars.
+    If there are more values than ``width``, each bar is the mean of several. The encoding of ``out`` determines the
+    characters.
     """
     if not values:
         return ""

@@ -1,5 +1,4 @@
-from .capture.capture_call import capture_graph
-from .capture.graph_capture import GraphCapture
+from .capture.graph_capture import GraphCapture, capture_graph
 from .diff import GraphDiff, NodeChange, diff
 from .drawing import Drawing, draw, make_dot, render_network
 from .layout import Layout
@@ -11,7 +10,6 @@ from .renderers.graphdef import to_graph_def
 from .renderers.graphviz import Direction, GraphvizRenderer
 from .renderers.graphviz_styler import GraphvizStyler
 from .renderers.mermaid import MermaidRenderer, to_mermaid
-from .renderers.model_explorer import to_model_explorer, to_node_data
 from .renderers.text import TextRenderer, to_text
 from .unused import Unused
 from .views.collapse import collapse
@@ -63,8 +61,6 @@ __all__ = [
     "show_unused",
     "to_graph_def",
     "to_mermaid",
-    "to_model_explorer",
-    "to_node_data",
     "to_text",
     "truncate",
     "without",

@@ -18,11 +18,10 @@ from lightning_recorder.errors import ArgumentError, InputError, check_integer, 
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record_model import check_model, record
-from lightning_recorder.graph.renderers.details import check_measured
+from lightning_recorder.graph.renderers.details import SOURCE_LINK, check_measured
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
 from lightning_recorder.graph.renderers.mermaid import to_mermaid
-from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled

@@ -65,23 +65,14 @@ Widths = dict[str, dict[str, int]]
 
 @dataclass
 class Frame:
-    """A frame in a layout, in points; y goes up.
+    """A frame in a layout, in points; y goes up."""
 
-    Args:
-        left: The left border.
-        right: The right border.
-        middle: The horizontal center of the title with its cells.
-        width: The width of the title with its cells.
-        bottom: The lower end of the title.
-        top: The upper end of the title.
-    """
-
-    left: float
-    right: float
-    middle: float
-    width: float
-    bottom: float
-    top: float
+    left: float  # the left border
+    right: float  # the right border
+    middle: float  # the horizontal center of the title with its cells
+    width: float  # the width of the title with its cells
+    bottom: float  # the lower end of the title
+    top: float  # the upper end of the title
 
 
 def main(renderer: str, document: str, *pictures: str) -> None:
@@ -100,10 +91,7 @@ def main(renderer: str, document: str, *pictures: str) -> None:
 def arranged(renderer: str, source: str, start: float) -> tuple[str, Any]:
     """Return a document in which no edge crosses a title, if there is room for it, and its layout.
 
-    Args:
-        renderer: As for :func:`main`.
-        source: The document.
-        start: The processor time at which the first layout of the picture began.
+    ``start`` is the processor time at which the first layout of the picture began.
     """
     for attempt in range(_ROUNDS):
         before = worked_s()
@@ -122,19 +110,12 @@ def arranged(renderer: str, source: str, start: float) -> tuple[str, Any]:
 
 @dataclass
 class Sheets:
-    """A document in parts: each statement is a line, or several if a label has line breaks.
+    """A document in parts: each statement is a line, or several if a label has line breaks."""
 
-    Args:
-        settings: The statements about the graph and all nodes and edges.
-        parts: The statements of each sheet, without the frame around them, and those of what is on none.
-        edges: The edges of each part.
-        between: The edges from one side of a U-Net to the other.
-    """
-
-    settings: list[str]
-    parts: list[list[str]]
-    edges: list[list[str]]
-    between: list[str]
+    settings: list[str]  # the statements about the graph and all nodes and edges
+    parts: list[list[str]]  # the statements of each sheet, without the frame around them, and those of what is on none
+    edges: list[list[str]]  # the edges of each part
+    between: list[str]  # the edges from one side of a U-Net to the other
 
 
 def sheets_of(source: str) -> Sheets:
@@ -257,10 +238,8 @@ def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
 def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]]) -> None:
     """Move everything in a layout to other heights; a title stays at the border of its frame.
 
-    Args:
-        layout: The layout.
-        least: The height that becomes zero.
-        gaps: Where a stretch without nodes begins and ends, and by how much it becomes longer.
+    The height ``least`` becomes zero. A gap is where a stretch without nodes begins and ends, and by how much it
+    becomes longer.
     """
 
     def height(y: float) -> float:
@@ -350,10 +329,7 @@ def with_margins(source: str, width: float, height: float) -> str:
 
     A page that is much longer than a sheet stays narrow, since margins would make a bitmap of it very large.
 
-    Args:
-        source: The document.
-        width: The width of its contents, in points.
-        height: Their height, in points.
+    The width and the height of the contents are in points.
     """
     found = re.search(r'\bpad="([\d.]+),([\d.]+)"', source)
     if found is None or max(width, height) > _LONGEST:

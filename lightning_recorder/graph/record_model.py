@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, ForwardError, InputError
-from lightning_recorder.graph.capture.capture_call import capture_call
+from lightning_recorder.graph.capture.graph_capture import capture_call
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, checked_device, make_inputs, way_out
 from lightning_recorder.internals.autograd import fake_mode

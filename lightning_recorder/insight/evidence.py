@@ -55,15 +55,10 @@ class View:
     """One site in all its records. A site without a record is False, and has no values.
 
     The statistics are attributes: ``view.rms`` has the known values, ``[n]``, in the order of the records.
-
-    Args:
-        evidence: The evidence that has the site.
-        table: The table of the site.
-        site: The site.
     """
 
-    evidence: Evidence = field(repr=False, compare=False)
-    table: History = field(repr=False)
+    evidence: Evidence = field(repr=False, compare=False)  # the evidence that has the site
+    table: History = field(repr=False)  # the table of the site
     site: Site
 
     def __bool__(self) -> bool:
@@ -162,13 +157,9 @@ class View:
     ) -> Finding:
         """Make a finding. The rule that yields it adds its name and its texts where they are empty.
 
-        Args:
-            verdict: The fault, in one sentence.
-            statistic: The statistic to show over time.
-            since: The first step that shows it; by default the first record.
-            others: Further modules with the same fault.
-            parts: The heads or experts with the fault, if not all of the layer have it.
-            numbers: The compared values.
+        ``statistic`` is shown over time. ``since`` is the first step that shows the fault, by default the first record.
+        ``others`` are further modules with it, and ``parts`` the heads or experts that have it, if not all of the layer
+        do.
         """
         steps = [step for step in self.table.steps if since is None or step >= since] or self.table.steps or [0]
         return Finding(
@@ -201,33 +192,22 @@ class View:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a rule may examine.
+    """Everything that a rule may examine."""
 
-    Args:
-        activations: The outputs in training.
-        gradients: The gradients of the outputs.
-        parameters: The parameters, their gradients, updates and optimizer states.
-        validation: The outputs in validation.
-        wiring: The modules and their edges.
-        coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
-        inputs: The inputs of modules in training, if they were recorded.
-        losses: The predictions and targets of losses in training.
-        heads: The heads of attention in training, with the statistics of :data:`HEAD_STATISTICS`; see :func:`parts_of`.
-        experts: The experts of routers in training, with those of :data:`EXPERT_STATISTICS`.
-        data: The samples of the batches.
-    """
-
-    activations: History
-    gradients: History
-    parameters: History
-    validation: History
-    wiring: Wiring
+    activations: History  # the outputs in training
+    gradients: History  # the gradients of the outputs
+    parameters: History  # the parameters, their gradients, updates and optimizer states
+    validation: History  # the outputs in validation
+    wiring: Wiring  # the modules and their edges
+    # the contents of the receipt: the missing modules of each recorder with the reasons
     coverage: Mapping[str, Any] = field(default_factory=dict)
-    inputs: History = field(default_factory=_none)
-    losses: History = field(default_factory=_none)
+    inputs: History = field(default_factory=_none)  # the inputs of modules in training, if they were recorded
+    losses: History = field(default_factory=_none)  # the predictions and targets of losses in training
+    # the heads of attention in training, with the statistics of :data:`HEAD_STATISTICS`; see :func:`parts_of`
     heads: History = field(default_factory=_none)
+    # the experts of routers in training, with those of :data:`EXPERT_STATISTICS`
     experts: History = field(default_factory=_none)
-    data: DataFacts = field(default_factory=DataFacts)
+    data: DataFacts = field(default_factory=DataFacts)  # the samples of the batches
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""

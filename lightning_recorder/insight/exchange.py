@@ -33,21 +33,13 @@ _NOTHING = Gap("the run", "nothing was recorded", (), is_expected=False)
 
 @dataclass(frozen=True)
 class ExaminedRun:
-    """A run and what was found in it.
+    """A run and what was found in it."""
 
-    Args:
-        name: The name of the run.
-        directory: The folder of its recordings.
-        diagnosis: What was found; ``None`` if nothing was recorded.
-        graph: The recorded graph, for the lines of code.
-        ignored: The names of the rules that were left out.
-    """
-
-    name: str
-    directory: Path
-    diagnosis: Diagnosis | None
-    graph: Graph | None = None
-    ignored: Sequence[str] = ()
+    name: str  # the name of the run
+    directory: Path  # the folder of its recordings
+    diagnosis: Diagnosis | None  # what was found; ``None`` if nothing was recorded
+    graph: Graph | None = None  # the recorded graph, for the lines of code
+    ignored: Sequence[str] = ()  # the names of the rules that were left out
 
     @property
     def findings(self) -> list[Finding]:

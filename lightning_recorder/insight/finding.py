@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.records.file import json_values
 from lightning_recorder.untrusted import check_fields
 
 __all__ = [
@@ -106,30 +107,22 @@ class Trace:
 
 @dataclass(frozen=True)
 class RankStrip:
-    """The distance of each rank from the others, for each compared tensor: the strip of a finding about ranks.
+    """The distance of each rank from the others, for each compared tensor: the strip of a finding about ranks."""
 
-    Args:
-        ranks: The ranks, the rows.
-        names: The names of the tensors, the columns.
-        kinds: The kind of each tensor: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"state"``.
-        parts: The shard of each tensor on each rank, ``[tensors][ranks]``; -1 if a rank lacks the tensor. Only equal
-            shards are compared.
-        groups: The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest
-            group is 0.
-        distances: The largest difference of a compared value from group 0, relative to the root mean square of the
-            compared values, ``[tensors][ranks]``.
-        compared: The number of all tensors that were compared, of which some may have no column.
-        step: The number of steps after which they were compared.
-    """
-
-    ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
+    ranks: tuple[int, ...]  # the ranks, the rows
+    names: tuple[str, ...]  # the names of the tensors, the columns
+    kinds: tuple[str, ...]  # the kind of each tensor: ``"parameter"``, ``"gradient"``, ``"buffer"`` or ``"state"``
+    # The shard of each tensor on each rank, ``[tensors][ranks]``; -1 if a rank lacks the tensor. Only equal shards are
+    # compared.
     parts: tuple[tuple[int, ...], ...]
+    # The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest group is
+    # 0.
     groups: tuple[tuple[int, ...], ...]
+    # the largest difference of a compared value from group 0, relative to the root mean square of the compared values,
+    # ``[tensors][ranks]``
     distances: tuple[tuple[float, ...], ...]
-    compared: int
-    step: int = 0
+    compared: int  # the number of all tensors that were compared, of which some may have no column
+    step: int = 0  # the number of steps after which they were compared
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
         >>> findings_to_json([])
         {'format': 'lightning_recorder.findings/1', 'healthy': True, 'findings': []}
     """
-    plain = [_plain(asdict(each)) for each in findings]
+    plain = [json_values(asdict(each)) for each in findings]
     return {"format": FINDINGS_FORMAT, "healthy": all(each.is_note for each in findings), "findings": plain}
 
 
@@ -242,9 +235,7 @@ def recorded(names: Set[str], modules: Iterable[str]) -> dict[str, str]:
 def rows_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[tuple[Finding, int | None]]:
     """Return each finding with the row of its tensor, or else of the first tensor of its module or inside of it.
 
-    Args:
-        findings: The findings. Those about modules without a row are left out; those about the whole model have None.
-        sites: The sites of the rows.
+    Findings about modules without a row are left out; those about the whole model have None.
     """
     rows = {site: place for place, site in enumerate(sites)}
     first: dict[str, int] = {}
@@ -392,16 +383,6 @@ def _strip(data: Mapping[str, Any]) -> RankStrip:
     ):
         raise ValueError("a strip has not one value for each tensor and rank")
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    return value
 
 
 def _number(value: Any) -> float:

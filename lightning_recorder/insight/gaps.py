@@ -105,11 +105,7 @@ class Diagnosis:
 
 
 def group_records(tables: Mapping[tuple[str, str], Any]) -> dict[str, int]:
-    """Return the number of records with at least one tensor for each group, and for the validation.
-
-    Args:
-        tables: The tables by group and stage, as an examination keeps them.
-    """
+    """Return the number of records with at least one tensor for each group, and for the validation."""
     found = dict.fromkeys((*_GROUPS, VALIDATION), 0)
     for (group, stage), table in tables.items():
         name = group.removesuffix(" of inputs") if stage == "train" else VALIDATION
@@ -123,11 +119,7 @@ def gaps_of(
 ) -> tuple[Gap, ...]:
     """Return the rules that could not run, each under the first reason.
 
-    Args:
-        records: The result of :func:`group_records`.
-        coverage: The contents of ``receipt.json``.
-        rules: The rules to run.
-        known: True for :data:`GRAPH` and :data:`DATA` if there is a recorded graph, and if batches were watched.
+    ``known`` has True for :data:`GRAPH` and :data:`DATA` if there is a recorded graph, and if batches were watched.
     """
     left = [rule for rule in rules if rule.needs]
     found = []

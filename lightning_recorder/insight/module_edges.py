@@ -22,10 +22,7 @@ class Wiring:
     A functional operation that is not recorded is looked through, so that after ``h = x + self.branch(x)`` the next
     module is fed by ``branch`` and by the producer of ``x``. Without a graph, each module is fed by the one before it.
 
-    Args:
-        names: The names of the recorded modules in the order of execution.
-        graph: The recorded graph, if there is one.
-        types: The class names of modules, in addition to those in the graph.
+    The names are in the order of execution. ``types`` has class names of modules beside those in the graph.
     """
 
     def __init__(
@@ -151,11 +148,7 @@ class Wiring:
         return len(feeds) < 2 and len(users) < 2
 
     def is_parallel(self, before: str) -> bool:
-        """Return True if the members of a list do not feed each other, as experts, and at least two were called.
-
-        Args:
-            before: The name of the list with a dot, such as ``"experts."``.
-        """
+        """Return True if the members of a list such as ``"experts."`` do not feed each other, and two were called."""
 
         def member(name: str) -> str:
             return name[len(before) :].partition(".")[0]

@@ -40,24 +40,15 @@ _Item = tuple[str, str, str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True)
 class OddLimits:
-    """The limits of the comparison of blocks.
+    """The limits of the comparison of blocks."""
 
-    Args:
-        fewest: The least number of blocks in a list.
-        kinds: The largest number of kinds of calls in which the odd block differs. A block of another design differs in
-            more.
-        period: The largest number of blocks after which the kinds of blocks in a list repeat.
-        periods: The least number of such periods in a list.
-        alike: The least number of equal blocks in a network in stages.
-        others: The largest share of blocks that are neither equal nor the odd one.
-    """
-
-    fewest: int = 8
+    fewest: int = 8  # the least number of blocks in a list
+    # The largest number of kinds of calls in which the odd block differs. A block of another design differs in more.
     kinds: int = 3
-    period: int = 8
-    periods: int = 3
-    alike: int = 6
-    others: float = 0.25
+    period: int = 8  # the largest number of blocks after which the kinds of blocks in a list repeat
+    periods: int = 3  # the least number of such periods in a list
+    alike: int = 6  # the least number of equal blocks in a network in stages
+    others: float = 0.25  # the largest share of blocks that are neither equal nor the odd one
 
 
 LIMITS = OddLimits()
@@ -68,26 +59,17 @@ _known: tuple[weakref.ref[Graph], OddLimits, tuple[OddBlock, ...]] | None = None
 
 @dataclass(frozen=True)
 class OddBlock:
-    """A block that differs from all other blocks of its list.
+    """A block that differs from all other blocks of its list."""
 
-    Args:
-        module: The module in which it differs: the block, or a module inside of it.
-        block: The block.
-        others: The number of the blocks that it is compared with: all others, or those of its kind.
-        what: The difference, in words.
-        source: The line of code of a call that the block has and the others lack, or the other way around.
-        may_be_design: True if the block only calls functions or modules that the others do not, makes another mask, or
-            has layers of another class or fewer layers. It may be of another kind by design, such as one with global
-            attention.
-        is_one_kind: True if all others are equal; False if they differ in sizes or are of several kinds in turn.
-    """
-
-    module: str
+    module: str  # the module in which it differs: the block, or a module inside of it
     block: str
-    others: int
-    what: str
-    source: str = ""
+    others: int  # the number of the blocks that it is compared with: all others, or those of its kind
+    what: str  # the difference, in words
+    source: str = ""  # the line of code of a call that the block has and the others lack, or the other way around
+    # True if the block only calls functions or modules that the others do not, makes another mask, or has layers of
+    # another class or fewer layers. It may be of another kind by design, such as one with global attention.
     may_be_design: bool = False
+    # True if all others are equal; False if they differ in sizes or are of several kinds in turn
     is_one_kind: bool = True
 
 
@@ -129,13 +111,7 @@ def _odd_blocks(graph: Graph, limits: OddLimits) -> tuple[OddBlock, ...]:
 
 
 def _lists(graph: Graph, list_of: Callable[[Node], Hashable], fewest: int) -> Iterator[list[list[Node]]]:
-    """Yield the calls of the modules of each list, in the order of their numbers.
-
-    Args:
-        graph: The graph.
-        list_of: Returns the list of a module, or None if it is in none.
-        fewest: The least number of modules.
-    """
+    """Yield the calls of the modules of each list of at least ``fewest``, in the order of their numbers."""
     lists: dict[Hashable, dict[tuple[int, ...], list[Node]]] = defaultdict(dict)
     for node in graph.nodes:
         if node.kind in ("backward", "optimizer"):
@@ -188,15 +164,7 @@ def _other_calls(calls: Sequence[Sequence[Node]]) -> Iterator[OddBlock]:
 
 
 class _Blocks:
-    """The blocks of a list, with their contents.
-
-    Args:
-        graph: The graph.
-        parts: The same graph.
-        blocks: The calls of the blocks.
-        limits: The limits of the comparison.
-        with_sizes: Also compare settings that decide sizes.
-    """
+    """The blocks of a list, with their contents. ``with_sizes`` also compares settings that decide sizes."""
 
     def __init__(
         self, graph: Graph, parts: MutableGraph, blocks: Sequence[Node], limits: OddLimits, *, with_sizes: bool

@@ -22,12 +22,7 @@ def new_parts(statistics: Sequence[str]) -> History:
 
 
 def add_parts(history: History, table: Table) -> None:
-    """Add the vectors of a record: each entry is a site, whose path is its number in its layer.
-
-    Args:
-        history: The result of :func:`new_parts`.
-        table: The record.
-    """
+    """Add the vectors of a record to a history: each entry is a site, whose path is its number in its layer."""
     names = history.statistics[:-2]
     blocks: dict[Site, NDArray[np.float64]] = {}
     for site in table.sites:

@@ -40,23 +40,14 @@ FORWARD = 3
 
 @dataclass(frozen=True)
 class SiblingLimits:
-    """The limits of a comparison of siblings.
+    """The limits of a comparison of siblings."""
 
-    Args:
-        fewest: The least number of siblings.
-        factor: The least factor from their median.
-        margin: The least factor from the nearest of them.
-        at_the_end: A further factor for the first and the last block, which have other neighbors.
-        vector: A further factor for biases and other vectors, and for the gradients of weights.
-        zero: The largest rms of a parameter that is zero.
-    """
-
-    fewest: int = 4
-    factor: float = 8.0
-    margin: float = 4.0
-    at_the_end: float = 3.0
-    vector: float = 4.0
-    zero: float = 1e-6
+    fewest: int = 4  # the least number of siblings
+    factor: float = 8.0  # the least factor from their median
+    margin: float = 4.0  # the least factor from the nearest of them
+    at_the_end: float = 3.0  # a further factor for the first and the last block, which have other neighbors
+    vector: float = 4.0  # a further factor for biases and other vectors, and for the gradients of weights
+    zero: float = 1e-6  # the largest rms of a parameter that is zero
 
 
 LIMITS = SiblingLimits()
@@ -150,14 +141,7 @@ def all_outliers(
 
 
 def initial_steps(evidence: Evidence, table: History, site: Site, limits: SiblingLimits) -> list[int]:
-    """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it.
-
-    Args:
-        evidence: The evidence.
-        table: The table of the parameters.
-        site: The parameter.
-        limits: The limits of the comparison.
-    """
+    """Return the first records in which the rms of a parameter that began unlike its siblings is still far from it."""
     values = table.get("rms")
     is_known = ~np.isnan(values)
     alike = {each: 1.0 for each, at in table.places.items() if each.path == site.path and is_known[:, at].any()}

@@ -170,11 +170,7 @@ def choose(degrees: Floats, most: int, sites: Sequence[Hashable] = ()) -> list[i
 
 
 class _Groups:
-    """The sites to compare a site with.
-
-    Args:
-        names: The names and paths of the sites.
-    """
+    """The sites to compare a site with."""
 
     def __init__(self, names: tuple[tuple[str, str], ...]) -> None:
         by_path: dict[str, dict[str, int]] = defaultdict(dict)
@@ -244,8 +240,7 @@ def _log10(sizes: Floats) -> tuple[Logs, Logs]:
 
     They are float32, since there may be many and a millionth of a decade does not matter.
 
-    Args:
-        sizes: The sizes, ``[sites, statistics, steps]``. They are overwritten.
+    The sizes, ``[sites, statistics, steps]``, are overwritten.
     """
     zero = sizes == 0
     sizes[zero | np.isinf(sizes)] = np.nan
@@ -257,13 +252,10 @@ def _log10(sizes: Floats) -> tuple[Logs, Logs]:
 
 
 def _degrees(logs: Logs, floor: Logs, groups: _Groups, *, is_latest: bool) -> Floats:
-    """Return the largest degree of each site, ``[sites]``.
+    """Return the largest degree of each site, ``[sites]``, from logarithms, ``[sites, statistics, steps]``.
 
-    Args:
-        logs: The logarithms, ``[sites, statistics, steps]``.
-        floor: The logarithm of zero, ``[statistics, 1]``.
-        groups: The sites to compare a site with.
-        is_latest: Compare only the last step with the neighbors.
+    ``floor`` is the logarithm of zero, ``[statistics, 1]``. With ``is_latest``, only the last step is compared with the
+    neighbors.
     """
     found = np.zeros(len(logs))
     for group in groups.equal:
@@ -323,11 +315,7 @@ def _nearest(count: int) -> NDArray[np.int64]:
 
 
 def _over_steps(degrees: Logs) -> Logs:
-    """Return the largest degree at the last step, or half of the largest at any step if that is more.
-
-    Args:
-        degrees: The degrees, ``[…, statistics, steps]``.
-    """
+    """Return the degree, of ``[…, statistics, steps]``: the largest at the last step, or half of the largest at any."""
     known = np.where(np.isnan(degrees), 0.0, degrees)
     found: Logs = np.maximum(known[..., -1].max(axis=-1), _EARLIER * known.max(axis=(-2, -1)))
     return found

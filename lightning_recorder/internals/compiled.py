@@ -57,9 +57,7 @@ def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = Fals
     Code that is compiled later, or for the first time during the call, is included. Without an observer such calls run
     no code of this package.
 
-    Args:
-        observer: The function.
-        first: Call it before the other observers, and not after them.
+    With ``first``, the observer is called before the others, and not after them.
 
     Returns:
         False if this version of torch has no suitable entry point; then nothing is observed.

@@ -64,14 +64,9 @@ def forget_indices(loader: object) -> None:
 
 
 def indices_of(iterator: object, number: int | None) -> list[int] | None:
-    """Return the indices of the samples in a batch that an iterator over a data loader has given, in order.
+    """Return the indices of the samples in the batch with this :func:`batch_number` of an iterator, in order.
 
-    Args:
-        iterator: The iterator.
-        number: The :func:`batch_number` of the batch.
-
-    Returns:
-        None if they are not known, or are no whole numbers.
+    None if they are not known, or are no whole numbers.
     """
     kept = getattr(iterator, "_sampler_iter", None)
     found = kept.get(number) if type(kept) is _KeptIterator and number is not None else None

@@ -216,12 +216,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
-    """Return copies whose tensors the net may write to.
-
-    Args:
-        values: Values of any type, with tensors at any depth of nesting.
-        copied: A function that returns the replacement of a detached tensor.
-    """
+    """Return copies whose tensors the net may write to. ``copied`` replaces a detached tensor at any depth."""
     # copy.deepcopy rejects tensors computed by autograd, so the memo is filled with their replacements. An object that
     # is passed twice remains one object: attention checks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]

@@ -22,10 +22,7 @@ _COMPARED_BYTES = 64
 
 
 class RandomStates:
-    """The states of the generators of torch, Python and NumPy.
-
-    Args:
-        devices: The devices whose generators are kept, in addition to that of the CPU.
+    """The states of the generators of torch, Python and NumPy, with those of further devices than the CPU.
 
     Note:
         Does not wait for a device: the state of a CUDA generator is a seed and an offset on the host. Reading the state

@@ -23,17 +23,11 @@ _PLAIN = (str, bytes, int, float, bool, type(None), type, Tensor, np.ndarray)
 
 
 class Draws(NamedTuple):
-    """A source of random numbers of which several workers draw the same.
+    """A source of random numbers of which several workers draw the same."""
 
-    Args:
-        source: Its name, such as ``"numpy.random"`` or ``"dataset.rng"``.
-        workers: The number of workers that draw the same.
-        first: Digests of the states of the first worker, to be compared with those of another epoch.
-    """
-
-    source: str
-    workers: int
-    first: tuple[int, ...]
+    source: str  # its name, such as ``"numpy.random"`` or ``"dataset.rng"``
+    workers: int  # the number of workers that draw the same
+    first: tuple[int, ...]  # digests of the states of the first worker, to be compared with those of another epoch
 
 
 class WatchedCollate:

@@ -630,11 +630,7 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _checked(recorders: Iterable[Any]) -> list[RecorderCallback | Check]:
-    """Return the recorders.
-
-    Raises:
-        ArgumentError: If one of them is none.
-    """
+    """Return the recorders. Raise ArgumentError if one of them is none."""
     found = list(recorders)
     for each in found:
         if not isinstance(each, (RecorderCallback, Check)):

@@ -100,20 +100,7 @@ class PlainLoop:
 
 
 class LoopTrainer:
-    """Offers what the recorders read from a Trainer. ``Monitor`` keeps it up to date.
-
-    Args:
-        root: The model.
-        callbacks: The recorders. Those that add others change this list.
-        loggers: The loggers.
-        log_dir: The folder of the run.
-        log_every_n_steps: The interval of recorded steps, and of values that are logged.
-        optimizers: The optimizers that are known so far.
-        scaler: The ``GradScaler`` of the loop.
-        step_function: Computes the loss of a batch, so that a step can be run again.
-        accumulate_grad_batches: The number of batches by which the loop divides its loss.
-        clip: The norm to which the loop clips its gradients, if that is known.
-    """
+    """Offers what the recorders read from a Trainer. ``Monitor`` keeps it up to date."""
 
     fast_dev_run = barebones = sanity_checking = enable_validation = is_last_batch = False
     ckpt_path: str | None = None

@@ -10,13 +10,11 @@ from lightning_recorder.outputs.dumps import (
     check_dumps,
 )
 from lightning_recorder.outputs.findings import RunFindings
-from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.formatter import SinkFormatter, TagBudget
 from lightning_recorder.outputs.graph_output import GraphOutput
-from lightning_recorder.outputs.pipeline import RecordConsumer, RecordPipeline
+from lightning_recorder.outputs.pipeline import RecordConsumer, RecordFile, RecordPipeline
 from lightning_recorder.outputs.plotter import DrawingTime, Plotter
 from lightning_recorder.outputs.receipt import write_receipt
-from lightning_recorder.outputs.record_file import RecordFile
-from lightning_recorder.outputs.tag_budget import TagBudget
 
 __all__ = [
     "TENSOR_DUMP_TIMES",

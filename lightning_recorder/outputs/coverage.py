@@ -39,50 +39,30 @@ _REASONS = (
 
 @dataclass(frozen=True)
 class Coverage:
-    """The facts about the selected modules after a recorded step.
+    """The facts about the selected modules after a recorded step."""
 
-    Args:
-        root: The model.
-        modules: The selected modules by name.
-        fired: The names of the modules that were recorded.
-        called: The names of the modules that were called, as observed by hooks.
-        failed: The names of the modules whose recording failed.
-        skipped: The names of the modules that were skipped because they are compiled.
-        without_gradient: The names of the modules whose outputs require no gradient.
-        changed_in_place: The names of the modules with an unknown output gradient because the output was changed in
-            place.
-        trained: The names of the modules that own a parameter with a gradient.
-        of: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
-        tensors: The recorded tensors of modules: ``"inputs"``, ``"outputs"`` or both.
-        parts: The recorded parts of parameters, such as ``"gradients"``.
-        is_default: True if the modules were selected by default. Loss modules that are never called are then not listed
-            as missing.
-        state_bytes: The size of the states on the devices, in bytes.
-        ran_eagerly: The names of the compiled functions that ran eagerly because they were recorded.
-        compiled_calls: The names of the compiled functions that ran while the hooks were registered.
-        compiled: How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may
-            follow. Empty if there are none, or if that is not chosen.
-        unseen_functions: The part of the model in which no torch functions were recorded, with the reason; empty if
-            there is none.
-    """
-
-    root: nn.Module
-    modules: Mapping[str, nn.Module]
-    fired: Collection[str]
-    called: Collection[str] = ()
-    failed: Collection[str] = ()
-    skipped: Collection[str] = ()
-    without_gradient: Collection[str] = ()
+    root: nn.Module  # the model
+    modules: Mapping[str, nn.Module]  # the selected modules by name
+    fired: Collection[str]  # the names of the modules that were recorded
+    called: Collection[str] = ()  # the names of the modules that were called, as observed by hooks
+    failed: Collection[str] = ()  # the names of the modules whose recording failed
+    skipped: Collection[str] = ()  # the names of the modules that were skipped because they are compiled
+    without_gradient: Collection[str] = ()  # the names of the modules whose outputs require no gradient
+    # the names of the modules with an unknown output gradient because the output was changed in place
     changed_in_place: Collection[str] = ()
-    trained: Collection[str] = ()
-    of: str = "activations"
-    tensors: Collection[str] = ("outputs",)
-    parts: Collection[str] = ()
+    trained: Collection[str] = ()  # the names of the modules that own a parameter with a gradient
+    of: str = "activations"  # the kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``
+    tensors: Collection[str] = ("outputs",)  # the recorded tensors of modules: ``"inputs"``, ``"outputs"`` or both
+    parts: Collection[str] = ()  # the recorded parts of parameters, such as ``"gradients"``
+    # True if the modules were selected by default. Loss modules that are never called are then not listed as missing.
     is_default: bool = False
-    state_bytes: int = 0
-    ran_eagerly: Collection[str] = ()
-    compiled_calls: Collection[str] = ()
+    state_bytes: int = 0  # the size of the states on the devices, in bytes
+    ran_eagerly: Collection[str] = ()  # the names of the compiled functions that ran eagerly because they were recorded
+    compiled_calls: Collection[str] = ()  # the names of the compiled functions that ran while the hooks were registered
+    # How compiled modules are recorded: ``"inside"``, or ``"eager"``, which a colon and the reason may follow. Empty if
+    # there are none, or if that is not chosen.
     compiled: str = ""
+    # the part of the model in which no torch functions were recorded, with the reason; empty if there is none
     unseen_functions: str = ""
 
     @property

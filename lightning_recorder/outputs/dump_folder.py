@@ -23,21 +23,14 @@ _ABOUT_BYTES = 400  # an estimate for the names of a tensor in a dump and in the
 
 @dataclass(frozen=True)
 class DumpContent:
-    """The tensors of one dump, with what its manifest says about them.
-
-    Args:
-        step: The step.
-        epoch: The epoch.
-        tensors: The tensors by name, on any device.
-        samples: For dumps of statistics, the number of values of each site; otherwise ``None``.
-        entries: Further entries of the manifest.
-    """
+    """The tensors of one dump, with what its manifest says about them."""
 
     step: int
     epoch: int
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # the tensors by name, on any device
+    # for dumps of statistics, the number of values of each site; otherwise ``None``
     samples: Mapping[str, int] | None = None
-    entries: Mapping[str, Any] = field(default_factory=dict)
+    entries: Mapping[str, Any] = field(default_factory=dict)  # further entries of the manifest
 
 
 class DumpFolder:
@@ -86,11 +79,7 @@ class DumpFolder:
         self._rows: list[str] = []
 
     def write(self, content: DumpContent, reason: str) -> Path | None:
-        """Write a dump to the folder.
-
-        Args:
-            content: The content of the dump.
-            reason: The reason for the manifest: ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
+        """Write a dump to the folder. The reason is ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
 
         Returns:
             The path of the file, or ``None`` if there is no folder, ``max_total_bytes`` is reached, or the file cannot

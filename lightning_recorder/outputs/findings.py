@@ -195,10 +195,7 @@ class RunFindings:
     def end(self, label: str, sink: Sink | None, why: str = "") -> bool:
         """End the records of a recorder; after the last one, report the findings and return True.
 
-        Args:
-            label: The label of the recorder.
-            sink: The sink for the text with the findings.
-            why: The reason why it has no records, or no more from some step on. The receipt of the run keeps it.
+        ``why`` is the reason why it has no records, or no more from some step on. The receipt of the run keeps it.
         """
         with self._lock:
             self._open.discard(label)

@@ -28,13 +28,9 @@ _RETRY_S = 1.0
 class GraphOutput:
     """Write a graph to a sink and to files, and draw its picture in a separate process.
 
-    Args:
-        name: The name of the files and of the tag.
-        directory: The folder of the files; ``None`` writes none.
-        sink: The sink for the graph and its picture; may be ``None``.
-        formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. The sink receives the PNG.
-        strict: Raise errors instead of warning about them, unless the disk is full.
-        options: The keyword arguments of :class:`~lightning_recorder.graph.GraphPicture`.
+    Without a directory, no files are written. The formats are any of ``svg``, ``png`` and ``pdf``, and the sink, which
+    may be missing, receives the PNG. ``options`` are those of :class:`~lightning_recorder.graph.GraphPicture`. With
+    ``strict``, errors are raised instead of warned about, unless the disk is full.
     """
 
     def __init__(

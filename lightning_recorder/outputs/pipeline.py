@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
+from typing_extensions import override
 
 from lightning_recorder.disk import fits, raise_errors
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
+from lightning_recorder.recordings import RecordWriter, records_path
 from lightning_recorder.records.table import SiteStatistics, Table
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.snapshot import Record, statistics_of
 from lightning_recorder.taps import Site
 
-__all__ = ["RecordConsumer", "RecordPipeline"]
+__all__ = ["RecordConsumer", "RecordFile", "RecordPipeline"]
 
 
 class RecordConsumer(ABC):
@@ -46,11 +48,7 @@ class RecordConsumer(ABC):
 
     @abstractmethod
     def on_record(self, found: Table) -> None:
-        """Receive a record.
-
-        Args:
-            found: The statistics of its sites in module order, possibly empty, and its facts.
-        """
+        """Receive a record: the statistics of its sites in module order, possibly none, and its facts."""
 
     def flush(self) -> None:  # noqa: B027 - most hold nothing back
         """Write what :meth:`on_record` has held back. Called after one or more records, before the receipt."""
@@ -140,14 +138,7 @@ class RecordPipeline:
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
     ) -> None:
-        """Begin a run.
-
-        Args:
-            sink: The sink for the records, which must accept writes from any thread.
-            directory: The folder of the run's recordings.
-            label: The name of the recorder in files.
-            artifact_sinks: The sink for files.
-        """
+        """Begin a run. The sink for its records must accept writes from any thread, unlike that for files."""
         self._seal()
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self._directory = directory
@@ -397,3 +388,67 @@ class RecordPipeline:
             if self._strict:
                 raise
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
+
+
+_LEFT_OUT = ("calls", "diverged", "is_sample")  # if they are empty or False
+
+
+class RecordFile(RecordConsumer):
+    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads."""
+
+    takes_samples = True
+
+    def __init__(
+        self,
+        directory: Path,
+        label: str,
+        *,
+        group: str,
+        name: str = "",
+        ranks: int = 1,
+        settings: Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._writer = RecordWriter(records_path(directory, label), strict=strict)
+        self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._settings = {} if settings is None else settings
+        self._group = group
+        self._has_begun = False
+        self._header_bytes = 0  # written once, so they are no part of the bytes per record
+        self._held: list[tuple[dict[str, Any], Table]] = []
+
+    def __str__(self) -> str:
+        return f"the file of records {self._writer.path.name}"
+
+    @property
+    @override
+    def written_bytes(self) -> int:
+        return self._writer.written_bytes - self._header_bytes
+
+    @override
+    def on_record(self, found: Table) -> None:
+        table = found.take(found.schema.order_of(self._group))
+        fields = {**table.about, **_calls(table.about["calls"], table)}
+        fields = {name: value for name, value in fields.items() if name not in _LEFT_OUT or value}
+        if fields.pop("batch", None) is not None:
+            fields["batch"] = table.about["batch"]
+        if table.about["diverged"]:
+            fields["diverged"] = sorted(map(list, table.about["diverged"]))
+        self._held.append((fields, table))
+
+    @override
+    def flush(self) -> None:
+        if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
+            self._has_begun = True
+            self._begin(settings=dict(self._settings))
+            self._header_bytes = self._writer.written_bytes
+        held, self._held = self._held, []
+        self._writer.write_all(held)
+
+
+def _calls(calls: Mapping[Site, int], table: Table) -> dict[str, Any]:
+    """Return the number of tensors of each site, and their order if it is not that of the sites."""
+    if tuple(calls) == table.sites:  # the common case
+        return {"calls": list(calls.values())}
+    order = [table.rows[site] for site in calls if site in table]
+    return {"calls": [calls.get(site, 0) for site in table.sites], "order": order} if calls else {}

@@ -51,9 +51,6 @@ class DrawingTime:
 
     All recorders of a trainer share it. A drawing is allowed if the previous ones and its own expected time, which is
     that of the previous one, are within the limit.
-
-    Args:
-        clock: A function that returns a time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -200,55 +200,35 @@ class Change:
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """A summary of the recorded modules of a run so far, and of the costs of recording.
+    """A summary of the recorded modules of a run so far, and of the costs of recording."""
 
-    Args:
-        step: The first recorded step.
-        sites: The recorded paths by module name.
-        missing: The reasons for missing records by module name, the most important reasons first.
-        state_bytes: The size of the states on the devices of one rank, in bytes.
-        every_n_train_steps: The recording interval, in steps.
-        records_per_1000_steps: The number of records in 1000 steps at this interval.
-        recording_ms: The time that the training thread spent in the hooks of the first step, in milliseconds.
-        flush_ms: The time that it spent on copying, merging and handing over the results, in milliseconds.
-        event_bytes_per_1000_steps: The bytes by which the files grow because of this recorder: the TensorBoard event
-            file, its records, the CSV file and the images, but not the dumps. The loss and the gradient norm of every
-            step, which a :class:`~lightning_recorder.StepWatch` writes once for all recorders, are not counted; they
-            take about 0.3 MB per 1000 steps. The estimate is based on the size of the first record; in the file, it is
-            updated with the mean size after ten records and at the end. ``None`` before the first record, and if no
-            sink counts its bytes.
-        merged_ranks: The number of processes merged in the record.
-        last_step: The last recorded step.
-        steps: The first and the last recorded step by module name.
-        without_gradient: The parameters that had no gradient in any recorded step.
-        changes: The changes since the first recorded step.
-        ran_eagerly: The names of the compiled functions that ran eagerly in recorded steps.
-        types: The class names of the modules.
-        compiled: How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder
-            chose the second, the reason follows after a colon. Empty without compiled modules.
-        functions: The names in ``sites`` that are torch functions and not modules.
-        unseen_functions: The part of the model in which no torch functions were recorded, with the reason; empty if
-            there is none.
-    """
-
-    step: int
-    sites: Mapping[str, list[str]]
-    missing: Mapping[str, str]
-    state_bytes: int
-    every_n_train_steps: int
-    records_per_1000_steps: int
-    recording_ms: float = 0.0
-    flush_ms: float = 0.0
+    step: int  # the first recorded step
+    sites: Mapping[str, list[str]]  # the recorded paths by module name
+    missing: Mapping[str, str]  # the reasons for missing records by module name, the most important reasons first
+    state_bytes: int  # the size of the states on the devices of one rank, in bytes
+    every_n_train_steps: int  # the recording interval, in steps
+    records_per_1000_steps: int  # the number of records in 1000 steps at this interval
+    recording_ms: float = 0.0  # the time that the training thread spent in the hooks of the first step, in milliseconds
+    flush_ms: float = 0.0  # the time that it spent on copying, merging and handing over the results, in milliseconds
+    # The bytes by which the files grow because of this recorder: the TensorBoard event file, its records, the CSV file
+    # and the images, but not the dumps. The loss and the gradient norm of every step, which a
+    # :class:`~lightning_recorder.StepWatch` writes once for all recorders, are not counted; they take about 0.3 MB per
+    # 1000 steps. The estimate is based on the size of the first record; in the file, it is updated with the mean size
+    # after ten records and at the end. ``None`` before the first record, and if no sink counts its bytes.
     event_bytes_per_1000_steps: int | None = None
-    merged_ranks: int = 1
-    last_step: int = 0
+    merged_ranks: int = 1  # the number of processes merged in the record
+    last_step: int = 0  # the last recorded step
+    # the first and the last recorded step by module name
     steps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    without_gradient: Sequence[str] = ()
-    changes: Sequence[Change] = ()
-    ran_eagerly: Collection[str] = ()
-    types: Mapping[str, str] = field(default_factory=dict)
+    without_gradient: Sequence[str] = ()  # the parameters that had no gradient in any recorded step
+    changes: Sequence[Change] = ()  # the changes since the first recorded step
+    ran_eagerly: Collection[str] = ()  # the names of the compiled functions that ran eagerly in recorded steps
+    types: Mapping[str, str] = field(default_factory=dict)  # the class names of the modules
+    # How compiled modules were recorded: ``"inside"`` their compiled code, or ``"eager"``. If the recorder chose the
+    # second, the reason follows after a colon. Empty without compiled modules.
     compiled: str = ""
-    functions: Sequence[str] = ()
+    functions: Sequence[str] = ()  # the names in ``sites`` that are torch functions and not modules
+    # the part of the model in which no torch functions were recorded, with the reason; empty if there is none
     unseen_functions: str = ""
 
     @property
@@ -511,11 +491,8 @@ class ReceiptWriter:
     The receipt is complete with the first record. It is written again when the recorded modules change, after 10, 20,
     40, … records, and at the end of the run.
 
-    Args:
-        name: The name of the recorder in messages.
-        log: A callback that receives the summary line and the changes.
-        logged_bytes: A function that estimates the number of bytes passed to the loggers for a number of records, in
-            addition to the records themselves.
+    ``logged_bytes`` estimates the number of bytes passed to the loggers for a number of records, in addition to the
+    records.
     """
 
     def __init__(self, *, name: str, log: Callable[[str], object], logged_bytes: Callable[[int], int]) -> None:
@@ -549,13 +526,7 @@ class ReceiptWriter:
             receipt.write(self._directory, self._label)
 
     def add(self, found: Table, written: int | None, facts: ReceiptFacts) -> None:
-        """Update the receipt with the recorded and the missing modules of a record.
-
-        Args:
-            found: The statistics of the record.
-            written: The number of bytes written for the record, or None if they were not counted.
-            facts: The facts of the receipt.
-        """
+        """Update the receipt with a record; ``written`` is its number of bytes, or None if they were not counted."""
         is_first = self._history is None
         self._history = self._history or CoverageHistory()
         changes = self._history.add(found.step, found.sites, facts[0])

@@ -39,9 +39,7 @@ class TensorPictures:
     without values is not drawn. The heads of all attention have one picture for each statistic, with a row for each
     head, and so have the experts of all routers.
 
-    Args:
-        max_images: The maximum number of pictures. The sites are evenly spaced among those of the first record that
-            has such statistics.
+    At most ``max_images`` are drawn, of evenly spaced sites among those of the first record that has such statistics.
     """
 
     def __init__(self, max_images: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.graph.renderers.source_link import source_link
+from lightning_recorder.graph.renderers.details import source_link
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms

@@ -31,11 +31,7 @@ _REPEATED = "hparams."
 
 
 def runs_table(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the table with the settings that differ between the runs.
-
-    Args:
-        rows: The results of :func:`table_row` by the name of the run.
-    """
+    """Return the rows of the table with the settings that differ between the runs."""
     names = dict.fromkeys(name for row in rows.values() for name in row["settings"])
     values = {name: tuple(row["settings"].get(name, "") for row in rows.values()) for name in names}
     kept: dict[tuple[str, ...], str] = {}

@@ -203,10 +203,8 @@ class Scale:
 def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
     """Return the scale for a statistic: logarithmic for positive values over decades, symmetric for signed values.
 
-    Args:
-        values: The values, of any shape. Values that are not finite are ignored, and so are zeros on a logarithmic
-            scale.
-        log: If True or False, force or forbid a logarithmic scale (symlog for signed values).
+    Values that are not finite are ignored, and so are zeros on a logarithmic scale. ``log`` forces or forbids a
+    logarithmic scale (symlog for signed values).
     """
     finite = values[np.isfinite(values)]
     if not finite.size:
@@ -243,10 +241,7 @@ def value_scale(low: float, high: float, spread: float) -> Scale:
     The axis is symlog if most values of a narrow histogram would take less than a fiftieth of a linear axis. It is then
     linear over the width of that histogram, because a logarithmic axis would show a bell around 0 with two peaks.
 
-    Args:
-        low: The smallest value.
-        high: The largest value.
-        spread: The width of the range that contains most values of a narrow histogram.
+    ``spread`` is the width of the range that contains most values of a narrow histogram.
     """
     if spread > 0 and high / _WIDE - low / _WIDE > spread:
         return Scale("symlog", low, high, _threshold(spread, max(abs(low), abs(high))))
@@ -286,17 +281,11 @@ def _round_numbers(low: float, high: float, most: int, least: float = 0.0) -> li
 
 @dataclass(frozen=True)
 class Columns:
-    """Equal intervals of the time axis, each with a contiguous range of recorded steps.
+    """Equal intervals of the time axis, each with a contiguous range of recorded steps."""
 
-    Args:
-        axis: The scale of the time axis, in steps.
-        starts: The index of the first recorded step of each column, ``[columns]``.
-        stops: The index after the last recorded step of each column, ``[columns]``.
-    """
-
-    axis: Scale
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
+    axis: Scale  # the scale of the time axis, in steps
+    starts: NDArray[np.int64]  # the index of the first recorded step of each column, ``[columns]``
+    stops: NDArray[np.int64]  # the index after the last recorded step of each column, ``[columns]``
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -324,25 +313,14 @@ class Columns:
         return np.arange(width) * len(self) // max(width, 1)
 
     def left_of(self, steps: Floats, step: int, width: int) -> int:
-        """Return the first of ``width`` pixels of the column with a step, or with the next recorded one.
-
-        Args:
-            steps: The recorded steps, ``[steps]``.
-            step: The step.
-            width: The width in pixels.
-        """
+        """Return the first of ``width`` pixels of the column with a step, or with the next recorded one."""
         place = min(int(np.searchsorted(steps, step)), int(self.stops[-1]) - 1)
         column = int(np.searchsorted(self.stops, place, side="right"))
         return -(-column * width // len(self))
 
 
 def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
-    """Divide ascending steps into columns; an interval without a step shows the nearest step.
-
-    Args:
-        steps: The steps, ``[steps]``, at least one.
-        most: The maximum number of columns.
-    """
+    """Divide ascending steps into at most ``most`` columns; an interval without a step shows the nearest step."""
     gaps = np.diff(steps)
     low, high = steps[0] - (gaps[0] / 2 if len(gaps) else 0.5), steps[-1] + (gaps[-1] / 2 if len(gaps) else 0.5)
     count = len(steps)

@@ -57,10 +57,6 @@ class Canvas:
     training. Pillow has no state shared between threads, holds the GIL for a tenth of the time, and does not interpret
     markup, so a name such as ``$x_1$`` is drawn literally. The font ships with the package, so images are identical on
     every machine.
-
-    Args:
-        width: The width in pixels.
-        height: The height in pixels.
     """
 
     def __init__(self, width: int, height: int) -> None:
@@ -82,17 +78,10 @@ class Canvas:
         color: str = INK,
         bold: bool = False,
     ) -> None:
-        """Draw a line of text.
+        """Draw a line of text, in which characters that cannot be drawn are escaped; see :func:`literal`.
 
-        Args:
-            x: The x coordinate of the anchor.
-            y: The y coordinate of the anchor.
-            text: The text. Characters that cannot be drawn are escaped; see :func:`literal`.
-            px: The font size (em) in pixels.
-            anchor: The point of the text that lies at ``(x, y)``: ``l``, ``m`` or ``r`` for left, middle or right,
-                followed by ``a`` for the top, ``m`` for the middle or ``s`` for the baseline.
-            color: The color, for example ``#222222``.
-            bold: If True, use the bold font.
+        ``anchor`` is the point of the text at ``(x, y)``: ``l``, ``m`` or ``r`` for left, middle or right, followed by
+        ``a`` for the top, ``m`` for the middle or ``s`` for the baseline. ``px`` is the font size (em).
         """
         mask, left, top = _letters(text, px, bold, anchor)
         self._picture.paste(color, (round(x) + left, round(y) + top), mask)
@@ -123,13 +112,8 @@ class Canvas:
     ) -> None:
         """Draw filled curves with antialiased edges, each in front of the earlier ones.
 
-        Args:
-            left: The left edge of the area. The whole area is redrawn on a white background.
-            top: The top edge of the area.
-            width: The width of the area.
-            height: The height of the area.
-            curves: For each curve, its points, fill color and line color. The points are ``[k, 2]`` pairs ``(x, y)``
-                in pixels relative to the area; the first and the last lie on the baseline of the curve.
+        The whole area is redrawn on a white background. A curve has points, a fill color and a line color. The points
+        are ``[k, 2]`` pairs ``(x, y)`` in pixels relative to the area; the first and the last lie on the baseline.
         """
         from PIL import Image as Pictures
         from PIL import ImageDraw
@@ -223,12 +207,7 @@ _PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
     """Return a name that fits, shortened in the middle if it is too long, because names differ at their ends.
 
-    Args:
-        name: The name.
-        room: The available width in pixels.
-        px: The font size in pixels.
-        head: The fraction of the kept characters that precede the ellipsis.
-        ending: A suffix to append.
+    ``head`` is the fraction of the kept characters that precede the ellipsis; ``ending`` is appended.
     """
     name = literal(name)
     if text_width(name + ending, px) <= room:
@@ -257,11 +236,7 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Seq
     the number are shortened, alike for all tensors of a module. As a last resort, an ellipsis replaces some of what
     follows the number.
 
-    Args:
-        names: The names, in the order of their rows.
-        room: The available width in pixels.
-        px: The font size in pixels.
-        among: The names of all layers, if not all of them are drawn. A shortened name stands for one of them only.
+    ``among`` are the names of all layers, if not all are drawn. A shortened name stands for one of them only.
 
     Example:
         >>> fitted(["model.layers.11.attention.qkv", "model.layers.12.mlp", "model.head"], 120)
@@ -312,11 +287,7 @@ def _unless_equal(shorter: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class _Prefixes:
-    """The beginnings of names that need not be drawn.
-
-    Args:
-        names: The names of all layers.
-    """
+    """The beginnings of names that need not be drawn."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         shared = [set(parts) for parts in zip(*(_module_parts(name)[:-1] for name in names), strict=False)]

@@ -109,10 +109,7 @@ def table_for(scale: Scale) -> Table:
 def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = None) -> dict[Mark, NDArray[np.bool_]]:
     """Return masks of the values that have no color on a scale, by the reason; reasons that do not occur are left out.
 
-    Args:
-        values: The values, of any shape.
-        scale: The scale. A logarithmic scale has no color for 0.
-        recorded: A mask of the recorded values; by default all are recorded.
+    A logarithmic scale has no color for 0. By default, all values are recorded.
     """
     missing = np.zeros(values.shape, dtype=bool) if recorded is None else ~recorded
     found: dict[Mark, NDArray[np.bool_]] = {
@@ -255,13 +252,8 @@ def _row_names(names: Sequence[str], among: Sequence[str] = ()) -> list[str]:
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float, marked: Sequence[int] = ()) -> None:
     """Draw the names to the left of their rows, as many as fit.
 
-    Args:
-        canvas: The image.
-        area: The position of the data.
-        names: The names of all rows.
-        distance: The height of a row in pixels.
-        marked: The rows that stand out, the most unusual first. Their names are bold and are drawn in any case; if they
-            are too close to each other, they are moved apart, with lines to their rows.
+    The ``marked`` rows stand out, the most unusual first. Their names are bold and are drawn in any case; if they are
+    too close to each other, they are moved apart, with lines to their rows.
     """
     left, top, _, height = area
     shown = _row_names(names)
@@ -291,13 +283,7 @@ def _apart(places: Sequence[float], last: float) -> list[float]:
 def chosen_rows(
     names: Sequence[str], degrees: Floats, most: int, always: Sequence[int] = ()
 ) -> tuple[list[int], list[int], list[str]]:
-    """Choose the layers to draw.
-
-    Args:
-        names: The names of all layers.
-        degrees: The degree of unusualness of each layer, ``[layers]``.
-        most: The maximum number of rows.
-        always: Layers that are drawn in any case, as far as there is room.
+    """Choose the layers to draw, at most ``most`` of them, and those of ``always`` as far as there is room.
 
     Returns:
         The chosen layers in order, the rows among them that stand out, the most unusual first, and notes.
@@ -363,26 +349,15 @@ _RED = "#e3000f"  # in neither color table
 
 
 class FoundAt(NamedTuple):
-    """The place of a finding in a plot.
+    """The place of a finding in a plot."""
 
-    Args:
-        row: The layer; None for a finding about the whole model.
-        step: The first step that shows it.
-        rule: The name of its rule.
-    """
-
-    row: int | None
-    step: int
+    row: int | None  # the layer; None for a finding about the whole model
+    step: int  # the first step that shows it
     rule: str
 
 
 def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[FoundAt]:
-    """Return the places of findings: the row of the tensor, or else of the first output of the module.
-
-    Args:
-        findings: The findings. Those about modules without a row are left out.
-        sites: The sites of the rows.
-    """
+    """Return the places of findings that have a row: that of the tensor, or else of the first output of the module."""
     return [FoundAt(row, each.first_step, each.rule) for each, row in rows_of(findings, sites)]
 
 
@@ -391,13 +366,7 @@ def outline_findings(
 ) -> None:
     """Draw a red frame around a layer from the first step of its finding on; a red line for the whole model.
 
-    Args:
-        canvas: The image.
-        area: The position of the data.
-        found: The findings.
-        columns: The columns.
-        steps: The recorded steps, ``[steps]``.
-        distance: The height of a row in pixels; None if the plot is about one layer, which has a line.
+    ``distance`` is the height of a row in pixels; None if the plot is about one layer, which has a line.
     """
     left, top, width, height = area
     for row, step, _ in found:

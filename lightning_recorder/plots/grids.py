@@ -187,13 +187,7 @@ def _grid(
     each panel are first divided by their largest magnitude, so that weak panels stay visible. Panels larger than the
     available space are averaged over blocks.
 
-    Args:
-        panels: The values, ``[n, height, width]``, or colors from 0 to 1, ``[n, height, width, 3]``.
-        captions: One caption per panel.
-        title: The title of the image.
-        label: The name of the values.
-        shared: If True, use one scale for all panels.
-        notes: Further notes below the panels.
+    The panels are values, ``[n, height, width]``, or colors from 0 to 1, ``[n, height, width, 3]``.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -252,12 +246,7 @@ def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple
 
 
 def _pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tuple[int, int]]:
-    """Average panels over blocks until they fit.
-
-    Args:
-        panels: The panels, ``[n, height, width, …]``.
-        box: The maximum height and width of a panel, in values.
-        most: The maximum number of values of a panel.
+    """Average panels, ``[n, height, width, …]``, over blocks until they fit into a box, in ``most`` values.
 
     Returns:
         The panels, and the height and width of a block in values. Blocks at the lower and right edges may be smaller.

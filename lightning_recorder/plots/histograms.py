@@ -78,13 +78,7 @@ def _checked_counts(histograms: Any) -> Floats:
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
-    """Build a histogram from counts of the fixed bins.
-
-    Args:
-        counts: The counts, ``[2048]``.
-        low: The smallest value; NaN if it is unknown.
-        high: The largest value; NaN if it is unknown.
-    """
+    """Build a histogram from counts of the fixed bins, ``[2048]``; its ends are NaN if they are unknown."""
     edges, inside = between_edges(counts)
     return Histogram(edges, inside, low, high, math.nan, math.nan)
 

@@ -66,13 +66,7 @@ def bins_of(histograms: Sequence[Histogram]) -> Bins:
 
 
 def bins_of_counts(counts: Floats | NDArray[np.int64], low: Floats, high: Floats) -> Bins:
-    """Return counts of the fixed bins as arrays, each histogram clipped to its range.
-
-    Args:
-        counts: The counts, ``[n, 2048]``.
-        low: The smallest value of each histogram, ``[n]``; NaN if it is unknown.
-        high: The largest value of each histogram, ``[n]``; NaN if it is unknown.
-    """
+    """Return counts of the fixed bins, ``[n, 2048]``, as arrays, each clipped to its range; NaN is an unknown end."""
     bins = in_order(counts)
     # The last octave of each sign begins with the bin of infinity; all others are NaN.
     last = counts.reshape(len(counts), 2, BINS // 2)[..., FINITE_BINS:] != 0
@@ -99,9 +93,7 @@ def rebin(found: Bins, edges: Floats) -> Floats:
     widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
     edges are counted in the first or the last bin.
 
-    Args:
-        found: The original histograms.
-        edges: The new edges in ascending order, ``[k + 1]``.
+    The new edges ascend, ``[k + 1]``.
 
     Example:
         >>> two = bins_of([Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)])

@@ -94,10 +94,7 @@ class CallOrder:
         site that is called once and differs. It comes before that site if it may itself be the cause, and is called
         after the last site that is the same.
 
-        Args:
-            apart: The sites that differ, in the order of :meth:`sort`.
-            same: The sites that do not differ.
-            is_backward: True if the tensors are gradients.
+        The sites that differ are in the order of :meth:`sort`.
         """
         if not all(site in self for site in apart):
             return apart[0]

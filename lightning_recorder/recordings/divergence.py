@@ -344,13 +344,10 @@ class _Extremes:
         self.steps = 0
 
     def add(self, begin: int, excess: Floats, distance: Floats, parted: NDArray[np.bool_]) -> None:
-        """Add some steps, of which one differs at least, from the step of this number on.
+        """Add some steps, of which one differs at least, from the step with the number ``begin`` on.
 
-        Args:
-            begin: The first of the steps.
-            excess: The excess of each statistic, ``[statistics, steps]``.
-            distance: The distance of each statistic, ``[statistics, steps]``.
-            parted: A mask of the steps that differ, ``[steps]``.
+        ``excess`` and ``distance`` are those of each statistic, ``[statistics, steps]``; ``parted`` is a mask,
+        ``[steps]``.
         """
         if not self.steps:
             step = int(parted.argmax())

@@ -20,19 +20,14 @@ _LOW, _HIGH = "rank_mean_min", "rank_mean_max"
 
 @dataclass(frozen=True)
 class RankComparison:
-    """The differences between the ranks of one run.
+    """The differences between the ranks of one run."""
 
-    Args:
-        ranks: The number of ranks.
-        steps: The number of records with values of several ranks.
-        diverged: The replicated parameters and gradients that differ between ranks, in the order of steps.
-        spreads: For each site, the step with the largest distance between the means of two ranks, relative to the
-            standard deviation of the site; the largest first. Ranks have different batches, so activations differ.
-    """
-
-    ranks: int
-    steps: int
+    ranks: int  # the number of ranks
+    steps: int  # the number of records with values of several ranks
+    # the replicated parameters and gradients that differ between ranks, in the order of steps
     diverged: list[Divergence]
+    # For each site, the step with the largest distance between the means of two ranks, relative to the standard
+    # deviation of the site; the largest first. Ranks have different batches, so activations differ.
     spreads: list[Divergence]
 
     @property

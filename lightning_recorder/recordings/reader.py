@@ -70,17 +70,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record and its location in the file.
+    """A record and its location in the file."""
 
-    Args:
-        table: The values of the record.
-        offset: The byte offset of its line.
-        session: The number of its session; 0 if the header line of the session is damaged.
-    """
-
-    table: Table
-    offset: int
-    session: int
+    table: Table  # the values of the record
+    offset: int  # the byte offset of its line
+    session: int  # the number of its session; 0 if the header line of the session is damaged
 
 
 @dataclass
@@ -319,8 +313,7 @@ class Tail:
     A last line without a newline is not returned, because it is torn or still being written. A line longer than
     32 MiB is skipped without being held in memory, and returned as an empty line.
 
-    Args:
-        path: The file. A missing file has no lines.
+    A missing file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -353,11 +346,7 @@ class Tail:
                 yield begin, b"" if is_long else line[:-1]
 
     def line_at(self, offset: int) -> bytes:
-        """Read one line again.
-
-        Raises:
-            OSError: If the file can no longer be read.
-        """
+        """Read one line again. Raise OSError if the file can no longer be read."""
         with self.path.open("rb") as file:
             file.seek(offset)
             return file.readline(_LONGEST_LINE)

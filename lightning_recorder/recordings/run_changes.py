@@ -119,10 +119,8 @@ def _later_changes(one: Run, other: Run) -> list[Change]:
 def _settings(run: Run, *, is_split: bool) -> Iterator[tuple[tuple[str, tuple[Phase, ...]], Any]]:
     """Yield each setting as its name, the phases that it affects, and its value.
 
-    Args:
-        run: The run.
-        is_split: True to yield the settings of each parameter group of an optimizer; False to yield each setting once,
-            with the values of all groups.
+    If ``is_split``, the settings of each parameter group of an optimizer are apart; otherwise a setting has the values
+    of all groups.
     """
     found = _first_settings(run)
     trainer, data, seeds = (_mapping(found.get(name)) for name in ("trainer", "data", "seeds"))

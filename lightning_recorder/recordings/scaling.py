@@ -28,46 +28,27 @@ _ERRORS = 3.0  # an exponent is off if it is this number of standard errors away
 
 @dataclass(frozen=True)
 class SiteScaling:
-    """The growth of one site with the width.
-
-    Args:
-        site: The site.
-        exponents: The exponent at each step.
-        errors: The standard error of each exponent; NaN with two widths.
-        step: The step of :attr:`exponent`.
-        exponent: The exponent that is furthest outside of the expected range.
-        values: The mean absolute value at that step for each width.
-        is_readout: True if no dimension of the site grows with the width, as for the output of the model.
-        is_off: True if the exponent is outside of the expected range.
-    """
+    """The growth of one site with the width."""
 
     site: Site
-    exponents: tuple[float, ...]
-    errors: tuple[float, ...]
-    step: int
-    exponent: float
-    values: tuple[float, ...]
-    is_readout: bool
-    is_off: bool
+    exponents: tuple[float, ...]  # the exponent at each step
+    errors: tuple[float, ...]  # the standard error of each exponent; NaN with two widths
+    step: int  # the step of :attr:`exponent`
+    exponent: float  # the exponent that is furthest outside of the expected range
+    values: tuple[float, ...]  # the mean absolute value at that step for each width
+    is_readout: bool  # True if no dimension of the site grows with the width, as for the output of the model
+    is_off: bool  # True if the exponent is outside of the expected range
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The result of a coordinate check.
+    """The result of a coordinate check."""
 
-    Args:
-        widths: The width of each run, ascending.
-        steps: The steps that all runs have recorded.
-        sites: The common sites, in the order of execution.
-        statistic: The measured statistic: ``"mean absolute value"``, or ``"rms"`` without histograms.
-        tolerance: The largest exponent that counts as 0.
-    """
-
-    widths: tuple[float, ...]
-    steps: tuple[int, ...]
-    sites: tuple[SiteScaling, ...]
-    statistic: str
-    tolerance: float
+    widths: tuple[float, ...]  # the width of each run, ascending
+    steps: tuple[int, ...]  # the steps that all runs have recorded
+    sites: tuple[SiteScaling, ...]  # the common sites, in the order of execution
+    statistic: str  # the measured statistic: ``"mean absolute value"``, or ``"rms"`` without histograms
+    tolerance: float  # the largest exponent that counts as 0
 
     @property
     def off(self) -> list[SiteScaling]:

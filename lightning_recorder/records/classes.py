@@ -40,12 +40,7 @@ def classes_in(histogram: Histogram) -> dict[int, int]:
 
 
 def class_scalars(bins: Tensor, names: Iterable[str]) -> list[float]:
-    """Return statistics of class numbers, for the bins of a site that counts classes.
-
-    Args:
-        bins: The counts, ``[2048]``.
-        names: The names of statistics; those that class numbers do not have are NaN.
-    """
+    """Return statistics of class numbers, for bins, ``[2048]``, that count classes; NaN for unsuitable ones."""
     counts = class_counts(bins)
     classes, number = np.flatnonzero(counts), int(counts.sum())
     found: dict[str, float] = {"count": number, "nan_count": 0.0, "inf_count": 0.0, "histogram_fraction": 1.0}

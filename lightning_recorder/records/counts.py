@@ -167,17 +167,11 @@ class SparseCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Entries:
-    """The nonempty bins of several histograms, one after the other.
+    """The nonempty bins of several histograms, one after the other."""
 
-    Args:
-        starts: The first entry of each histogram, and the number of all entries, ``[histograms + 1]``.
-        bins: The bin of each entry, ascending within a histogram.
-        counts: The count of each entry.
-    """
-
-    starts: Integers
-    bins: Integers
-    counts: Integers
+    starts: Integers  # the first entry of each histogram, and the number of all entries, ``[histograms + 1]``
+    bins: Integers  # the bin of each entry, ascending within a histogram
+    counts: Integers  # the count of each entry
 
     @classmethod
     def of(cls, counts: NDArray[Any]) -> _Entries:
@@ -406,11 +400,7 @@ def to_base64(data: bytes) -> str:
 
 
 def from_base64(text: str) -> bytes:
-    """Return the bytes of base64.
-
-    Raises:
-        TypeError, ValueError: If the text is not base64.
-    """
+    """Return the bytes of base64. Raise TypeError or ValueError if the text is not base64."""
     return binascii.a2b_base64(text, strict_mode=True)
 
 
@@ -494,11 +484,7 @@ def counts_of(found: Mapping[str, Any]) -> list[object]:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """Decompress data to at most this many bytes.
-
-    Raises:
-        ValueError: If it is damaged or larger.
-    """
+    """Decompress data to at most this many bytes. Raise ValueError if it is damaged or larger."""
     inflater = zlib.decompressobj()
     try:
         packed = inflater.decompress(data, most + 1)

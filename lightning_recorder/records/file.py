@@ -61,6 +61,7 @@ __all__ = [
     "calls_of",
     "header_line",
     "is_inside",
+    "json_values",
     "lines_of_numbers",
     "pack_vectors",
     "parse",
@@ -145,7 +146,7 @@ def header_line(about: Mapping[str, Any]) -> bytes:
 
 def record_line(about: Mapping[str, Any], table: Table) -> bytes:
     """Return the line of a record."""
-    about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
+    about = {key: json_values(value) if isinstance(value, float) else value for key, value in about.items()}
     packed = [None] * len(table.sites) if table.counts is None else table.counts.packed()
     counts = b"".join(filter(None, packed))
     if table.tensors and (vectors := pack_vectors([table.tensors.get(site, {}) for site in table.sites])):
@@ -176,10 +177,8 @@ def _layout(schema: Schema) -> bytes:
 def lines_of_numbers(about: Mapping[str, Any], schema: Schema, rows: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
     """Return the lines of records without histograms that differ only in step, epoch and values.
 
-    Args:
-        about: The other fields of all these records.
-        schema: Their sites and columns.
-        rows: The step, the epoch, and the values, ``[sites, columns]`` little-endian float64, of each record.
+    ``about`` are their other fields. A row has the step, the epoch, and the values, ``[sites, columns]`` little-endian
+    float64.
     """
     start, end = record_line(about, Table(schema, np.empty(0))).split(b'"values":""', 1)
     start = start.removeprefix(b"{")
@@ -209,17 +208,17 @@ def _line(record: Any) -> bytes:
     return f"{_encode(record)}\n".encode("ascii")
 
 
-def _plain(value: float) -> float | str:
-    value = float(value)
-    return value if math.isfinite(value) else repr(value)
+def json_values(value: Any) -> Any:
+    """Return JSON values, in which NaN and infinities are strings."""
+    if isinstance(value, Mapping):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(each) for each in value]
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object in a line.
-
-    Raises:
-        ValueError: If the line does not contain a JSON object.
-    """
+    """Parse the JSON object in a line. Raise ValueError if the line does not contain a JSON object."""
     try:
         found = json.loads(line, parse_constant=_refuse)
     except RecursionError as error:
@@ -273,11 +272,7 @@ class SchemaCache:
 
 
 def read_table(found: dict[str, Any], known: SchemaCache) -> Table:
-    """Convert a parsed line to a table without histograms and vectors, which stay in the file.
-
-    Args:
-        found: The JSON object of the line; this function modifies it.
-        known: The schemas seen so far.
+    """Convert a parsed line, which is modified, to a table without histograms and vectors, which stay in the file.
 
     Raises:
         ValueError: If the line is not a valid record.
@@ -402,8 +397,7 @@ def pack_vectors(sites: Sequence[Mapping[str, Tensor]]) -> list[list[Any]]:
 
     Every number is restored to the bit. Values that float32 can hold take half of the space.
 
-    Args:
-        sites: The nonscalar statistics of each site; those of more dimensions are ignored.
+    Statistics of more dimensions are ignored.
 
     Example:
         >>> import torch

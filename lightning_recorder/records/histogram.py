@@ -30,12 +30,9 @@ EDGES: NDArray[np.float64] = np.concatenate((-MAGNITUDES[BINS_PER_OCTAVE:][::-1]
 
 
 def in_order(counts: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the counts between adjacent :data:`EDGES`, ``[..., k]`` int64.
+    """Return the counts between adjacent :data:`EDGES`, ``[..., k]`` int64, of those of a histogram, ``[..., 2048]``.
 
     Zeros and subnormal values (below 1.2e-38) share one bin: the first octave of both signs.
-
-    Args:
-        counts: The counts of one or more ``ExponentHistogram``, ``[..., 2048]``.
     """
     counts = counts.astype(np.int64, copy=False)
     positive, negative = (counts[..., half : half + FINITE_BINS] for half in (0, _HALF))
@@ -48,11 +45,9 @@ def between_edges(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return ascending edges, ``[k + 1]`` float64, and counts, ``[k]`` int64, of the bins that hold finite values.
 
-    Zeros and subnormal values share one bin, from the largest negative to the smallest positive normal float32. Empty
-    bins at both ends are dropped, and a gap between occupied bins becomes a single empty bin.
-
-    Args:
-        counts: The counts of an ``ExponentHistogram``, ``[2048]``.
+    The given counts are ``[2048]``. Zeros and subnormal values share one bin, from the largest negative to the smallest
+    positive normal float32. Empty bins at both ends are dropped, and a gap between occupied bins becomes a single empty
+    bin.
     """
     bins = in_order(counts)
     occupied = bins.nonzero()[0]

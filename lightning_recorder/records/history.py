@@ -50,15 +50,10 @@ def _compact(values: Floats) -> AnyFloats:
 
 
 class Cell(NamedTuple):
-    """The part of a row that one recorder has written.
+    """The part of a row that one recorder has written."""
 
-    Args:
-        places: The places of its sites in the history, ``[sites]``.
-        columns: The values of each statistic, ``[sites]``.
-    """
-
-    places: NDArray[np.intp]
-    columns: list[AnyFloats]
+    places: NDArray[np.intp]  # the places of its sites in the history, ``[sites]``
+    columns: list[AnyFloats]  # the values of each statistic, ``[sites]``
 
 
 class History(Generic[Key]):
@@ -67,9 +62,6 @@ class History(Generic[Key]):
     If several recorders have the group, their records of one step share a row. Beyond 512 rows, or beyond 16 MB and 128
     rows, older rows are dropped, evenly over the run: every second one, later three of four, and so on. The first row,
     the last 64, and those around the first value that is not finite stay.
-
-    Args:
-        statistics: The statistics to keep; others are ignored.
     """
 
     def __init__(self, statistics: Sequence[str]) -> None:

@@ -81,11 +81,7 @@ class Accumulator(ABC):
         """
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ArgumentError: If the state belongs to another kind of reduction.
-        """
+        """Continue from a saved state. Raise ArgumentError if the state belongs to another kind of reduction."""
         try:
             if _WHOLE in state:
                 self.replace(state[_WHOLE].clone())
@@ -110,11 +106,7 @@ class MergeableAccumulator(Accumulator):
 
     @abstractmethod
     def copy(self, device: torch.device | str | None = None) -> MergeableAccumulator:
-        """Return a copy that later updates do not change.
-
-        Args:
-            device: The device of its tensors; by default they stay where they are.
-        """
+        """Return a copy that later updates do not change, on another device if one is given."""
 
     @property
     @abstractmethod
@@ -151,11 +143,7 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
 
 
 def make_mergeable(given: Fold | Metric, argument: str = "reduction") -> MergeableAccumulator:
-    """Create the accumulator of a function or a metric.
-
-    Raises:
-        ArgumentError: If it is neither.
-    """
+    """Create the accumulator of a function or a metric. Raise ArgumentError if it is neither."""
     if isinstance(given, Metric):
         return _MetricAccumulator(given)
     if not callable(given):

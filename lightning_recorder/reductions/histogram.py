@@ -27,12 +27,7 @@ _LOW[FINITE_BINS - 1] = _HIGH[FINITE_BINS] = 0.0
 
 
 def quantiles_of(counts: Tensor, shares: Sequence[float]) -> Tensor:
-    """Return quantiles of the finite values, ``[..., k]`` float64, by interpolation within their bins.
-
-    Args:
-        counts: The counts of one or more ``ExponentHistogram``, ``[..., 2048]``.
-        shares: The fractions of the values below the quantiles, ``k`` numbers between 0 and 1.
-    """
+    """Return quantiles of the finite values, ``[..., k]`` float64, interpolated within the bins, ``[..., 2048]``."""
     low, high = (torch.from_numpy(ends).to(counts.device) for ends in (_LOW, _HIGH))
     counts = torch.cat((counts[..., _HALF : _HALF + FINITE_BINS].flip(-1), counts[..., :FINITE_BINS]), dim=-1)
     below = counts.cumsum(-1)

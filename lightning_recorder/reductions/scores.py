@@ -59,10 +59,7 @@ EXPERT_SLOTS = ("tokens", "sampled", "chosen", "load", "probability", "entropy",
 def slots_of_scores(names: tuple[str, ...], found: Mapping[str, Tensor | float], like: Tensor) -> Tensor:
     """Return the numbers of these names as the rows of a block, ``[names, n]`` float64, with zero for a missing one.
 
-    Args:
-        names: The names of the rows.
-        found: The numbers, each ``[n]`` or one for all.
-        like: A tensor of shape ``[n]`` on the device of the numbers.
+    A number is ``[n]``, or one for all. ``like`` is a tensor of shape ``[n]`` on the device of the numbers.
     """
     rows = [found.get(name, 0.0) for name in names]
     return torch.stack(

@@ -121,11 +121,7 @@ class ShapedReduction(Reduction):
 
 
 def check_dim(dim: object) -> int:
-    """Return the dimension if it is an integer.
-
-    Raises:
-        ArgumentError: If ``dim`` is not an integer.
-    """
+    """Return the dimension if it is an integer. Raise ArgumentError if ``dim`` is not an integer."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ArgumentError(f"dim must be the number of a dimension, got {dim!r}")
     return dim

@@ -197,9 +197,7 @@ def sample_places(numel: int, most: int) -> NDArray[np.int64]:
 
     The result is the same for every call. Equidistant places would hit the same channels again and again.
 
-    Args:
-        numel: The number of values, greater than ``most``.
-        most: The size of the sample, positive.
+    ``numel`` must be greater than ``most``, which must be positive.
     """
     return (_kept_places if most <= _FEW_PLACES else _places)(numel, most)
 
@@ -215,13 +213,10 @@ _FEW_PLACES = 1 << 14
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:
-    """Add the number of values per bin to counts.
+    """Add the number of values, ``[numel]`` float32 or float64, per bin to counts, ``[2048 or more]`` float64.
 
-    Args:
-        counts: The counts, ``[2048 or more]`` float64.
-        values: The values, ``[numel]`` float32 or float64.
-        copies: The number of copies of the bins that neighboring values are spread over. The default is one on a CPU
-            and several on a GPU.
+    ``copies`` is the number of copies of the bins that neighboring values are spread over: by default one on a CPU and
+    several on a GPU.
     """
     index = bins_of(values)
     if copies is None:
@@ -242,9 +237,6 @@ def bins_of(values: Tensor) -> Tensor:
 
     A finite float64 beyond the range of float32 goes to the end bin of its sign. A float64 too small for float32 goes
     to the bin of its signed zero.
-
-    Args:
-        values: The values, ``[numel]`` float32 or float64.
     """
     if values.dtype == torch.float64:
         values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
@@ -264,13 +256,9 @@ def finite_or_zero_(values: Tensor) -> Tensor:
 def count_where(
     comparison: Callable[..., Tensor], values: Tensor, other: Tensor | float, scratch: Tensor | None = None
 ) -> Tensor:
-    """Return the number of values for which a comparison is true, 0-d.
+    """Return the number of values, ``[numel]``, for which a comparison such as ``torch.ne`` is true, 0-d.
 
-    Args:
-        comparison: A comparison function of torch, such as ``torch.ne``.
-        values: The floating-point values, ``[numel]``.
-        other: The values to compare with, elementwise.
-        scratch: A buffer, ``[numel]`` of the same dtype, which is overwritten.
+    ``scratch`` is a buffer, ``[numel]`` of the same dtype, which is overwritten.
     """
     # Compare into floats: comparisons into booleans are not vectorized on the CPU and take four times as long.
     holds = comparison(values, other, out=torch.empty_like(values) if scratch is None else scratch)

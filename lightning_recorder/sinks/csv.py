@@ -86,9 +86,7 @@ class _CsvFile:
     A row is written completely or not at all. The first column is ``step``. A new column is added to the existing file,
     with empty cells in the earlier rows. If the disk is full, rows are skipped with one warning.
 
-    Args:
-        path: The path of the file, in UTF-8. The first row creates the file and its folder. The rows of an earlier run
-            stay.
+    The first row creates the file, in UTF-8, and its folder. The rows of an earlier run stay.
 
     Note:
         Any thread may write. The file is not kept open. Adding a column copies the file; adding a row does not.

@@ -50,11 +50,7 @@ _LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a 
 
 
 def path_below(folder: Path, name: str) -> Path:
-    """Return the path of a file with this name in a folder.
-
-    Args:
-        folder: The folder.
-        name: A relative name with ``/``, as in :meth:`~lightning_recorder.Sink.write_files`.
+    """Return the path of a file in a folder; its name is relative with ``/``, as in :meth:`~.Sink.write_files`.
 
     Raises:
         ArgumentError: If the name points outside the folder on any operating system.

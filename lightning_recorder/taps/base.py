@@ -249,12 +249,8 @@ class Tap(ABC):
     def _guarded(self, name: str, site: Site | None, function: Callable[..., None], *args: Any) -> None:
         """Call a function from a hook, if the hook may record, so that its errors do not reach the model.
 
-        Args:
-            name: The name of the module.
-            site: The site of the last argument. The fast path is tried for it, if it is a plain tensor, because most
-                of the overhead of a hook is in the call of the function. ``None`` for no fast path.
-            function: The function, which takes the name and ``args``.
-            args: The arguments.
+        The fast path is tried for ``site``, that of the last argument, if it is a plain tensor, because most of the
+        overhead of a hook is in the call of the function; ``None`` for no fast path.
         """
         if not self._attached or name in self._ignored or in_transform() or is_paused():
             return

@@ -41,8 +41,7 @@ class Sketch:
     The keys must be spread evenly over 64 bits. With a size of 4096, the standard error of a share is at most 0.8 %,
     and that of the number of different keys 1.6 %.
 
-    Args:
-        size: The number of keys that are kept at least, if there are so many. At most twice as many are.
+    At least ``size`` keys are kept, if there are so many, and at most twice as many.
     """
 
     def __init__(self, size: int = _SAMPLES) -> None:
@@ -98,21 +97,13 @@ class Sketch:
 
 @dataclass(frozen=True)
 class BatchSamples:
-    """The samples of one batch.
+    """The samples of one batch."""
 
-    Args:
-        contents: The fingerprints of the samples, ``[samples]``; none if they are not known.
-        rows: Their indices in the data set, ``[samples]``; None if they are not known.
-        worker: The worker that made the batch; None if it is not known.
-        classes: The class of each sample, ``[samples]``; None if there is none.
-        inputs: The fingerprints of the inputs alone, ``[samples]``; None if they are not known.
-    """
-
-    contents: Keys
-    rows: Keys | None = None
-    worker: int | None = None
-    classes: Keys | None = None
-    inputs: Keys | None = None
+    contents: Keys  # the fingerprints of the samples, ``[samples]``; none if they are not known
+    rows: Keys | None = None  # their indices in the data set, ``[samples]``; None if they are not known
+    worker: int | None = None  # the worker that made the batch; None if it is not known
+    classes: Keys | None = None  # the class of each sample, ``[samples]``; None if there is none
+    inputs: Keys | None = None  # the fingerprints of the inputs alone, ``[samples]``; None if they are not known
 
     @property
     def keys(self) -> Keys:
@@ -128,12 +119,7 @@ def _spread(rows: Keys) -> Keys:
 
 
 class EpochSamples:
-    """Collects the samples of one epoch.
-
-    Args:
-        epoch: The epoch.
-        workers: The number of workers of a loader whose samples may come from several of them.
-    """
+    """Collects the samples of one epoch, which may come from several workers."""
 
     def __init__(self, epoch: int, workers: int = 0) -> None:
         self.epoch, self._workers = epoch, workers
@@ -282,17 +268,11 @@ def compare_validation(validation: Sketch, samples: int, training: Sketch, step:
 
 @dataclass(frozen=True)
 class RankSamples:
-    """Some samples of the latest steps of one rank.
+    """Some samples of the latest steps of one rank."""
 
-    Args:
-        rank: The number of the rank among those that should have different samples.
-        steps: The steps.
-        keys: The samples of each step with the smallest keys.
-    """
-
-    rank: int
+    rank: int  # the number of the rank among those that should have different samples
     steps: tuple[int, ...]
-    keys: tuple[frozenset[int], ...]
+    keys: tuple[frozenset[int], ...]  # the samples of each step with the smallest keys
 
     def at(self, step: int) -> frozenset[int]:
         """Return the samples of a step."""
@@ -327,23 +307,14 @@ def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float
 
 @dataclass(frozen=True)
 class RankEpoch:
-    """Some samples of an epoch of one rank.
+    """Some samples of an epoch of one rank."""
 
-    Args:
-        rank: The number of the rank among those that should have different samples.
-        epoch: The epoch.
-        samples: The number of samples in it.
-        distinct: The number of different ones.
-        limit: The number below which the keys are complete.
-        keys: The different samples with keys below it.
-    """
-
-    rank: int
+    rank: int  # the number of the rank among those that should have different samples
     epoch: int
-    samples: int
-    distinct: float
-    limit: int
-    keys: frozenset[int]
+    samples: int  # the number of samples in it
+    distinct: float  # the number of different ones
+    limit: int  # the number below which the keys are complete
+    keys: frozenset[int]  # the different samples with keys below it
 
     @classmethod
     def of(cls, rank: int, epoch: EpochSamples) -> RankEpoch:

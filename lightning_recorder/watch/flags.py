@@ -29,15 +29,11 @@ class _Call:
 
 @dataclass(frozen=True)
 class StepFlags:
-    """The flags of one step.
+    """The flags of one step."""
 
-    Args:
-        calls: The module calls in the order of execution.
-        values: A number for each of them that is finite if and only if its output, or the gradient of it, is,
-            ``[calls]`` on the device. ``None`` if no module was called.
-    """
-
-    calls: list[_Call]
+    calls: list[_Call]  # the module calls in the order of execution
+    # A number for each of them that is finite if and only if its output, or the gradient of it, is, ``[calls]`` on the
+    # device. ``None`` if no module was called.
     values: Tensor | None
 
     def origin(self) -> tuple[Origin, int] | None:

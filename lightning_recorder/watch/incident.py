@@ -56,18 +56,12 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Incident:
-    """The contents of the folder of a finding.
+    """The contents of the folder of a finding."""
 
-    Args:
-        about: The step, the batch index, the class of the model, and further settings of the run.
-        batch: The batch.
-        random: The states of the random number generators before the batch.
-        state: The parameters and buffers from before the step, by name; ``None`` if they were not written.
-    """
-
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # the step, the batch index, the class of the model, and further settings of the run
     batch: Any
-    random: RandomStates
+    random: RandomStates  # the states of the random number generators before the batch
+    # the parameters and buffers from before the step, by name; ``None`` if they were not written
     state: dict[str, Tensor] | None
 
 
@@ -87,11 +81,7 @@ def write_incident(
     max_bytes: int,
     save_batch: bool,
 ) -> None:
-    """Write what is known about the step of a finding.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Write what is known about the step of a finding. Raise OSError if a file cannot be written."""
     left_out: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     structure = None

@@ -88,11 +88,6 @@ class ParameterCopies:
     every few steps, so that their average takes less. A step between two copies is run again with the older one.
 
     With ``True`` there is one copy, taken before each step. The caller then waits for the values of the step before.
-
-    Args:
-        parameters: The parameters of the model.
-        device: The device of the model.
-        when: ``"auto"`` or True.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from lightning_recorder.internals.autograd import (
     LEAF_NUMBER,
     current_node,
     in_backward,
+    is_transformed,
     is_wrapped_for_backward,
     sequence_number,
     sequence_number_of,
@@ -33,9 +34,62 @@ from lightning_recorder.internals.module_tree import hookable, is_scripted
 from lightning_recorder.internals.storage import address_of, storage_of
 from lightning_recorder.notebook import cell_or_path
 from lightning_recorder.structure import ignore_unknown, iter_tensors
-from lightning_recorder.watch.finite import adds, bad_count, floating, has_infinity, is_checkable
 
 __all__ = ["CommunicationError", "Origin", "OriginTrace"]
+
+
+def bad_count(tensor: Tensor) -> tuple[int, bool]:
+    """Return the number of values that are not finite, and True if there is a NaN."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()
+    finite = torch.isfinite(tensor)
+    if not tensor.numel() or bool(finite.all()):
+        return 0, False
+    return int(finite.numel() - int(finite.sum())), bool(torch.isnan(tensor).any())
+
+
+def adds(result: Tensor, args: Any) -> bool:
+    """Return True if an element of the result is bad and no element of the inputs at its place is."""
+    new = ~torch.isfinite(result.detach())
+    for tensor in floating(args):
+        new = new & torch.isfinite(tensor.detach()).broadcast_to(new.shape)
+    return bool(new.any())
+
+
+def floating(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors with floating-point numbers in the arguments or the result of an operation."""
+    todo = list(values)
+    while todo:
+        value = todo.pop(0)
+        if isinstance(value, Tensor):
+            if is_checkable(value):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            todo += value
+        elif isinstance(value, dict):
+            todo += value.values()
+
+
+def is_checkable(tensor: Tensor) -> bool:
+    """Return True if a tensor has floating-point or complex numbers that can be read."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not is_transformed(tensor) and tensor.device.type != "meta"
+
+
+def has_infinity(values: Any) -> bool:
+    """Return True if a number among the arguments is infinite, or a tensor without dimensions is."""
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return True
+        if isinstance(value, (list, tuple)):
+            todo += value
+        elif isinstance(value, dict):
+            todo += value.values()
+    return False
+
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
@@ -52,35 +106,24 @@ class CommunicationError(RecorderError, RuntimeError):
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where the first bad value of a step arose.
+    """The place where the first bad value of a step arose."""
 
-    Args:
-        module: The name of the module; ``""`` for the code of the step itself.
-        call: The number of the call of the module in the step, from 1; 0 outside of a module.
-        backward: True if it arose in the backward pass.
-        operation: The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed.
-            Empty if it is unknown.
-        line: The line of code of the operation, or of the operation whose backward pass it is; may be empty.
-        source: The tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the
-            inputs were finite.
-        kind: ``"NaN"``, or ``"inf"`` if there was no NaN.
-        count: The number of bad values.
-        has_bad_input: True if an input of the operation was already infinite, for example by a mask.
-        has_constant: True if an input was already bad that no operation of the step made, such as a constant.
-        ranges: The ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``.
-    """
-
-    module: str
-    call: int
-    backward: bool
+    module: str  # the name of the module; ``""`` for the code of the step itself
+    call: int  # the number of the call of the module in the step, from 1; 0 outside of a module
+    backward: bool  # True if it arose in the backward pass
+    # The operation, such as ``"log"``; in the backward pass, the operation whose gradient was computed. Empty if it is
+    # unknown.
     operation: str
-    line: str
+    line: str  # the line of code of the operation, or of the operation whose backward pass it is; may be empty
+    # the tensor that was already bad, such as ``"batch[0]"`` or ``"parameter head.weight"``; empty if the inputs were
+    # finite
     source: str
-    kind: str
-    count: int
-    has_bad_input: bool = False
+    kind: str  # ``"NaN"``, or ``"inf"`` if there was no NaN
+    count: int  # the number of bad values
+    has_bad_input: bool = False  # True if an input of the operation was already infinite, for example by a mask
+    # True if an input was already bad that no operation of the step made, such as a constant
     has_constant: bool = False
-    ranges: str = ""
+    ranges: str = ""  # the ranges of the finite inputs of an operation of the forward pass, such as ``"-1 to 3"``
 
 
 @dataclass(frozen=True)
@@ -124,9 +167,7 @@ class OriginTrace(TorchDispatchMode):
     causes. The origin is the first operation without a cause among those that lead to the bad loss or gradient. A mask
     of minus infinity is no origin if something else is.
 
-    Args:
-        modules: The modules by name.
-        known: Tensors that exist before the step, by description, such as ``"parameter head.weight"``.
+    ``modules`` and ``known``, tensors that exist before the step, are named by their keys.
 
     Raises:
         CommunicationError: From an operation of the step that communicates with other processes.

@@ -40,19 +40,12 @@ _Any = TypeVar("_Any", bound=_Readable)
 
 @dataclass
 class LoggedReading:
-    """The values that the user has logged at a step.
+    """The values that the user has logged at a step."""
 
-    Args:
-        step: The step, counted like ``self.log`` does.
-        epoch: The epoch.
-        tensors: The tensors with one element each, by name.
-        values: The values by name, once they are read.
-    """
-
-    step: int
+    step: int  # the step, counted like ``self.log`` does
     epoch: int
-    tensors: dict[str, Tensor]
-    values: dict[str, float] = field(default_factory=dict)
+    tensors: dict[str, Tensor]  # the tensors with one element each, by name
+    values: dict[str, float] = field(default_factory=dict)  # the values by name, once they are read
 
     def row(self) -> Tensor:
         """Return the values as one tensor on the device, ``[values]``."""
@@ -70,31 +63,23 @@ class LoggedReading:
 
 @dataclass
 class Reading:
-    """The values of one optimizer step.
+    """The values of one optimizer step."""
 
-    Args:
-        step: The step, counted like ``self.log`` does.
-        epoch: The epoch.
-        loss: The mean of the losses of the batches, or with manual optimization the sum of all losses passed to the
-            backward pass, a tensor without dimensions, or None.
-        norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or a number if
-            it is known on the host, or None.
-        norms: The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that
-            stepped. Not divided by a loss scale. There are no norms if that of all gradients is known to be finite.
-        indices: The indices of its batches in the epoch.
-        flags: The flags of its modules, if they are computed.
-        batches: The batches of the step; fewer if they were no longer kept.
-        values: The loss and the norm, once they are read; NaN for one that there is none of.
-    """
-
-    step: int
+    step: int  # the step, counted like ``self.log`` does
     epoch: int
+    # the mean of the losses of the batches, or with manual optimization the sum of all losses passed to the backward
+    # pass, a tensor without dimensions, or None
     loss: Tensor | None
+    # the norm of all gradients that the optimizers used, a tensor without dimensions, or a number if it is known on the
+    # host, or None
     norm: Tensor | float | None
+    # The parameters with a gradient and the norm of each, a tensor without dimensions, for each optimizer that stepped.
+    # Not divided by a loss scale. There are no norms if that of all gradients is known to be finite.
     norms: list[tuple[list[torch.nn.Parameter], list[Tensor]]]
-    indices: list[int]
-    flags: StepFlags | None = None
-    batches: list[KeptBatch] = field(default_factory=list)
+    indices: list[int]  # the indices of its batches in the epoch
+    flags: StepFlags | None = None  # the flags of its modules, if they are computed
+    batches: list[KeptBatch] = field(default_factory=list)  # the batches of the step; fewer if they were no longer kept
+    # the loss and the norm, once they are read; NaN for one that there is none of
     values: tuple[float, float] = (math.nan, math.nan)
 
     @property
@@ -150,8 +135,7 @@ class ReadingQueue(Generic[_Any]):
     Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
     that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
 
-    Args:
-        most_batches: The number of readings that keep their batches, so that memory is bounded; the latest ones.
+    Only the latest ``most_batches`` readings keep their batches, so that memory is bounded.
     """
 
     def __init__(self, device: torch.device, most_batches: int = _MOST_WAITING) -> None:

@@ -64,20 +64,14 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaValues:
-    """The checksums of one rank, as they are sent.
-
-    Args:
-        rank: The rank.
-        names: A checksum of the name of each tensor, ``[tensors]``. Only tensors of the same name are compared.
-        parts: The number of the shard of each tensor, ``[tensors]``.
-        numbers: The checksum of each tensor, ``[tensors]`` int64.
-        values: Some values of each tensor, ``[tensors, 8]`` float32, the last one repeated in short tensors.
-    """
+    """The checksums of one rank, as they are sent."""
 
     rank: int
+    # A checksum of the name of each tensor, ``[tensors]``. Only tensors of the same name are compared.
     names: NDArray[np.uint32]
-    parts: NDArray[np.int32]
-    numbers: NDArray[np.int64]
+    parts: NDArray[np.int32]  # the number of the shard of each tensor, ``[tensors]``
+    numbers: NDArray[np.int64]  # the checksum of each tensor, ``[tensors]`` int64
+    # some values of each tensor, ``[tensors, 8]`` float32, the last one repeated in short tensors
     values: NDArray[np.float32]
 
 
@@ -365,14 +359,10 @@ def finding_of_differences(
     has_no_sync: bool = False,
     unknown: frozenset[str] = frozenset(),
 ) -> Finding:
-    """Return the finding about tensors that differ between ranks.
+    """Return the finding about tensors that differ between ranks after a number of steps.
 
-    Args:
-        found: The tensors that differ.
-        step: The number of steps after which they were compared.
-        equal: The same for the last comparison in which all were equal, if there was one.
-        has_no_sync: True if ``no_sync`` was active after the step.
-        unknown: The parameters whose gradients DDP does not average.
+    ``equal`` are the steps of the last comparison in which all were equal. ``has_no_sync`` is True if ``no_sync`` was
+    active after the step. ``unknown`` are the parameters whose gradients DDP does not average.
     """
     parameters, states, buffers = (found.names[kind] for kind in ("parameter", "state", "buffer"))
     first = next(names for names in (parameters, states, buffers) if names)[0]
@@ -463,12 +453,8 @@ def _module_of(name: str, *, is_state: bool) -> str:
 class WatchedRanks:
     """Compares the ranks of one fit now and then, in the background.
 
-    Args:
-        replicas: The checksums of this rank.
-        submit: A function that begins to send an object to the first rank, and returns the pending merge.
-        report: A function that receives the finding, on the first rank.
-        every: The number of steps between two comparisons; None for the steps 1, 3, 10, 30, 100 and 300, and then every
-            1,000.
+    ``submit`` begins to send an object to the first rank, and returns the pending merge. ``report`` receives the
+    finding, on the first rank. Without ``every``, the steps 1, 3, 10, 30, 100, 300, and then every 1,000 are compared.
     """
 
     def __init__(

@@ -74,11 +74,7 @@ _WHY_INFINITY = (
 def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank: str = "") -> Finding:
     """Return the finding for a bad value whose origin is known.
 
-    Args:
-        origin: The origin.
-        reading: The step.
-        batch_idx: The index of the batch in its epoch.
-        rank: The words after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
+    ``rank`` are the words after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
     """
     where = f"{_batch(batch_idx, reading.epoch)}{rank}"
     values = f"{origin.count} {origin.kind} values" if origin.count > 1 else f"{origin.kind}"
@@ -261,15 +257,11 @@ def finding_of_spike(
 
 
 def with_row(finding: Finding, name: str, what: str, value: float, without: float | None, about: str) -> Finding:
-    """Return a finding about a step with the sample of its batch that made it.
+    """Return a finding about a step with the sample of its batch that made it, such as ``"row 4,711 of …"``.
 
-    Args:
-        finding: The finding.
-        name: The name of the sample, such as ``"row 4,711 of the training set"``.
-        what: ``"loss"`` or ``"gradient norm"``.
-        value: Its value with the sample, or of the sample alone if others are bad as well.
-        without: Its value without the sample; None if others are bad as well.
-        about: The values of the sample beside those of the others; may be empty.
+    ``what`` is ``"loss"`` or ``"gradient norm"``, with its values with and without the sample. If other samples are bad
+    as well, ``value`` is that of the sample alone, and ``without`` is None. ``about`` compares the values of the
+    sample.
     """
     numbers = {}
     if without is None:
@@ -298,9 +290,7 @@ def with_batch(finding: Finding, rows: list[int]) -> Finding:
 def with_spike(finding: Finding, spike: Finding) -> Finding:
     """Return the finding about one or several spikes with a later one: their number, the first and the farthest.
 
-    Args:
-        finding: The finding about the earlier spikes.
-        spike: The finding about the later one alone; with no records if it is a larger value of the last spike.
+    With no records, the spike is a larger value of the last one.
     """
     first, _, largest = finding.verdict.partition(_LARGEST)
     numbers, count = dict(finding.numbers), finding.records + spike.records

@@ -70,10 +70,8 @@ def label_calls(calls: Iterable[Call], last_names: Mapping[str, str] = MappingPr
     is labeled again if calls of other modules at its depth or above came in between. So is a called module before a
     call of one of its contents that another module makes.
 
-    Args:
-        calls: The calls.
-        last_names: The last name of each module that has several, as it is shared, by its first one. The last one
-            decides on the depth and on the modules around it.
+    ``last_names`` has the last name of each shared module by its first one. It decides on the depth and on the modules
+    around it.
 
     Example:
         >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("head", 1)])

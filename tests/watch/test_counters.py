@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_recorder import StepWatch
-from lightning_recorder.watch.counters import Counters
+from lightning_recorder.watch.kept import Counters
 from tests.watch.nets import Planted
 from tests.watch.test_planted import fit
 

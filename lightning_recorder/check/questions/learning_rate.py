@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["QUESTION"]
 
 _FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)
-_SPOILED, _WORSE = 10.0, 1.5  # times the loss at the start
+_SPOILED, _WORSE = 100.0, 1.5  # times the loss at the start
 _NOTHING = 1e-3
 
 
@@ -35,12 +35,9 @@ def answer(bench: Bench) -> Answer:
     lowers = [factor for factor in _FACTORS if after[factor] < loss]
     rise = after[1.0] / size if math.isfinite(after[1.0]) else math.inf
     best = min(_FACTORS, key=lambda factor: after[factor] if math.isfinite(after[factor]) else math.inf)
-    if rise > _SPOILED and loss > 0 and min(lowers, default=1.0) < 1.0:
-        text = f"one step raises the loss from {loss:.4g} to {after[1.0]:.4g}, and {best:g}× the rate lowers it"
-        return Answer("wrong" if rise > _SPOILED**2 else "look", text, numbers)
     if rise > _WORSE and loss > 0 and min(lowers, default=1.0) < 1.0:
         text = f"one step raises the loss from {loss:.4g} to {after[1.0]:.4g}, and {best:g}× the rate lowers it"
-        return Answer("look", text, numbers)
+        return Answer("wrong" if rise > _SPOILED else "look", text, numbers)
     if rise > _WORSE and loss > 0 and not lowers:
         text = f"one step raises the loss from {loss:.4g} to {after[1.0]:.4g}, and even 0.01× the rate raises it"
         return Answer("look", text, numbers)

@@ -23,17 +23,11 @@ _FEWEST = 8  # different samples; fewer may be equal on purpose
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank begins with.
+    """What a rank begins with."""
 
-    Args:
-        place: The number of the rank among those that should have different samples; equal for tensor-parallel ranks.
-        samples: The fingerprints of the samples of its first batch; empty if they are not known.
-        parameters: A checksum of each parameter by its name, without sharded ones.
-    """
-
-    place: int
-    samples: tuple[int, ...]
-    parameters: dict[str, int]
+    place: int  # the number of the rank among those that should have different samples; equal for tensor-parallel ranks
+    samples: tuple[int, ...]  # the fingerprints of the samples of its first batch; empty if they are not known
+    parameters: dict[str, int]  # a checksum of each parameter by its name, without sharded ones
 
 
 def compare(ranks: Sequence[RankStart]) -> Answer:

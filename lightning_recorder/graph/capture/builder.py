@@ -149,14 +149,7 @@ class GraphBuilder:
             self._detached.discard(ends)
 
     def connect_all(self, target: int, sources: list[int], tensors: list[TensorMeta], passing: list[bool]) -> None:
-        """Record all inputs of a function.
-
-        Args:
-            target: The function.
-            sources: The nodes that returned the inputs; a negative one is ignored.
-            tensors: The inputs.
-            passing: True for each input that requires a gradient.
-        """
+        """Record all inputs of a function. ``passing`` tells which require a gradient; a negative source is ignored."""
         nodes, edges = self.nodes, self._edges
         for source, tensor, passes in zip(sources, tensors, passing, strict=True):
             if source < 0:
@@ -196,11 +189,7 @@ class GraphBuilder:
         return before
 
     def reached_by_gradient(self, starts: Iterable[int]) -> set[int]:
-        """Return the nodes that the gradients of backward passes reach, from their starts back to the leaves.
-
-        Args:
-            starts: The nodes of the backward passes.
-        """
+        """Return the nodes that the gradients of backward passes reach, from these starts back to the leaves."""
         begins = set(starts)
         nodes, detached = self.nodes, self._detached
         if self.compound or any(REENTRANT in names for names in {node.autograd for node in nodes}):
@@ -300,12 +289,8 @@ class GraphBuilder:
     def finish(self, scope: str, parameters: int, scopes: Mapping[int, str], unused: Unused, *, ended: bool) -> Graph:
         """Return the graph recorded so far.
 
-        Args:
-            scope: The recorded method of the model.
-            parameters: The number of parameters of the model.
-            scopes: The scope of each node; empty for a node that is missing.
-            unused: The parts of the model that were not used.
-            ended: True if the recording has ended. Its drafts then become the nodes, and it cannot go on.
+        ``scope`` is the recorded method of the model, and ``scopes`` has the part of each node; empty for a missing
+        node. If the recording has ended, its drafts become the nodes, and it cannot go on.
         """
         drafts = self.nodes if ended else [copy(each) for each in self.nodes]
         for number, given in self.given.items():

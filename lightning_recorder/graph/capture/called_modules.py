@@ -9,9 +9,8 @@ from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft
 from lightning_recorder.graph.capture.call_arguments import describe_module
-from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.modules import ModelNames, count_below, count_own
 from lightning_recorder.graph.capture.origins import Call
-from lightning_recorder.graph.capture.parameters import count_below, count_own
 from lightning_recorder.graph.model import RECOMPUTED
 from lightning_recorder.internals.module_tree import is_scripted
 
@@ -25,10 +24,6 @@ class CalledModules:
     """Describes the modules of calls after the step.
 
     Lazy modules then have their final class and parameters, and the ``extra_repr`` of users may take any time.
-
-    Args:
-        nodes: The nodes so far.
-        calls: The module calls in progress, starting with the root.
     """
 
     def __init__(self, nodes: Sequence[Draft], calls: Sequence[Call]) -> None:

@@ -46,10 +46,7 @@ class Costs:
     step, on tensors that have shapes but no values; equal calls run once. It counts products of matrices, convolutions
     and attention, with two operations for each multiplication with addition; other functions count as 0.
 
-    Args:
-        builder: The graph so far, whose nodes receive the results.
-        origins: The nodes of the tensors.
-        root: The model. The memory of its tensors does not count as kept for the backward pass.
+    The memory of the model's own tensors does not count as kept for the backward pass.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, root: nn.Module) -> None:

@@ -24,12 +24,6 @@ class FastPath:
 
     Its nodes and edges are those of ``StepRecording.note_function``, which handles all other cases. It makes few calls,
     because recording a tiny function takes several times as long as the function itself.
-
-    Args:
-        builder: The graph so far.
-        origins: The nodes of the tensors.
-        calls: The module calls in progress, starting with the root.
-        outermost: Leave out the code of callbacks that a trainer runs.
     """
 
     def __init__(self, builder: GraphBuilder, origins: TensorOrigins, calls: Sequence[Call], outermost: bool) -> None:
@@ -52,13 +46,7 @@ class FastPath:
     ) -> bool:
         """Record a call of a function that wrote into none of its inputs; return False to fall back.
 
-        Args:
-            func: The function.
-            name: Its name.
-            args: Its arguments.
-            inputs: The tensors among them.
-            start: The sequence number of the backward graph before the call.
-            result: The tensor that it returned.
+        ``start`` is the sequence number of the backward graph before the call.
         """
         origins, owners = self._origins, self._owners
         if origins.custom is not None or owners.complete_until != start or in_transform():

@@ -31,13 +31,8 @@ def find_unused(
 ) -> Unused:
     """Return the parts of a model that were not used or not trained, and mark the nodes among them.
 
-    Args:
-        root: The model.
-        registered: The names of its modules.
-        parameters: The names of its parameters, with True for those that require a gradient.
-        builder: The graph, of which parameters and functions get a note.
-        opaque: The calls whose inside was not observed.
-        gradients: The parameters that recorded backward passes gave a gradient and optimizer steps updated.
+    ``parameters`` are True where a gradient is required. The inside of ``opaque`` calls was not observed. ``gradients``
+    are the parameters that recorded backward passes gave a gradient and optimizer steps updated.
     """
     nodes, given = builder.nodes, gradients.given
     reached = _reached(builder)
@@ -170,12 +165,7 @@ def _may_stop(node: Draft) -> bool:
 
 
 def _reason(node: Draft, used: TensorMeta | None) -> str:
-    """Return why a function stops the gradient.
-
-    Args:
-        node: The function.
-        used: The first of its results that are used.
-    """
+    """Return why a function stops the gradient. ``used`` is the first of its results that are used."""
     if node.name in _DETACHING:
         return "detach"
     if node.kind == "backward":

@@ -112,36 +112,22 @@ _FOREIGN_PART, _MODULE_CALL, _CUSTOM_CALL = _Part.FOREIGN, _Part.MODULE_CALL, _P
 
 @dataclass(frozen=True)
 class CustomCall:
-    """A call of a custom ``autograd.Function`` that is in progress.
+    """A call of a custom ``autograd.Function`` that is in progress."""
 
-    Args:
-        function: The class.
-        frame: An identifier that distinguishes calls that are in progress at the same time.
-        arguments: The positional and keyword arguments of the call.
-        depth: The number of nested calls in progress, including this one.
-        new: True if nothing was recorded inside this call before.
-    """
-
-    function: type
-    frame: int
-    arguments: Any
-    depth: int = 1
-    new: bool = True
+    function: type  # the class
+    frame: int  # an identifier that distinguishes calls that are in progress at the same time
+    arguments: Any  # the positional and keyword arguments of the call
+    depth: int = 1  # the number of nested calls in progress, including this one
+    new: bool = True  # True if nothing was recorded inside this call before
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a torch function.
+    """The caller of a torch function."""
 
-    Args:
-        trainer: True if the trainer or an optimizer made the call, False if the model did.
-        source: The line of the model's code, such as ``models/net.py:42``; empty if there is none.
-        custom: The call of an ``autograd.Function`` that encloses the call.
-    """
-
-    trainer: bool = False
-    source: str = ""
-    custom: CustomCall | None = None
+    trainer: bool = False  # True if the trainer or an optimizer made the call, False if the model did
+    source: str = ""  # the line of the model's code, such as ``models/net.py:42``; empty if there is none
+    custom: CustomCall | None = None  # the call of an ``autograd.Function`` that encloses the call
 
 
 _OF_TRAINER = Caller(trainer=True)

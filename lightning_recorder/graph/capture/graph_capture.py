@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import RecordingError, describe_error, warn
+from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
 from lightning_recorder.graph.capture.capture_mode import CaptureMode
 from lightning_recorder.graph.capture.modules import is_fused, is_opaque
 from lightning_recorder.graph.capture.step import StepRecording
@@ -47,7 +47,7 @@ from lightning_recorder.internals.module_tree import (
 from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.module_names import named_submodules, without_wrappers
 
-__all__ = ["GraphCapture"]
+__all__ = ["GraphCapture", "capture_call", "capture_graph"]
 
 # Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
 # computes nothing of the model itself.
@@ -369,3 +369,45 @@ class _CaptureHook(ModuleHook):
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
+
+
+def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
+    """Call a module once and return the graph of the call.
+
+    The module keeps its train or eval mode and runs under the caller's grad mode and autocast.
+
+    Args:
+        module: The model.
+        args: Its positional arguments. A single tensor becomes the input node ``input``, several become ``input[0]``,
+            ``input[1]``, ….
+        kwargs: Its keyword arguments. A tensor becomes the input node ``input.<keyword>``.
+
+    Raises:
+        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
+
+    Example:
+        >>> import torch
+        >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))
+        >>> [node.name for node in graph.nodes]
+        ['', 'input', 'weight', 'bias', 'linear', 'output']
+    """
+    return capture_call(module, args, kwargs)
+
+
+def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, costs: bool = False) -> Graph:
+    """Call a module once and return the graph of the call; see :func:`capture_graph` and :class:`GraphCapture`."""
+    single = len(args) == 1 and not kwargs
+    inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
+    recording = GraphCapture(module, inputs, costs=costs)
+    try:
+        with recording:
+            recording.add_outputs(module(*args, **kwargs))
+    except Exception as error:
+        graph = recording.graph()
+        raise ForwardError(f"{_where_it_failed(graph)} raised {describe_error(error)}", graph) from error
+    return recording.graph()
+
+
+def _where_it_failed(graph: Graph) -> str:
+    inner = [graph.root, *(node for node in graph.nodes if node.failed and node.kind == "module")][-1]
+    return f"module {inner.name!r} ({inner.type_name})" if inner.name else f"the model itself ({inner.type_name})"

@@ -63,12 +63,7 @@ class KnownTensors:
     ) -> None:
         """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory.
 
-        Args:
-            tensor: Any tensor.
-            node: The node.
-            wrote: True if the node wrote into the memory of the tensor.
-            meta: The shape and dtype of the tensor; see :meth:`find`.
-            output: The place of the tensor among the outputs of the node.
+        ``output`` is the place of the tensor among the outputs of the node. For ``meta``, see :meth:`find`.
         """
         self._time = time = self._time + 1
         known = self._tensors[id(tensor)] = KnownTensor(tensor)
@@ -162,10 +157,8 @@ class KnownTensors:
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """Return the node that gave the tensor its present values; ``None`` if that was not observed.
 
-        Args:
-            tensor: Any tensor.
-            own: Ignore the memory of a tensor that was not bound itself. Used for a parameter, whose memory may be
-                known from its initialization.
+        With ``own``, the memory of a tensor that was not bound itself is ignored: that of a parameter may be known from
+        its initialization.
         """
         known = self._tensors.get(id(tensor))
         if known is not None and known() is not tensor:

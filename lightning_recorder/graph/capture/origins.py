@@ -27,15 +27,10 @@ IGNORED = -1
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
-    """A tensor that a call returned as it took it, as a dropout in eval mode does.
+    """A tensor that a call returned as it took it, as a dropout in eval mode does."""
 
-    Args:
-        node: The node of that call.
-        before: The node that gave the tensor its values.
-    """
-
-    node: int
-    before: KnownTensor
+    node: int  # the node of that call
+    before: KnownTensor  # the node that gave the tensor its values
 
 
 @dataclass(slots=True)
@@ -66,10 +61,6 @@ class TensorOrigins:
     A tensor is identified by its object or its memory, by the part of torch's backward graph behind it, or as a
     parameter or buffer of the model. This class also tracks the results of a custom ``autograd.Function``, of whose
     calls only the inside is observed.
-
-    Args:
-        builder: The graph so far, to which edges and new nodes are added.
-        calls: The module calls in progress, starting with the root.
     """
 
     def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
@@ -107,11 +98,7 @@ class TensorOrigins:
     ) -> tuple[list[int], list[TensorMeta], list[int]]:
         """Return the nodes that gave the inputs of a function their values, the shapes, and the places in the outputs.
 
-        Args:
-            tensors: The inputs.
-            written: The tensors that the function wrote into.
-            outputs: The tensors that it returned.
-            start: The sequence number of the backward graph before the function ran.
+        ``start`` is the sequence number of the backward graph before the function ran.
         """
         complete = self.owners.complete_until == start
         nodes: list[int] = []
@@ -185,12 +172,7 @@ class TensorOrigins:
         return self.owners.sources(tensors)[0]
 
     def passed(self, tensors: Iterable[Tensor], node: int) -> list[PassedTensor]:
-        """Return the tensors that the next node will return as it takes them.
-
-        Args:
-            tensors: Tensors whose nodes are known.
-            node: The id of that node.
-        """
+        """Return those tensors, whose values a node gave, that the next node will return as it takes them."""
         known = map(self.known_tensors.entry, tensors)
         return [PassedTensor(node, each) for each in known if each is not None]
 
@@ -250,15 +232,7 @@ class TensorOrigins:
     def connect(
         self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True, output: int = 0
     ) -> None:
-        """Add an edge for a tensor, unless the tensor is not tracked.
-
-        Args:
-            source: The node that returned the tensor.
-            target: The node that takes it.
-            meta: Its shape and dtype.
-            differentiable: False if the tensor does not require a gradient.
-            output: The place of the tensor among the outputs of the source.
-        """
+        """Add an edge for a tensor, one of the outputs of the source, unless the tensor is not tracked."""
         if source == IGNORED:
             return
         if meta is not None and not self._builder.nodes[source].outputs:
@@ -269,9 +243,7 @@ class TensorOrigins:
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.
 
-        Args:
-            tensor: The tensor that is used.
-            settled: True if the whole backward graph behind the tensor was created by this node.
+        A ``settled`` tensor is one whose whole backward graph was created by this node.
         """
         known = self.known(tensor)
         if known is None:
@@ -400,13 +372,7 @@ class TensorOrigins:
         return None if self.names is None else self.names.tensor(tensor)
 
     def claim(self, tensors: Sequence[Tensor], node: int, start: int | None = None) -> None:
-        """Assign the new part of torch's backward graph behind some tensors to a node.
-
-        Args:
-            tensors: The results of the node.
-            node: The node.
-            start: The sequence number of the backward graph before the node ran, if it is a function.
-        """
+        """Assign the new part of torch's backward graph behind results to a node: for a function, after ``start``."""
         owners = self.owners
         names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)
         if names and node >= 0:

@@ -61,11 +61,7 @@ class AutogradOwners:
     def claim_usual(self, tensor: Tensor, owner: int, start: int, end: int) -> tuple[str, ...]:
         """Return the result of :meth:`claim_new` for one result outside of transforms, if all other nodes have owners.
 
-        Args:
-            tensor: The result.
-            owner: The recorded node.
-            start: The sequence number before the recorded node ran.
-            end: The sequence number after it.
+        The recorded node ran between the sequence numbers ``start`` and ``end``.
         """
         if end <= start + 2 and len(self._owners) < _MOST_NODES and (node := tensor.grad_fn) is not None:
             names: tuple[str, ...] = ()
@@ -79,12 +75,7 @@ class AutogradOwners:
         return self.claim_new((tensor,), owner, start)
 
     def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
-        """Assign all nodes that were created since a number to one recorded node, and those behind the tensors.
-
-        Args:
-            tensors: The results of the recorded node.
-            owner: The recorded node.
-            start: The sequence number before the recorded node ran.
+        """Assign all nodes that were created since ``start`` to one recorded node, and those behind its results.
 
         Returns:
             The types of the nodes behind the tensors, starting with the last.

@@ -10,12 +10,7 @@ __all__ = ["Scopes"]
 
 
 class Scopes:
-    """The parts of a training step: the nodes that lead to each backward pass, and the loss among them.
-
-    Args:
-        builder: The nodes in the order of time, and the edges.
-        scope: The recorded method of the model.
-    """
+    """The parts of a training step: the nodes that lead to each backward pass, and the loss among them."""
 
     def __init__(self, builder: GraphBuilder, scope: str) -> None:
         self._nodes = builder.nodes

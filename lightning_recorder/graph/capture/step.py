@@ -19,9 +19,8 @@ from lightning_recorder.graph.capture.fast_path import FastPath
 from lightning_recorder.graph.capture.find_unused import find_unused
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
-from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
+from lightning_recorder.graph.capture.modules import ModelNames, count, is_fused, is_opaque, note_used
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
-from lightning_recorder.graph.capture.parameters import count, note_used
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import VMAPPED, Graph, TensorMeta
 from lightning_recorder.internals.autograd import in_transform, keywords_of, versions_of, vmap_numel
@@ -63,11 +62,8 @@ class StepRecording:
     The recording is notified at the beginning and end of each module call, and after each function. It finds the node
     that returned each tensor, without keeping any tensor alive.
 
-    Args:
-        root: The model.
-        times: Measure the time of each module call.
-        costs: Measure what each function costs; see :class:`Costs`.
-        outermost: Leave out the code of callbacks that a trainer runs.
+    ``times`` measures each module call, and ``costs`` each function; see :class:`Costs`. ``outermost`` leaves out the
+    code of callbacks that a trainer runs.
     """
 
     def __init__(self, root: nn.Module, *, times: bool = False, costs: bool = False, outermost: bool = False) -> None:
@@ -206,14 +202,7 @@ class StepRecording:
         return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
-        """Record the end of a module call.
-
-        Args:
-            module: The module. If several of its calls are in progress, the innermost one ends.
-            inputs: Its arguments, and its keyword arguments if they are known.
-            output: The return value of the call.
-            failed: True if the call raised.
-        """
+        """Record the end of a module call, the innermost one that is in progress; ``failed`` if it raised."""
         self._origins.leave_custom()
         calls = self._calls
         place = len(calls) - 1
@@ -299,19 +288,11 @@ class StepRecording:
         start: int | None = None,
         given: Given | None = None,
     ) -> int | None:
-        """Add a node for one operation with the edges into it, and bind its outputs to it.
+        """Add a node for one operation with its edges, bind its outputs to it, and return its id.
 
-        Args:
-            name: The name of the operation.
-            inputs: The tensors that it took.
-            outputs: The tensors that it returned.
-            written: The tensors that it wrote into.
-            of_model: True if it belongs to the model, whoever called it.
-            start: The sequence number of the backward graph before it ran, if it is a function.
-            given: Its other arguments.
-
-        Returns:
-            The id of the node, or None if the operation is not part of the model.
+        None is returned for an operation that is not part of the model. With ``of_model`` it is, whoever called it.
+        ``start`` is the sequence number of the backward graph before a function ran, and ``given`` are its other
+        arguments.
         """
         tensors = self._origins
         # Directly in the model's own step, the caller may also be a callback.
@@ -369,19 +350,10 @@ class StepRecording:
         start: int,
         result: Any,
     ) -> int | None:
-        """Record a call of a torch function.
+        """Record a call of a torch function, and return the id of its node, or None if it is not part of the model.
 
-        Args:
-            func: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            inputs: The tensors that it took.
-            before: Their version counters before the call.
-            start: The sequence number of the backward graph before the call.
-            result: The return value.
-
-        Returns:
-            The id of the node, or None if the call is not part of the model.
+        ``before`` has the version counters of the inputs before the call; ``start`` is the sequence number of the
+        backward graph.
         """
         name = function_name(func)
         if name == "grad" and func == _GRADIENT:

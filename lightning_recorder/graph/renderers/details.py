@@ -1,15 +1,55 @@
-"""The measured and recorded details of a node as text and as a color."""
+"""The details of a node as text, as a color and as a link to its line of code."""
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Collection
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal, get_args
+from urllib.parse import quote
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.labels import short_count
 
-__all__ = ["Detail", "check_details", "check_measured", "describe_detail", "detail_color"]
+__all__ = ["SOURCE_LINK", "Detail", "check_details", "check_measured", "describe_detail", "detail_color", "source_link"]
+
+SOURCE_LINK = "vscode://file/{path}:{line}"
+"""Opens a line in VS Code."""
+
+
+def source_link(source: str, template: str = SOURCE_LINK) -> str:
+    """Return the address of a line of code; empty if the line or, for ``{path}``, the file is not known.
+
+    Args:
+        source: The line, such as ``models/net.py:42``, as in :attr:`Node.source`.
+        template: The address with ``{path}``, ``{file}`` and ``{line}``; see :class:`GraphvizStyler`.
+
+    Example:
+        >>> source_link("models/net.py:42", "https://github.com/me/net/blob/main/{file}#L{line}")
+        'https://github.com/me/net/blob/main/models/net.py#L42'
+    """
+    file, _, line = source.rpartition(":")
+    if not file or not line.isdecimal():
+        return ""
+    path = _absolute(file) if "{path}" in template else ""
+    if path is None:
+        return ""
+    # On Windows a path starts with a drive, on other systems with the slash that the template has already.
+    place = quote(path.lstrip("/"), safe="/:")
+    return template.replace("{path}", place).replace("{file}", quote(file, safe="/")).replace("{line}", line)
+
+
+@lru_cache
+def _absolute(file: str) -> str | None:
+    """Return the absolute path of a file in the working directory or an installed package, or None."""
+    folders = (Path(), *(Path(sysconfig.get_paths()[each]) for each in ("purelib", "platlib")))
+    try:
+        return next((path.resolve().as_posix() for folder in folders if (path := folder / file).is_file()), None)
+    except (OSError, ValueError):
+        return None
+
 
 Detail = Literal["arguments", "inputs", "duration_ms", "flops", "output_bytes", "saved_bytes", "note"]
 """A field of :class:`Node` that labels, tooltips and colors can show."""
@@ -29,21 +69,13 @@ _NOTES = {
 
 
 def check_details(name: str, details: Collection[str]) -> None:
-    """Raise an error for a detail that does not exist.
-
-    Raises:
-        ArgumentError: The message lists the details.
-    """
+    """Raise ArgumentError for a detail that does not exist."""
     if unknown := [each for each in details if each not in get_args(Detail)]:
         raise ArgumentError(f"{name} must be one of {', '.join(get_args(Detail))}; got {unknown[0]!r}")
 
 
 def check_measured(detail: str | None, graph: Graph | None = None) -> None:
-    """Raise an error for colors by a detail that was not measured, or is not if there is no graph.
-
-    Raises:
-        ArgumentError: The message says how to measure it.
-    """
+    """Raise ArgumentError for colors by a detail that was not measured, or is not if there is no graph."""
     if detail not in _MEASURED:
         return
     # With costs, operations may be unknown for all functions, but not their times.
@@ -77,16 +109,7 @@ def _with_unit(number: int, unit: str) -> str:
 
 
 def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
-    """Return the fill color of a node: from white to orange by its share of the largest value, or by its note.
-
-    Args:
-        node: A node of the graph.
-        graph: The graph or view that is drawn.
-        detail: The field.
-
-    Returns:
-        ``None`` if the node has no value.
-    """
+    """Return the color of a node: white to orange by its share of the largest value, or by its note; else None."""
     if detail == "note":
         return next((color for start, color in _NOTES.items() if node.note.startswith(start)), None)
     value = getattr(node, detail) if detail in _NUMBERS else None

@@ -10,9 +10,15 @@ from lightning_recorder.errors import ArgumentError, UnknownArgumentError, close
 from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import IN_PLACE, Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
-from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
+from lightning_recorder.graph.renderers.details import (
+    SOURCE_LINK,
+    Detail,
+    check_details,
+    describe_detail,
+    detail_color,
+    source_link,
+)
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
-from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
 from lightning_recorder.graph.views.constants import CONSTANT
 from lightning_recorder.graph.views.dense import DENSE
 from lightning_recorder.graph.views.ports import CHAIN

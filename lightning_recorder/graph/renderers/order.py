@@ -17,9 +17,6 @@ def constraints(graph: Graph) -> list[tuple[int, int]]:
 
     They keep a module call from being drawn before one that ran earlier, and a frame from being stretched by a tensor
     that it takes from an early node beside its main input. Pairs that follow from the edges are left out.
-
-    Args:
-        graph: The graph that is drawn, with its ports.
     """
     order = _Order(graph)
     return [pair for call in graph.nodes for pair in order.pairs(call) if order.add(*pair)]

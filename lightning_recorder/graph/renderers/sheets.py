@@ -46,21 +46,14 @@ def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool
     No sheet needs a tensor of a later one. A frame of repeated blocks is on one sheet, and so is a tensor that is not
     computed with the first node that uses it.
 
-    Args:
-        graph: The graph that is drawn, with its ports.
-        sizes: The width and height of each drawn node and of the title of each frame, in points.
-        flat: True if the data flows across the page.
+    ``sizes`` are the width and height of each drawn node and of the title of each frame, in points. ``flat`` is True if
+    the data flows across the page.
     """
     return _Plan(graph, sizes, flat).sheets()
 
 
 def facing(graph: Graph, sizes: Mapping[int, tuple[float, float]]) -> tuple[dict[int, int], list[Edge]] | None:
-    """Return the sides of a U-Net, as :func:`~lightning_recorder.graph.views.sides.sides`, if they fit on a page.
-
-    Args:
-        graph: As for :func:`sheets`.
-        sizes: As for :func:`sheets`.
-    """
+    """Return the sides of a U-Net, as :func:`~lightning_recorder.graph.views.sides.sides`, if they fit on a page."""
     found, plan = sides(graph), _Plan(graph, sizes, flat=False)
     return found if found and plan.longest(found[0]) <= _RATIO * (plan.breadth(found[0]) + _BESIDE) else None
 
@@ -89,8 +82,7 @@ class _Plan:
     def _places(self, *, in_turn: bool) -> tuple[dict[int, float], dict[int, float]]:
         """Return the beginning and the end of each node along the flow, in points.
 
-        Args:
-            in_turn: Let each frame begin behind the frames that ran before it, even if it needs nothing of them.
+        With ``in_turn``, each frame begins behind the frames that ran before it, even if it needs nothing of them.
         """
         into: dict[int, list[int]] = {}
         users: dict[int, list[int]] = {}

@@ -156,10 +156,8 @@ def may_become_available() -> bool:
 def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     """Add the statistics of values to a state of :class:`Statistics`, if the compiled function supports them.
 
-    Args:
-        row: The state, ``[width]`` float64 on the CPU, as :class:`Statistics` lays it out.
-        values: The values of any tensor.
-        sample: The maximum number of values to count in the histogram; ``None`` for all.
+    ``row`` is ``[width]`` float64 on the CPU, as :class:`Statistics` lays it out. At most ``sample`` values are counted
+    in the histogram.
 
     Returns:
         True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
@@ -227,14 +225,8 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
 def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int) -> bool:
     """Add the sums of squares of a matrix to a state of :class:`BatchSpread`, if the compiled function supports it.
 
-    Args:
-        state: The state, ``[2]`` float64.
-        tensor: The matrix, ``[rows, columns]``.
-        most_rows: The number of rows to read, at regular distances.
-        most_columns: The number of columns to read, at most 256.
-
-    Returns:
-        True if the state was updated; False without any change.
+    The state is ``[2]`` float64. Of the matrix, ``most_rows`` rows and ``most_columns`` columns, at most 256, are read
+    at regular distances. Return True if the state was updated; False without any change.
     """
     kind = _FLOATS.get(tensor.dtype)
     if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
@@ -367,12 +359,7 @@ def _build(compiler: Sequence[str], libraries: Mapping[tuple[str, ...], Path]) -
 
 
 def build_for_wheel(compiler: Sequence[str], machine: str, folder: Path) -> list[Path]:
-    """Build the code that a wheel has, with and without threads, and return its files.
-
-    Args:
-        compiler: The command of the compiler.
-        machine: The machine to build for, ``"x86_64"`` or ``"aarch64"``.
-        folder: Receives the files.
+    """Build the code that a wheel has for ``"x86_64"`` or ``"aarch64"``, with and without threads; return its files.
 
     Raises:
         RuntimeError: If the compiler fails.

@@ -106,12 +106,9 @@ def _is_ready(kind: _Kind) -> bool:
 
 
 def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state of :class:`Statistics`, if the kernels support them.
+    """Add the statistics of values to a state on their device, if the kernels support them.
 
-    Args:
-        row: The state, ``[width]`` float64 on the device of the values, as :class:`Statistics` lays it out.
-        values: The values of any tensor.
-        sample: The maximum number of values to count in the histogram; ``None`` for all.
+    Row, values and sample are those of :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
 
     Returns:
         True if the state was updated. False without any change if the kernels are unavailable, or if the tensor has
@@ -325,17 +322,11 @@ def _shares(numel: int, tile: int, most_programs: int) -> tuple[int, int]:
 def launch(
     kernels: ModuleType, row: Tensor, values: Values, sample: int | None, most_programs: int
 ) -> tuple[Any, Any] | None:
-    """Launch the kernels on the current device.
+    """Launch the kernels on the current device, and return the compiled ones if both were launched.
 
-    Args:
-        kernels: The module :mod:`triton_kernels`. In the Triton interpreter it accepts CPU tensors.
-        row: The state, as for :func:`add_statistics_on_device`.
-        values: Values whose :attr:`Values.real` is a plain array.
-        sample: The sample size, as for :func:`add_statistics_on_device`.
-        most_programs: The maximum number of shares that the values are divided into.
-
-    Returns:
-        The compiled kernels, if both were launched.
+    The values are those whose :attr:`Values.real` is a plain array. In the Triton interpreter, the kernels accept CPU
+    tensors. The values are divided into at most ``most_programs`` shares. The rest is as for
+    :func:`add_statistics_on_device`.
     """
     numel = values.numel
     if not numel:

@@ -48,15 +48,9 @@ _MISSING = tuple(part for part in LAYOUT if part.slots.stop > _COMPUTED)
 
 
 def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state of :class:`Statistics`, if the values are in host memory.
+    """Add the statistics of values to a state, if the values are in host memory; return False without any change.
 
-    Args:
-        row: The state, ``[width]`` float64, as :class:`Statistics` lays it out.
-        values: The values of any tensor.
-        sample: The maximum number of values to count in the histogram; ``None`` for all.
-
-    Returns:
-        True if the state was updated. False without any change otherwise.
+    Row, values and sample are those of :func:`~lightning_recorder.reductions.kernels.fused.add_statistics`.
     """
     raw = values.raw
     if not (raw.is_cpu and row.is_cpu and (type(raw) in PLAIN_TYPES or type(values.real) in PLAIN_TYPES)):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.graph import draw
-from lightning_recorder.graph.renderers.source_link import source_link
+from lightning_recorder.graph.renderers.details import source_link
 from tests.graph.nets import X, linear
 
 HERE = "tests/graph/renderers/test_source_link.py"
