@@ -10,6 +10,7 @@ from .renderers.graphdef import to_graph_def
 from .renderers.graphviz import Direction, GraphvizRenderer
 from .renderers.graphviz_styler import GraphvizStyler
 from .renderers.mermaid import MermaidRenderer, to_mermaid
+from .renderers.model_explorer import to_model_explorer, to_node_data
 from .renderers.text import TextRenderer, to_text
 from .unused import Unused
 from .views.collapse import collapse
@@ -61,6 +62,8 @@ __all__ = [
     "show_unused",
     "to_graph_def",
     "to_mermaid",
+    "to_model_explorer",
+    "to_node_data",
     "to_text",
     "truncate",
     "without",
