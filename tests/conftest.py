@@ -1,8 +1,12 @@
 """Settings of all tests."""
 
+import functools
 import gc
+import importlib.metadata
+import sys
 from collections import Counter
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -40,6 +44,23 @@ def _compiled() -> None:
     from lightning_recorder.reductions.kernels.fused import prepare
 
     prepare(wait=True)
+
+
+def _once_for_each_path(entry_points: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that lists entry points, which reads the metadata of all packages once for each search path.
+
+    Each ``Trainer`` asks for them, and reading those of 200 packages takes as long as a few steps of training.
+    """
+
+    @functools.cache
+    def found(path: tuple[str, ...], **chosen: str) -> Any:
+        return entry_points(**chosen)
+
+    return lambda **chosen: found(tuple(sys.path), **chosen)
+
+
+# Before Lightning imports the function.
+pytest.MonkeyPatch().setattr(importlib.metadata, "entry_points", _once_for_each_path(importlib.metadata.entry_points))
 
 
 @pytest.fixture(autouse=True)
