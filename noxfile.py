@@ -84,7 +84,8 @@ def tests(session: nox.Session) -> None:
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     # Processes that the tests start import the package again, so its bytecode is written even if the caller forbids it.
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    # torch.compile would start a process for each core, which imports torch, to compile a few small functions.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     # mypy uses one core for minutes, so it runs beside the doctests, which use the other one, and the first tests.
     with ThreadPoolExecutor() as beside:
         types = beside.submit(session.run, "mypy", silent=True)  # shows its output if it fails

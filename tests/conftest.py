@@ -1,8 +1,12 @@
 """Settings of all tests."""
 
+import functools
 import gc
+import importlib.metadata
+import sys
 from collections import Counter
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,24 +18,25 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
 
-# The files that take longest run first, and so are spread over the processes.
-_LONGEST = (
-    "callbacks/test_distributed.py",
-    "callbacks/test_noninterference.py",
-    "insight/test_corpus.py",
-    "callbacks/test_any_program.py",
-    "test_examples.py",
-    "dumps/test_killed.py",
-    "tensors/test_recorders.py",
-    "callbacks/test_compiled_distributed.py",
-    "recordings/test_hostile.py",
-    "callbacks/test_leaks.py",
-    "taps/test_gradient.py",
-    "statistics/test_rank_merging.py",
-    "graph/test_legibility.py",
-    "callbacks/test_watch.py",
-    "test_packaging.py",
-)
+# The processor time of a test in seconds, on average, by the beginning of the path of its file; the longest one counts.
+_SECONDS = {
+    "": 0.1,
+    "tests/callbacks/": 0.25,
+    "tests/callbacks/test_any_program.py": 0.8,
+    "tests/callbacks/test_compiled": 1.0,
+    "tests/callbacks/test_distributed.py": 0.8,
+    "tests/callbacks/test_noninterference.py": 1.4,
+    "tests/check/": 0.3,
+    "tests/dumps/test_killed.py": 3.0,
+    "tests/graph/test_legibility.py": 0.4,
+    "tests/insight/test_corpus.py": 6.0,
+    "tests/insight/test_exam.py": 1.1,
+    "tests/reductions/": 0.03,
+    "tests/reductions/kernels/": 0.15,
+    "tests/taps/": 0.02,
+    "tests/test_examples.py": 3.0,
+    "tests/test_packaging.py": 4.0,
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +47,23 @@ def _compiled() -> None:
     prepare(wait=True)
 
 
+def _once_for_each_path(entry_points: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that lists entry points, which reads the metadata of all packages once for each search path.
+
+    Each ``Trainer`` asks for them, and reading those of 200 packages takes as long as a few steps of training.
+    """
+
+    @functools.cache
+    def found(path: tuple[str, ...], **chosen: str) -> Any:
+        return entry_points(**chosen)
+
+    return lambda **chosen: found(tuple(sys.path), **chosen)
+
+
+# Before Lightning imports the function.
+pytest.MonkeyPatch().setattr(importlib.metadata, "entry_points", _once_for_each_path(importlib.metadata.entry_points))
+
+
 @pytest.fixture(autouse=True)
 def _new_disks() -> None:
     """Let each test begin as a run: a disk is reported once per run, and the tests of a process share one."""
@@ -50,8 +72,22 @@ def _new_disks() -> None:
     begin_run()
 
 
+def shares(tests: Mapping[str, int], processes: int) -> dict[str, int]:
+    """Return the process of each file, given its number of tests, so that all processes have about as much to do."""
+    costs = {
+        file: count * _SECONDS[max((each for each in _SECONDS if file.startswith(each)), key=len)]
+        for file, count in tests.items()
+    }
+    busy = [0.0] * processes
+    places = {}
+    for file in sorted(costs, key=lambda file: -costs[file]):
+        places[file] = min(range(processes), key=busy.__getitem__)
+        busy[places[file]] += costs[file]
+    return places
+
+
 class _FixedFiles(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives each process the same files in every run: the first to the first process, the second to the second.
+    """Gives each process the same files in every run, so that no process works alone for long at the end.
 
     By default, a process that is free takes the next file, so that what was imported before a test depends on timing.
     """
@@ -61,8 +97,9 @@ class _FixedFiles(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no ty
         self._places: dict[str, int] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        place = self._places.setdefault(nodeid.partition("::")[0], len(self._places))
-        return str(place % self.numnodes)
+        if not self._places:
+            self._places = shares(Counter(each.partition("::")[0] for each in self.collection), self.numnodes)
+        return str(self._places[nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)  # before xdist's own, if it is used
@@ -72,18 +109,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
-    _mark_slow_cases(items)
-    places = {name: place for place, name in enumerate(_LONGEST)}
-
-    def place(item: pytest.Item) -> int:
-        path = item.path.as_posix()
-        return next((number for name, number in places.items() if path.endswith(f"/tests/{name}")), len(places))
-
-    items.sort(key=place)
-
-
-def _mark_slow_cases(items: list[pytest.Item]) -> None:
     """Mark the cases of tests with ``quick_cases`` as slow, except for the given number."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:

@@ -12,8 +12,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,10 @@ def context() -> multiprocessing.context.ForkServerContext:
     """Return the context in which processes start as forks of the one that has imported torch and Lightning."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(_PRELOADED)
+    # The variable of a test is for its own processes, and not for the one from which those of later tests are forked.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LIGHTNING_RECORDER", raising=False)
+        forkserver.ensure_running()
     return forks
 
 

@@ -1,4 +1,4 @@
-"""The choice of cases: those that are quick, and those that stand for all combinations."""
+"""The choice of cases, those that are quick and those that stand for all combinations, and the process of each file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.conftest import spread_cases
+from tests.conftest import shares, spread_cases
 from tests.pairs import covering, pairs, pairwise
 
 
@@ -45,3 +45,19 @@ def test_all_that_is_to_be_covered_is() -> None:
     """The chosen cases cover what all cases do, in their order, and one that adds nothing is left out."""
     assert covering("abcd", [{1}, {1, 2}, {2}, {3}]) == ["b", "d"]
     assert covering([], []) == []
+
+
+def test_processes_have_about_as_much_to_do() -> None:
+    """Each file, the longest first, goes to the process that has least to do."""
+    files = {f"tests/{name}.py": count for name, count in zip("abcdefg", (90, 10, 20, 30, 40, 50, 10), strict=True)}
+    places = shares(files, 3)
+    busy = [sum(files[file] for file, place in places.items() if place == each) for each in range(3)]
+    assert sorted(busy) == [80, 80, 90]
+
+
+def test_files_with_long_tests_count_for_more() -> None:
+    """Few tests with a training each are as much as many tests of a function."""
+    files = {"tests/insight/test_corpus.py": 9, "tests/taps/test_base.py": 900, "tests/taps/test_forward.py": 300}
+    places = shares(files, 2)
+    assert places["tests/taps/test_base.py"] == places["tests/taps/test_forward.py"]
+    assert places["tests/insight/test_corpus.py"] != places["tests/taps/test_base.py"]

@@ -39,6 +39,7 @@ from lightning_recorder import (
 from lightning_recorder.callbacks import attach
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.entry_point import callbacks_from_environment
+from lightning_recorder.switch import CHECK_ONLY
 from tests import forks
 from tests.callbacks.models import digits
 from tests.entry_points import ROOT, write_entry_points
@@ -507,23 +508,30 @@ optimizer.step()
 """
 
 
-def program(code: str, folder: Path, *arguments: str, value: str = "on") -> subprocess.CompletedProcess[str]:
-    """Run a program as ``lightning-recorder run`` does, with a value of the variable."""
+def program(code: str, folder: Path, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
+    """Run a program with a command of the package: a new interpreter, in which the imports take seconds."""
     (folder / "train.py").write_text(code)
-    site = folder / "site" if (folder / "site").is_dir() else write_entry_points(folder / "site")
-    environment = {**os.environ, "LIGHTNING_RECORDER": value, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    subcommand = {"off": [], "check": ["-m", "lightning_recorder", "check"]}
-    command = [sys.executable, *subcommand.get(value, ["-m", "lightning_recorder", "run"]), "train.py", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or value == "check", done.stderr
+    site = write_entry_points(folder / "site")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+    line = [sys.executable, "-m", "lightning_recorder", command, "train.py", *arguments]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     return done
+
+
+def forked(code: str, folder: Path, *arguments: str, value: str) -> tuple[int, str]:
+    """Run a program as the commands do, with a value of the variable, in a fork; return its status and its output."""
+    begin = "from lightning_recorder.entry_point import see_other_trainers\nsee_other_trainers()\n"
+    (status,), log = forks.run("-c", begin + code, *arguments, folder=folder, variables={"LIGHTNING_RECORDER": value})
+    return status, log
 
 
 @pytest.mark.slow
 def test_the_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
     """A program that does not mention this package has records, a graph and the same model to the bit."""
-    for value in ("off", "on"):
-        program(TRANSFORMERS, tmp_path, value, value=value)
+    program(TRANSFORMERS, tmp_path, "on")
+    status, log = forked(TRANSFORMERS, tmp_path, "off", value="off")
+    assert status == 0, log
     assert folders(tmp_path) == ["on/recordings/version_0"]
     run = open_recording(tmp_path / "on/recordings/version_0").run
     assert run.graph is not None
@@ -536,36 +544,45 @@ def test_the_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plain_loop_is_told_the_five_lines(tmp_path: Path) -> None:
     """At the end of a loop that nothing records, standard error has the lines that record it."""
-    done = program(LOOP, tmp_path)
-    assert "with monitor.step(batch):" in done.stderr
-    assert program(LOOP, tmp_path, value="off").stderr == ""
+    assert "with monitor.step(batch):" in program(LOOP, tmp_path).stderr
 
 
 @pytest.mark.slow
 def test_the_trainer_of_transformers_is_checked(tmp_path: Path) -> None:
-    """The command answers the questions and ends a program of transformers before its first step."""
+    """The questions are answered, and a program of transformers ends before its first step, with the right status."""
     wrong = TRANSFORMERS.replace('"labels": each}', '"labels": torch.full((8,), -100)}')
-    for code, status in (TRANSFORMERS, 0), (wrong, 1):
-        done = program(code, tmp_path, "out", value="check")
-        assert done.returncode == status, done.stderr
-        assert ("WRONG      Does the loss use its target? All targets are ignored" in done.stdout) == bool(status)
+    (tmp_path / "wrong").mkdir()
+    status, log = forked(wrong, tmp_path / "wrong", "out", value=CHECK_ONLY)
+    for is_wrong, said in (False, program(TRANSFORMERS, tmp_path, "out", command="check").stdout), (True, log):
+        assert ("WRONG      Does the loss use its target? All targets are ignored" in said) == is_wrong
         # Without targets, there is nothing to be seen.
-        is_seen = "Does the past see the future? Predictions do not depend on later elements." in done.stdout
-        assert is_seen == (status == 0)
-    assert not (tmp_path / "out/model.pt").exists()
+        is_seen = "Does the past see the future? Predictions do not depend on later elements." in said
+        assert is_seen != is_wrong
+    assert status == 1, log
+    assert not list(tmp_path.rglob("model.pt"))
 
 
 @pytest.mark.slow
 def test_a_plain_loop_is_not_checked(tmp_path: Path) -> None:
     """A loop ends at its first step with status 2, so that CI does not take silence for a check that passed."""
-    done = program(LOOP + "print('trained')\n", tmp_path, value="check")
-    assert done.returncode == 2
-    assert "nothing is checked" in done.stderr
-    assert "trained" not in done.stdout
+    status, log = forked(LOOP + "print('trained')\n", tmp_path, value=CHECK_ONLY)
+    assert status == 2, log
+    assert "nothing is checked" in log
+    assert "trained" not in log
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [LOOP.partition("optimizer")[0], "import lightning_recorder.loops.monitor\n" + LOOP])
-def test_other_programs_are_told_nothing(code: str, tmp_path: Path) -> None:
-    """A program without an optimizer, or with a monitor, has no message."""
-    assert program(code, tmp_path).stderr == ""
+@pytest.mark.parametrize(
+    ("code", "is_told"),
+    [
+        (LOOP, True),
+        (LOOP.partition("optimizer")[0], False),
+        ("import lightning_recorder.loops.monitor\n" + LOOP, False),
+    ],
+    ids=["loop", "no optimizer", "monitor"],
+)
+def test_programs_that_need_no_line_are_told_nothing(code: str, is_told: bool, tmp_path: Path) -> None:
+    """Only a program with an optimizer and without a monitor has a message."""
+    status, log = forked(code, tmp_path, value="on")
+    assert status == 0, log
+    assert ("with monitor.step(batch):" in log, log == "") == (is_told, not is_told)

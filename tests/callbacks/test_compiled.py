@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from lightning_recorder import (
     RecorderWarning,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.graph import Graph
 from tests.callbacks.models import LEAVES, Classifier, fit, hooks_left
 from tests.callbacks.test_noninterference import assert_same
+from tests.pairs import pairwise
 
 BACKENDS = ["eager", "aot_eager"]
 QUIET = Outputs(curves="all", plots=False)  # pictures take most of the time of a short fit
@@ -99,27 +102,70 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     return [GraphRecorder(formats=(), strict=True), *(kind(**options) for kind in kinds)]
 
 
+class Trained(NamedTuple):
+    """What a run has computed, recorded and compiled."""
+
+    result: list[Any]
+    scalars: dict[str, dict[int, float]]
+    graph: Graph | None
+    compiled: tuple[int, dict[str, int], dict[str, int]]
+    hooks: list[str]
+
+
+Runs = Callable[[str, str], list[Trained]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return a function that trains a compiled model without and with all callbacks, once for each way."""
+
+    @functools.cache
+    def train(how: str, backend: str) -> list[Trained]:
+        found = []
+        for is_recorded in (False, True):
+            torch._dynamo.reset()
+            counters.clear()
+            model, given = compiled(how, backend)
+            losses, sink = Losses(), MemorySink()
+            callbacks = recorders(sink) if is_recorded else []
+            folder = tmp_path_factory.mktemp("run")
+            trainer = fit(given, folder, [*callbacks, losses], logger=False, max_epochs=2)
+            states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+            result = [losses.losses, dict(model.state_dict()), states, torch.get_rng_state()]
+            graph = next((each.graph for each in callbacks if isinstance(each, GraphRecorder)), None)
+            graphs = counters["stats"]["unique_graphs"]
+            made = (graphs, dict(counters["graph_break"]), dict(counters["recompiles"]))
+            found.append(Trained(result, sink.scalars, graph, made, hooks_left(model)))
+        return found
+
+    return train
+
+
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
-def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, tmp_path: Path) -> None:
+def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, runs: Runs) -> None:
     """All modules are recorded under their own names, with one graph, no graph break and no recompilation."""
-    model, given = compiled(how, backend)
-    sink = MemorySink()
-    callbacks = recorders(sink)
-    fit(given, tmp_path, callbacks, logger=False, max_epochs=2)
+    _, recorded = runs(how, backend)
+    scalars = recorded.scalars
     for group in ("activations", "gradients"):
-        tags = [tag for tag in sink.scalars if tag.startswith(f"{group}/") and tag.endswith("/rms")]
+        tags = [tag for tag in scalars if tag.startswith(f"{group}/") and tag.endswith("/rms")]
         assert {f"{group}/{name}/rms" for name in LEAVES} <= set(tags)  # and those of functions
-        assert all(list(sink.scalars[tag]) == [0, 2, 5, 8, 11] for tag in tags)
-    assert list(sink.scalars["parameters/encoder.conv1/weight/update_ratio"]) == [0, 2, 5, 8, 11]
-    graph = next(callback for callback in callbacks if isinstance(callback, GraphRecorder)).graph
-    assert graph is not None
-    assert set(LEAVES) <= {node.name for node in graph.nodes}
-    assert counters["stats"]["unique_graphs"] == 1
-    assert dict(counters["graph_break"]) == {}
-    assert dict(counters["recompiles"]) == {}
-    assert hooks_left(model) == []
+        assert all(list(scalars[tag]) == [0, 2, 5, 8, 11] for tag in tags)
+    assert list(scalars["parameters/encoder.conv1/weight/update_ratio"]) == [0, 2, 5, 8, 11]
+    assert recorded.graph is not None
+    assert set(LEAVES) <= {node.name for node in recorded.graph.nodes}
+    assert recorded.compiled == (1, {}, {})
+    assert recorded.hooks == []
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_compiled_training_is_bitwise_the_same(how: str, backend: str, runs: Runs) -> None:
+    """With a backend that computes like eager code, a run with all callbacks is bitwise equal to one without."""
+    bare, recorded = runs(how, backend)
+    assert_same(recorded.result, bare.result)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -153,26 +199,11 @@ def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
     assert dict(counters["recompiles"]) == {}
 
 
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", HOWS)
-def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path: Path) -> None:
-    """With a backend that computes like eager code, a run with all callbacks is bitwise equal to one without."""
-    found = []
-    for folder, callbacks in (("bare", []), ("recorded", recorders(MemorySink()))):
-        torch._dynamo.reset()
-        model, given = compiled(how, backend)
-        losses = Losses()
-        trainer = fit(given, tmp_path / folder, [*callbacks, losses], logger=False, max_epochs=2)
-        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        found.append([losses.losses, dict(model.state_dict()), states, torch.get_rng_state()])
-    assert_same(found[1], found[0])
-
-
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("how", ["fit", "submodule"])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("own", ["default", "eager_on_recompile", "fail_on_recompile"])
+@pytest.mark.parametrize(
+    ("how", "fails", "own"),
+    pairwise(["fit", "submodule"], [False, True], ["default", "eager_on_recompile", "fail_on_recompile"]),
+)
 def test_the_users_own_stance_is_restored(how: str, fails: bool, own: str, tmp_path: Path) -> None:
     """The user's stance is restored on each unrecorded step and after a fit or an error."""
     seen: list[str] = []

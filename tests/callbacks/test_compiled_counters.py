@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_recorder import MemorySink
+from tests import forks
 from tests.callbacks.models import hooks_left
 from tests.callbacks.test_compiled import _fresh
 from tests.callbacks.test_compiled_inside import NETS, compilations, recorders, stacked, train
@@ -82,15 +80,10 @@ print(json.dumps({**keys, "aot": dict(counters["aot_autograd"]), "losses": [each
 
 def in_new_process(folder: Path) -> dict[str, Any]:
     """Train in a new process with the caches of torch.compile in a folder."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    codes, log = forks.run("-c", _PROGRAM, folder, folder=folder, variables=variables)
+    assert codes == [0], log[-3000:]
+    result: dict[str, Any] = json.loads(log.strip().splitlines()[-1])
     return result
 
 

@@ -35,7 +35,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
 from tests.callbacks.models import digits, fit
 
-STEPS = 500
+STEPS = 200
 
 
 class Token:
@@ -158,7 +158,7 @@ def objects() -> Counter[str]:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 def test_many_fits_leave_nothing(tmp_path: Path) -> None:
     """Fits in one process leave no thread, no open file, and no object that becomes more with each of them."""
-    fits, counts = 60, []
+    fits, counts = 30, []
     for number in range(10 + fits):
         if number in (10, 10 + fits // 2):
             counts.append(objects())
@@ -175,7 +175,7 @@ def test_many_fits_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 @pytest.mark.usefixtures("no_gc")
 def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
-    """Over 500 recorded steps without a garbage collector, no object of a step remains and no count grows."""
+    """Over 200 recorded steps without a garbage collector, no object of a step remains and no count grows."""
     watched = recorders()
     census = Census(watched)
     options = {"max_epochs": STEPS, "max_steps": STEPS + 1, "log_every_n_steps": 50}

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recorder import ArgumentError, Check
 from lightning_recorder.check import QUESTIONS, Answer, Bench, Question, Result
+from lightning_recorder.switch import CHECK_ONLY
 from tests import forks
 from tests.check.programs import COUNT, Function, Lit, Program, cnn, gan, integers, mlp, normal, regression
 from tests.entry_points import ROOT, write_entry_points
@@ -290,26 +291,28 @@ print("trained")
 MIXING = "lambda net, b: (net(b[0])[:, 0] - b[1]).square().mean(), net=nn.Sequential(nn.Linear(8, 4), nn.Softmax(0))"
 
 
-def run(folder: Path, *command: str, arguments: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder with a program, beside the entry points of the package."""
-    write_entry_points(folder / "site")
+def train(folder: Path, value: str, arguments: str = "") -> tuple[int, str]:
+    """Run a program with a value of the variable, beside the entry points; return the status and the output."""
+    write_entry_points(folder)
     (folder / "train.py").write_text(PROGRAM.format(arguments=arguments))
-    variables = {name: value for name, value in os.environ.items() if name != "LIGHTNING_RECORDER"}
-    path = os.pathsep.join([str(folder / "site"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**variables, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (code,), log = forks.run(folder / "train.py", folder=folder, variables={"LIGHTNING_RECORDER": value})
+    return code, log
 
 
 @pytest.mark.slow
 def test_the_command_ends_the_program(tmp_path: Path) -> None:
     """The command prints the answers, and ends the program before it trains, with status 0 if nothing is wrong."""
-    done = run(tmp_path, "-m", "lightning_recorder", "check", "train.py")
+    write_entry_points(tmp_path / "site")
+    (tmp_path / "train.py").write_text(PROGRAM.format(arguments=""))
+    variables = {name: value for name, value in os.environ.items() if name != "LIGHTNING_RECORDER"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_recorder", "check", "train.py"],
+        cwd=tmp_path,
+        env={**variables, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "Do samples mix?" in done.stdout
     assert "checked before the training" in done.stdout
@@ -318,20 +321,21 @@ def test_the_command_ends_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_fails_if_something_is_wrong(tmp_path: Path) -> None:
-    """The exit status is 1 if an answer is *wrong*."""
-    done = run(tmp_path, "-m", "lightning_recorder", "check", "train.py", arguments=MIXING)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "WRONG" in done.stdout
+def test_the_program_of_the_command_fails_if_something_is_wrong(tmp_path: Path) -> None:
+    """With the value that the command sets, the program ends before it trains, with status 1 if an answer is wrong."""
+    code, log = train(tmp_path, CHECK_ONLY, MIXING)
+    assert code == 1, log
+    assert "WRONG" in log
+    assert "trained" not in log.splitlines()
 
 
 @pytest.mark.slow
 def test_the_variable_checks_and_trains(tmp_path: Path) -> None:
     """With ``LIGHTNING_RECORDER=check``, the program is checked and then trains, even if something is wrong."""
-    done = run(tmp_path, "train.py", arguments=MIXING, LIGHTNING_RECORDER="check")
-    assert done.returncode == 0, done.stderr
-    assert "WRONG" in done.stdout + done.stderr
-    assert "trained" in done.stdout.splitlines()
+    code, log = train(tmp_path, "check", MIXING)
+    assert code == 0, log
+    assert "WRONG" in log
+    assert "trained" in log.splitlines()
 
 
 def test_only_ends_the_program(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ COMMANDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files(name: str, run: Path, tmp_path: Path) -> None:
-    """After each of 500 changes to a file, only errors of this package are raised, and commands exit with 0, 1 or 2."""
+    """After each of 150 changes to a file, only errors of this package are raised, and commands exit with 0, 1 or 2."""
     path = run / name
     whole = path.read_bytes()
     commands = [(first, str(run), *rest) for first, *rest in COMMANDS]
@@ -221,7 +221,7 @@ def test_damaged_files(name: str, run: Path, tmp_path: Path) -> None:
         lambda: page.site(asked),  # of a server that has read the file before
     ]
     try:
-        for number in range(500):
+        for number in range(150):
             path.write_bytes(damaged(whole, name, random.Random(f"{name} {number}")))
             # Most of what a command reads is what the others read, so each change meets one reader and one command.
             guarded(readers[number % len(readers)])

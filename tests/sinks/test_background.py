@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_recorder import MemorySink, RecorderWarning, Sink
 from lightning_recorder.sinks import BackgroundQueue, DeferredSink, MultiSink, for_any_thread
+from tests import forks
 from tests.sinks.samples import graph, histogram, picture
 
 
@@ -165,11 +166,12 @@ def test_a_thread_that_cannot_be_started_loses_no_job(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_forked_process_begins_with_nothing_to_do() -> None:
+def test_a_forked_process_begins_with_nothing_to_do(tmp_path: Path) -> None:
     """A process that is forked while a job runs has an empty queue, which works."""
     code = """
-import os, signal, threading
+import os, signal, threading, warnings
 from lightning_recorder.sinks import BackgroundQueue
+warnings.simplefilter("ignore")  # of Python, about a fork beside a thread
 go = threading.Event()
 jobs = BackgroundQueue()
 jobs.submit(go.wait)
@@ -184,10 +186,7 @@ os.wait()
 go.set()
 jobs.drain()
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.splitlines() == ["of the child", "of the parent"]
+    assert forks.output_of("-c", code, folder=tmp_path).splitlines() == ["of the child", "of the parent"]
 
 
 def test_the_thread_keeps_no_process_from_ending() -> None:
