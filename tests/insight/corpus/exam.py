@@ -657,7 +657,8 @@ def actor_critic(*, is_attached: bool = False, bonus: float = 0.05) -> Task:
         advantage = found - (value if is_attached else value.detach())
         entropy = -(net["actor"](states).softmax(1) * logs).sum(1).mean()
         chosen = logs.gather(1, actions[:, None])[:, 0]
-        return F.mse_loss(value, found) - (chosen * advantage).mean() - bonus * entropy
+        total: Tensor = F.mse_loss(value, found) - (chosen * advantage).mean() - bonus * entropy
+        return total
 
     return Task(net, rewards, loss)
 
