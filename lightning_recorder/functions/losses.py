@@ -31,7 +31,7 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     A loss of pairs has its target alone.
 
     The third, ``in.target.ignored``, is True where a class number is the one to ignore. Its mean is the share of
-    ignored targets.
+    ignored targets. Likewise, ``in.target.blank`` is True where a label of ``ctc_loss`` is the blank, without padding.
 
     Example:
         >>> import torch
@@ -53,7 +53,21 @@ def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     sides = {"in.prediction": prediction, "in.target": target}
     if name in _IGNORING and not target.is_floating_point():
         sides["in.target.ignored"] = target == _ignored_class(name, args, kwargs)
+    if name == "ctc_loss" and target.numel():
+        sides["in.target.blank"] = _blanks(target, args, kwargs)
     return sides
+
+
+def _blanks(labels: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return True where a label is the blank, of the shape of the labels; the padding behind them does not count."""
+    lengths = args[3] if len(args) > 3 else kwargs.get("target_lengths")
+    blank = args[4] if len(args) > 4 else kwargs.get("blank", 0)
+    found: Tensor = labels == blank
+    if labels.dim() != 2:  # one after the other
+        return found
+    lengths = torch.as_tensor(lengths).to(labels.device, non_blocking=True)
+    found &= torch.arange(labels.shape[1], device=labels.device) < lengths.reshape(-1, 1)
+    return found
 
 
 def _ignored_class(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

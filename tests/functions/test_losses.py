@@ -122,3 +122,38 @@ def test_the_token_after_the_next_one() -> None:
     shares = [share_of_next(each, tokens, ahead=2) for each in (twice, twice[:, :-1], tokens)]
     assert [float(each) for each in shares if each is not None] == [1.0, 1.0, 0.0]
     assert share_of_next(twice[:, :3], tokens, ahead=2) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "lengths", "blank", "share"),
+    [
+        (torch.tensor([[1, 2, 0], [2, 1, 1]]), torch.tensor([2, 3]), 0, 0.0),  # padding
+        (torch.tensor([[1, 0, 0], [2, 1, 1]]), torch.tensor([2, 3]), 0, 1 / 6),
+        (torch.tensor([[1, 2, 0], [2, 1, 1]]), (2, 3), 0, 0.0),
+        (torch.tensor([1, 0, 2, 1, 1]), torch.tensor([2, 3]), 0, 0.2),
+        (torch.tensor([1, 0, 2, 1, 1]), torch.tensor([2, 3]), 3, 0.0),
+    ],
+)
+def test_blanks_among_the_labels(labels: Tensor, lengths: Any, blank: int, share: float) -> None:
+    """The share of labels of ctc_loss that are the blank does not count the padding behind them."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.CTCLoss(blank)
+
+        def forward(self, x: Tensor) -> Tensor:
+            sizes = (torch.tensor([6, 6]), lengths) if isinstance(lengths, Tensor) else ((6, 6), lengths)
+            loss: Tensor = self.criterion(x.log_softmax(-1), labels, *sizes)
+            return loss
+
+    found: dict[Site, Tensor] = {}
+
+    def receive(site: Site, tensor: Tensor) -> None:
+        found[site] = tensor
+
+    net = Step()
+    with FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), receive):
+        net(torch.randn(6, 2, 4))
+    (blanks,) = [tensor for site, tensor in found.items() if site.path == "in.target.blank"]
+    assert float(blanks.float().mean()) == pytest.approx(share)

@@ -9,7 +9,8 @@ import numpy as np
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import ALL_IGNORED, NON_FINITE, Finding
-from lightning_recorder.insight.rule import rule
+from lightning_recorder.insight.recorded_step import setting, shape_of, step_of
+from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import Site
 from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
 
@@ -44,6 +45,41 @@ def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding
             since = int(steps[np.flatnonzero(shares < 1)[-1] + 1]) if (shares < 1).any() else int(steps[0])
             verdict = f"all targets of {view.module} are ignored in each record from step {since} on"
             yield view.found(verdict, "mean", since=since, share=1.0)
+
+
+@rule(
+    "class-ignored",
+    statistic="share of the targets of cross_entropy or nll_loss that are ignore_index, if each sample has one target",
+    usual="0, or a number that is no class, such as -100",
+    why="ignore_index is one of the classes, so that its samples do not count and the model never predicts it.",
+    next="Leave out ignore_index, or mark the samples to ignore with a number that is no class.",
+    false_alarms="Targets of sequences and images, where the number may stand for padding or unknown pixels, are left "
+    "out.",
+    needs=("activations", GRAPH),
+    records=4,
+    explains={"one-class-predicted": _ANY},
+)
+def class_ignored(evidence: Evidence, *, persistence: int = 4, most: float = 0.5) -> Iterator[Finding]:
+    """Yield the losses that ignore the samples of one of the classes that the model has an output for."""
+    step = step_of(evidence)
+    for node in step.operations:
+        text, shape, sources = setting(node, "ignore_index"), shape_of(node), step.sources(node)
+        if node.name not in ("cross_entropy", "nll_loss") or not text.isdigit() or not shape or len(shape) != 2:
+            continue
+        target = step.made_by(sources[1]) if len(sources) > 1 else node
+        is_of_samples = target.kind == "input" and target.outputs and target.outputs[0].shape == shape[:1]
+        if int(text) >= shape[1] or not is_of_samples:
+            continue
+        names = (step.function_names.get(node.id, ""), step.owner(node))
+        for view in _sides(evidence, "in.target.ignored"):
+            shares = view.mean
+            if view.module in names and len(shares) >= persistence and 0 < np.median(shares) < most:
+                verdict = (
+                    f"{node.name} in {step.place(node)} ignores class {text}, one of {shape[1]} that the model "
+                    f"predicts: {np.median(shares):.0%} of the samples do not count"
+                )
+                yield replace(view.found(verdict, "mean", share=float(np.median(shares))), path="")
+                return
 
 
 @rule(

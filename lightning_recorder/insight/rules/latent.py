@@ -145,6 +145,14 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
         inside = [_exponent(step, node) for node in powers if node.id in known]
         outside = [_exponent(step, node) for node in powers if node.id not in known]
         own = inside[0] if len(inside) == 1 else None if inside else 0.0
+        limits = [_limit(step, node) for node in powers]
+        if limits and scale != mean and any(node.id not in known for node in powers) and None not in limits:
+            verdict = (
+                f"the loss and the samples in {step.place(sample)} take the {limits[0]} of {scale} for the logarithm "
+                "of the variance, so that the standard deviation is at least 1"
+            )
+            yield replace(found_in(evidence, mean, verdict), others=(scale,), why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            return
         if own is None or None in outside or not outside or scale == mean:
             continue
         # Raw numbers must be those of the layer: a softplus or a square is a scale, too.
@@ -158,6 +166,24 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
             )
             yield replace(found_in(evidence, mean, verdict), others=(scale,))
             return
+
+
+_WHY_LIMIT = (
+    "A logarithm of a variance has both signs: without negative ones, the noise is at least as large as that of the "
+    "prior."
+)
+_NEXT_LIMIT = (
+    "Remove the activation, or take its output for the standard deviation itself, with its square and its logarithm in "
+    "the divergence."
+)
+
+
+def _limit(step: RecordedStep, power: Node) -> str | None:
+    """Return the name of the activation without negative outputs that an exponential gets; None without any."""
+    source = step.behind(power)
+    while source is not None and factor_of(source) is not None:
+        source = step.behind(source)
+    return source.name if source is not None and source.name in ("softplus", "relu", "sigmoid") else None
 
 
 def _exponent(step: RecordedStep, power: Node) -> float | None:

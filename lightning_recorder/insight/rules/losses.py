@@ -60,6 +60,13 @@ def loss_shapes(evidence: Evidence) -> Iterator[Finding]:
             found = found_in(evidence, step.owner(node), verdict)
             yield replace(found, why=_WHY_WEIGHTS, next=_NEXT_WEIGHTS)
             return
+        if (shape := _norms_of_entries(step, node)) is not None:
+            verdict = (
+                f"the penalty in {step.place(node)} compares {listed(shape)} norms of a gradient with 1: there are "
+                f"{shape[0]} samples, so that each norm is that of a part of one"
+            )
+            yield replace(found_in(evidence, step.owner(node), verdict), why=_WHY_PARTS, next=_NEXT_PARTS)
+            return
         is_own = _is_error(step, node)
         if node.name not in ELEMENTWISE and not is_own:
             continue
@@ -96,6 +103,21 @@ def _weights_of_mean(step: RecordedStep, loss: Node) -> Shape | None:
         if shape in (targets, targets[:1]) and shape[0] > 1 and step.roots[weights.id] == {"input"}:
             return shape
     return None
+
+
+_WHY_PARTS = "The norm runs over one dimension, so that the whole gradient of a sample gets far larger than 1."
+_NEXT_PARTS = "Flatten the gradient first: grad.flatten(1).norm(2, dim=1)."
+
+
+def _norms_of_entries(step: RecordedStep, node: Node) -> Shape | None:
+    """Return the shape of the norms of a gradient that a term of the loss compares with 1, if they are of parts."""
+    shape = node.outputs[0].shape if node.outputs else ()
+    gradient = step.behind(node) if "norm" in node.name else None
+    if gradient is None or gradient.kind != "backward" or sum(size > 1 for size in shape) < 2:
+        return None
+    ones = [each for each in step.users(node) if each.name in _DIFFERENCES and setting(each, "other") in ("1", "1.0")]
+    squares = [user for each in ones for user in step.users(each) if user.name in _POWERS]
+    return shape if any(step.signs.get(each.id) for each in squares) else None
 
 
 def _is_error(step: RecordedStep, node: Node) -> bool:
@@ -229,11 +251,63 @@ def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
         is_likelihood = node.name == "gather" and step.made_by(sources[0]).name == "log_softmax"
         if (node.name in LOSSES or is_likelihood) and (signs := step.signs.get(node.id)):
             found.append((node, signs == {1 if is_likelihood else -1}))
+    entropy = _lowered_entropy(step)
+    if entropy is not None:
+        verdict = f"the loss of the policy has its entropy, computed in {step.place(entropy)}, with a positive sign"
+        found_entropy = found_in(evidence, step.owner(entropy), f"{verdict}: training makes it smaller")
+        yield replace(found_entropy, why=_WHY_ENTROPY, next=_NEXT_ENTROPY)
     if found and all(is_wrong for _, is_wrong in found):
         (node, _), *_ = found
         what = "log-probability of the targets" if node.name == "gather" else f"{node.name} of predictions and targets"
         verdict = f"training makes the {what} in {step.place(node)} {'smaller' if node.name == 'gather' else 'larger'}"
         yield found_in(evidence, step.owner(node), f"{verdict}: the loss has the wrong sign")
+
+
+_WHY_ENTROPY = "The entropy is a bonus that keeps the policy exploring. Made smaller, it leads to one action early."
+_NEXT_ENTROPY = "Subtract the entropy: policy_loss - coefficient × entropy."
+
+
+def _lowered_entropy(step: RecordedStep) -> Node | None:
+    """Return the product of probabilities and their logarithms that a loss of a policy makes larger."""
+    products = [each for each in step.operations if each.name == "mul" and step.signs.get(each.id) == {-1}]
+    pairs = [(each, *sources) for each in products if len(sources := step.sources(each)) == 2]
+    # The policy's gradient: log-probabilities of the actions times numbers without a gradient.
+    if not any(_chosen(step, one) and other.id not in step.trained for _, *two in pairs for one, other in _both(two)):
+        return None
+    for node, *two in pairs:
+        for one, other in _both(two):
+            while one.name in _CLAMPS and step.sources(one):
+                one = step.sources(one)[0]
+            if step.made_by(other).name == "softmax" and _is_log_probability(step, one):
+                return node
+    return None
+
+
+def _both(two: list[Node]) -> list[tuple[Node, Node]]:
+    return [(two[0], two[1]), (two[1], two[0])]
+
+
+def _chosen(step: RecordedStep, node: Node) -> Node | None:
+    """Return the selection of the log-probabilities of actions that a node is; None if it is something else."""
+    node = step.made_by(node)
+    while node.name == "getitem" or keeps_values(node):
+        node = next(iter(step.sources(node)), node)
+        if node.kind != "op":
+            return None
+    sources = step.sources(node) if node.name == "gather" else []
+    return node if sources and _is_log_probability(step, step.made_by(sources[0])) else None
+
+
+def _is_log_probability(step: RecordedStep, node: Node) -> bool:
+    """Return True for log_softmax, the logarithm of a softmax, and logits minus their logsumexp."""
+    if node.name == "log":
+        inner = step.behind(node)
+        while inner is not None and inner.name in ("add", *_CLAMPS):
+            inner = step.behind(inner)
+        return inner is not None and inner.name == "softmax"
+    return node.name == "log_softmax" or (
+        node.name == "sub" and [each.name for each in step.sources(node)][1:] == ["logsumexp"]
+    )
 
 
 @rule(
@@ -289,6 +363,13 @@ def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding
             scale, source = scale * factor, step.behind(source)
         if source is None or source.kind != "op" or not shape or len(shape) < 2:
             continue
+        if _is_product_with_itself(step, source):
+            verdict = (
+                f"{node.name} in {step.place(node)} gets the products of all pairs of the same {shape[0]} vectors as "
+                "logits, and those of each vector with itself are among them"
+            )
+            yield replace(found_in(evidence, step.owner(source), verdict), why=_WHY_PAIRS, next=_NEXT_PAIRS)
+            return
         factors = [step.made_by(each).name for each in step.sources(source)]
         is_cosine = source.name in ("matmul", "mm", "linear", "einsum", "__matmul__") and factors == ["normalize"] * 2
         least, guess = math.log(1 + (shape[1] - 1) * math.exp(-2 * scale)), math.log(shape[1])
@@ -300,6 +381,17 @@ def cosine_logits(evidence: Evidence, *, share: float = 0.3) -> Iterator[Finding
             )
             yield found_in(evidence, step.owner(source), verdict, least=least, guess=guess)
             return
+
+
+_WHY_PAIRS = "No vector is as similar to another one as to itself, so that the largest logit is always a wrong one."
+_NEXT_PAIRS = "Leave out the diagonal: logits.fill_diagonal_(-inf), or masked_fill with torch.eye(n)."
+
+
+def _is_product_with_itself(step: RecordedStep, node: Node) -> bool:
+    """Return True for the product of a matrix with itself transposed."""
+    sources = [step.made_by(each) for each in step.sources(node)]
+    is_product = node.name in ("matmul", "mm", "linear", "__matmul__")
+    return is_product and len(sources) == 2 and sources[0] is sources[1] and sources[0].kind == "op"
 
 
 @rule(
@@ -344,6 +436,66 @@ def _terms(step: RecordedStep, node: Node) -> list[Node]:
         found.append(todo.pop())
         if found[-1].name in ("sum", "add", "sub", "mul", "pow", "clamp", *_POWERS) or keeps_values(found[-1]):
             todo += [each for each in step.sources(found[-1]) if each not in found]
+    return found
+
+
+@rule(
+    "focal-weight",
+    statistic="what the weight of a focal loss, a power of a probability, is computed from and multiplied with",
+    usual="(1 - p)^gamma for each sample, multiplied with log p",
+    why="The weight must be small where the prediction is right, sample by sample. Otherwise the loss attends to what "
+    "the model already knows, or weights nothing.",
+    next='Compute the loss with reduction="none", p = exp(-loss), and the mean of (1 - p)^gamma × loss.',
+    false_alarms="Only weights that are multiplied with the logarithm of the same probability, or with the mean loss "
+    "that they were computed from, count.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def focal_weight(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the weights of a focal loss that grow with the probability, and those of the mean of a batch."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node) if node.name in ("mul", "__mul__", "__rmul__") else []
+        for one, other in _both(sources) if len(sources) == 2 else ():
+            power, logarithm = step.made_by(one), step.made_by(other)
+            is_power = power.name in ("pow", "__pow__", "square") and logarithm.name == "log"
+            inner = [step.behind(each) for each in (power, logarithm)] if is_power else []
+            if len(inner) == 2 and inner[0] and inner[1] and node.id in step.trained:
+                known = {step.graph[each].name for each in _behind(step, inner[1])} | {inner[1].name}
+                if known & {"sigmoid", "softmax"} and _is_same(step, inner[0], inner[1]):
+                    verdict = (
+                        f"the loss in {step.place(node)} weights the logarithm of a probability with a power of the "
+                        "same probability: what is predicted well weighs most"
+                    )
+                    yield found_in(evidence, step.owner(node), verdict)
+                    return
+            loss = step.made_by(other)
+            is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
+            if (
+                is_mean
+                and one.id in step.trained
+                and any(
+                    each.name == "exp" and step.sources(each)[:1] and step.sources(each)[0].name == "neg"
+                    for each in (step.graph[place] for place in _behind(step, one))
+                )
+                and loss.id in _behind(step, one)
+            ):
+                verdict = (
+                    f"the weight of the loss in {step.place(node)} is computed from the mean {loss.name} of the batch, "
+                    "so that all samples have the same weight"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+def _behind(step: RecordedStep, node: Node) -> set[int]:
+    """Return the ids of the operations that a node follows from."""
+    found, todo = set(), [node]
+    while todo:
+        for each in step.sources(todo.pop()):
+            if each.kind == "op" and each.id not in found:
+                found.add(each.id)
+                todo.append(each)
     return found
 
 
@@ -393,10 +545,12 @@ _PULLS = re.compile(
 def no_stop_gradient(evidence: Evidence, *, persistence: int = 8, share: float = 0.75) -> Iterator[Finding]:
     """Yield a finding if a loss only pulls outputs of the same layers together, and they become alike.
 
-    So does a loss whose target follows from the outputs of the same layers, as that of a value of the next state.
+    So does a loss whose target follows from the outputs of the same layers, as that of a value of the next state, and
+    that of a policy whose advantage has the gradient of the value.
     """
     step = step_of(evidence)
     yield from _own_target(evidence, step)
+    yield from _own_baseline(evidence, step)
     losses = [node for node in evidence.graph.nodes if node.kind == "backward"]
     sides, todo = [], [each for node in losses[:1] for each in step.sources(node)]
     for node in todo:
@@ -449,6 +603,30 @@ def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             return
 
 
+def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
+    """Yield the products of log-probabilities of actions and a difference that trains its own estimate."""
+    estimates = {step.made_by(step.sources(each)[0]) for each in step.operations if each.name in ELEMENTWISE}
+    for node in step.operations:
+        sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {-1} else []
+        for one, other in _both(sources) if len(sources) == 2 else ():
+            terms = step.sources(step.made_by(other)) if step.made_by(other).name in _DIFFERENCES else []
+            estimate = next((step.made_by(each) for each in terms if each.id in step.trained), None)
+            is_baseline = len(terms) == 2 and sum(each.id in step.trained for each in terms) == 1
+            if not is_baseline or estimate not in estimates or not _chosen(step, one):
+                continue
+            while (estimate.name == "getitem" or keeps_values(estimate)) and step.sources(estimate):
+                estimate = step.sources(estimate)[0]
+            name = step.owner(estimate)
+            verdict = (
+                f"the loss of the policy in {step.place(node)} also trains {name}, whose estimate it subtracts: the "
+                "advantage is not detached"
+            )
+            yield replace(found_in(evidence, name, verdict), why=_WHY_BASELINE, next=_NEXT_BASELINE)
+            return
+
+
+_WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."
+_NEXT_BASELINE = "Detach it in the loss of the policy: advantage = returns - values.detach()."
 _WHY_OWN = "A target is meant to be a constant of the step. With a gradient, training also moves it to the prediction."
 _NEXT_OWN = "Compute the target under torch.no_grad(), with a copy of the network that follows it slowly."
 
@@ -494,11 +672,13 @@ def one_class(evidence: Evidence) -> Iterator[Finding]:
 
 @rule(
     "compared-with-itself",
-    statistic="operations behind both sides of a difference, a quotient or a loss that a gradient reaches",
+    statistic="operations behind both sides of a difference, a quotient or a loss",
     usual="they differ",
     why="The result is a constant, so that neither it nor its gradient depends on the model.",
-    next="Use the stored values for one side, such as the log-probabilities of the policy that acted, or another view.",
-    false_alarms="Sides without a gradient, and those with random operations, such as dropout, are left out.",
+    next="Use the stored values for one side, such as the log-probabilities of the policy that acted, another view, or "
+    "the output of the student beside that of the teacher.",
+    false_alarms="Sides of which one has a gradient, sides without one that do not follow from a single output, and "
+    "those with random operations, such as dropout, are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -506,13 +686,33 @@ def compared_with_itself(evidence: Evidence) -> Iterator[Finding]:
     """Yield the comparisons of two equal expressions, both of which have a gradient."""
     step = step_of(evidence)
     for node in step.operations:
-        sources = step.sources(node) if node.name in _COMPARES or node.name in ELEMENTWISE else []
+        sources = step.sources(node) if node.name in _COMPARES or node.name in LOSSES else []
+        if (origin := _common_origin(step, node, sources)) is not None:
+            verdict = (
+                f"both sides of the {node.name} in {step.place(node)}, a term of the loss, follow from the same output "
+                f"of {step.owner(origin)} alone, and have no gradient"
+            )
+            yield found_in(evidence, step.owner(origin), verdict)
+            return
         if len(sources) != 2 or not all(each.id in step.trained for each in sources) or sources[0] is sources[1]:
             continue
         if _is_same(step, sources[0], sources[1]):
             verdict = f"both sides of the {node.name} in {step.place(node)} are the same function of the same tensors"
             yield found_in(evidence, step.owner(node), verdict)
             return
+
+
+def _common_origin(step: RecordedStep, node: Node, sources: list[Node]) -> Node | None:
+    """Return the layer whose output both sides of a term of the loss follow from, if no gradient passes it."""
+    if len(sources) != 2 or not step.signs.get(node.id) or any(each.id in step.trained for each in sources):
+        return None
+    origins = set()
+    for each in sources:
+        while each.kind == "op" and len(inner := step.sources(each)) == 1:
+            (each,) = inner
+        origins.add(each)
+    (origin,) = origins if len(origins) == 1 else (node,)
+    return origin if origin is not node and "parameter" in step.roots[origin.id] and step.owner(origin) else None
 
 
 _COMPARES = ("sub", "__sub__", "div", "__truediv__", "cosine_similarity")

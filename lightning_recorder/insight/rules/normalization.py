@@ -10,10 +10,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import INPUT
-from lightning_recorder.insight.recorded_step import found_in, joined, setting, shape_of, step_of
+from lightning_recorder.insight.recorded_step import found_in, joined, listed, setting, shape_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import RUNNING_STATISTICS, Site
 from lightning_recorder.records.history import History
@@ -188,18 +189,29 @@ def norm_momentum(
 
 @rule(
     "norm-of-two",
-    statistic="number of values that each channel of a batch_norm in training mode has, in the recorded graph",
+    statistic="number of values that each channel of a batch_norm in training mode has, and each group of a group_norm "
+    "or layer_norm, in the recorded graph",
     usual="at least 16",
     why="A BatchNorm over two values returns 1 and -1, whatever they are: only their order is left of the input.",
     next="Use larger batches, or replace BatchNorm by GroupNorm or LayerNorm.",
     false_alarms="Models in which some BatchNorms have more values, such as those before a pooling, are left out.",
     needs=(GRAPH,),
-    explains=dict.fromkeys(("train-differs", "running-statistics", "dead-output", "barely-moves"), ("any",)),
+    explains=dict.fromkeys(
+        ("train-differs", "running-statistics", "dead-output", "barely-moves", "collapsed-embedding"), ("any",)
+    ),
     is_lasting=True,
 )
 def norm_of_two(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the layers that normalize over two values, if all do."""
+    """Yield the layers that normalize over one value, and those over two values, if all do."""
     step = step_of(evidence)
+    single = [each for each in step.operations if _values_of(each) == 1]
+    if single:
+        names = list(dict.fromkeys(step.owner(each) for each in single))
+        verdict = (
+            f"{names[0]} normalizes each value {listed(shape_of(single[0]) or ())} by itself: its output is its bias"
+        )
+        found = replace(found_in(evidence, names[0], verdict), others=tuple(names[1:]))
+        yield replace(found, why=_WHY_ONE, next=_NEXT_ONE)
     norms = [each for each in step.operations if each.name == "batch_norm" and setting(each, "training") == "True"]
     shapes = [shape for each in norms if (shape := shape_of(each)) and len(shape) > 1]
     if shapes and all(prod(shape) == 2 * shape[1] for shape in shapes):
@@ -208,3 +220,50 @@ def norm_of_two(evidence: Evidence) -> Iterator[Finding]:
         yield replace(
             found_in(evidence, names[0], f"{verdict}, so that normalized ones are 1 or -1"), others=tuple(names[1:])
         )
+
+
+_WHY_ONE = "A value minus its own mean is zero, so that nothing of the input is left."
+_NEXT_ONE = "Use fewer groups, a LayerNorm over the features, or no normalization where one pixel is left."
+
+
+def _values_of(node: Node) -> int:
+    """Return the number of values that a group_norm or layer_norm normalizes together; 0 if it is not known."""
+    shape = shape_of(node) or ()
+    if node.name == "group_norm" and len(shape) > 1 and (groups := setting(node, "num_groups")).isdigit():
+        return prod(shape[1:]) // int(groups)
+    sizes = re.fullmatch(r"[(\[](\d+),?[)\]]", setting(node, "normalized_shape")) if node.name == "layer_norm" else None
+    return int(sizes[1]) if sizes else 0
+
+
+@rule(
+    "zero-norm",
+    statistic="rms of the weight and the bias of a normalization in the first record",
+    usual="a weight that begins at 1",
+    why="The output of a normalization is its weight times the normalized input. Zeros let nothing pass.",
+    next="Initialize the weight of the normalization with ones.",
+    false_alarms="Normalizations that end a residual branch: only those whose output goes into layers alone count.",
+    needs=("parameters", GRAPH),
+    records=1,
+    explains=dict.fromkeys(
+        ("dead-heads", "constant-weight", "collapsed-embedding", "gradient-stops", "dead-output", "gradient-step"),
+        ("any",),
+    ),
+)
+def zero_norm(evidence: Evidence, *, least: float = 0.05, fewest: int = 4) -> Iterator[Finding]:
+    """Yield the normalizations whose first output is nearly zero, if layers alone take it."""
+    step = step_of(evidence)
+    norms = {step.owner(node): node for node in step.operations if node.name.endswith("_norm")}
+    found = []
+    for each in evidence.tensors:
+        node, bias = norms.get(each.module), evidence.parameter(each.module, "bias").rms
+        if each.path != "weight" or node is None or len(each.shape) != 1 or each.numel < fewest or not len(each.rms):
+            continue
+        readers = [user.name for user in step.readers(node)]
+        are_layers = bool(readers) and all(name == "linear" or name.startswith("conv") for name in readers)
+        if are_layers and each.rms[0] < least and bias[:1].max(initial=0.0) < least:
+            verdict = (
+                f"{each.name} begins at zero (rms {each.rms[0]:.2g} in the first record), so that the layers behind it "
+                "get hardly anything"
+            )
+            found.append(each.found(verdict, "rms", rms=float(each.rms[0])))
+    yield from joined(found)

@@ -113,7 +113,7 @@ def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
     usual="1e-4 to 1e-2",
     why="A learning rate that is far too low, or clipping to a norm that is far too small.",
     next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
-    false_alarms="The end of a schedule that goes to zero: the median over the run counts. From 1e-6 to 1e-5, the "
+    false_alarms="The end of a schedule that goes to zero: the median over the run counts. From 1e-6 to 3e-5, the "
     "rate must be constant and most weights still be distributed as in new layers of torch, so that it is no "
     "fine-tuning.",
     needs=("parameters",),
@@ -124,7 +124,7 @@ def barely_moves(
     *,
     persistence: int = 3,
     update_ratio: float = 1e-6,
-    new: float = 1e-5,
+    new: float = 3e-5,
     warm_up: float = 1.2,
     numel: int = FEWEST_VALUES,
     tolerance: float = TOLERANCE,

@@ -103,6 +103,17 @@ _BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.1) -> Iterator[Finding]:
     """Yield the losses whose targets are out of the range of their predictions."""
     step = step_of(evidence)
+    for site in evidence.losses.places:
+        labels = View(evidence, evidence.losses, site)
+        if (
+            site.path == "in.target.blank"
+            and len(labels.mean) >= persistence
+            and (labels.mean[-persistence:] > 0).all()
+        ):
+            verdict = f"{np.median(labels.mean):.0%} of the labels that {site.name} gets are the blank"
+            found = labels.found(verdict, "mean", share=float(np.median(labels.mean)))
+            yield replace(found, path="", why=_WHY_BLANK, next=_NEXT_BLANK)
+            return
     for node in step.operations:
         source = _values_behind(step, node)
         if node.name in _SIGNED:
@@ -155,6 +166,10 @@ def output_range(evidence: Evidence, *, persistence: int = 4, margin: float = 0.
             )
             yield replace(target.found(verdict, "max"), module=step.owner(source), path="")
         return
+
+
+_WHY_BLANK = "The blank stands for no label, so that no output can mean these labels, and the loss may be negative."
+_NEXT_BLANK = "Number the labels from 1 on and give the model one more output, or pass another number as blank."
 
 
 def _values_behind(step: RecordedStep, node: Node) -> Node | None:
@@ -422,8 +437,8 @@ def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding
 
 @rule(
     "generator-helps",
-    statistic="targets of the losses of a discriminator: for generated samples, and for those whose gradient reaches "
-    "the generator",
+    statistic="targets of the losses of a discriminator, or signs of the scores of a critic: for generated samples, "
+    "and for those whose gradient reaches the generator",
     usual="two different numbers, such as 0 and 1",
     why="The generator is trained to be recognized: its loss has the labels that the discriminator has for generated "
     "samples.",
@@ -438,19 +453,28 @@ def shifted_twice(evidence: Evidence, *, share: float = 0.9) -> Iterator[Finding
 def generator_helps(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if the loss of a generator has the labels that its samples have in that of the discriminator."""
     step = step_of(evidence)
-    losses: dict[str, list[tuple[float, set[str], set[str], Node]]] = {}
+    losses: dict[tuple[str, str], list[tuple[float, set[str], set[str], Node]]] = {}
     for node in step.operations:
-        source = step.behind(node) if node.name in _BINARY else None
+        source, label = step.behind(node), None
+        signs = step.signs.get(node.id, set())
         (least, most), _ = sides_of(evidence, step, node)[1].columns("min", "max")
-        if source is not None and len(least) and least.min() == most.max():
-            known = [evidence.graph[each] for each in _ancestors(step, node)]
-            before = {each.name.rpartition(".")[0] for each in known if each.kind == "parameter"}
-            layer = (step.behind(source) or source) if source.name == "sigmoid" else source
-            losses.setdefault(step.owner(layer), []).append((least[0], _trained_by(step, source), before, node))
-    for name, found in losses.items():
+        if node.name in (*_BINARY, "mse_loss") and len(least) and least.min() == most.max():
+            label = float(least[0])
+        # The critic of a Wasserstein GAN has no labels, but signs: its scores are made larger or smaller.
+        elif node.name == "mean" and len(signs) == 1 and node.outputs and not node.outputs[0].shape:
+            label = float(next(iter(signs)))
+        if source is None or label is None:
+            continue
+        known = [evidence.graph[each] for each in _ancestors(step, node)]
+        before = {each.name.rpartition(".")[0] for each in known if each.kind == "parameter"}
+        layer = (step.behind(source) or source) if source.name == "sigmoid" else source
+        if node.name != "mean" or layer.name in ("linear", "conv2d"):
+            kind = "mean" if node.name == "mean" else ""
+            losses.setdefault((step.owner(layer), kind), []).append((label, _trained_by(step, source), before, node))
+    for (name, kind), found in losses.items():
         own = set.intersection(*(trained for _, trained, _, _ in found))
         # A generator may also maximize the loss of the discriminator, with its labels.
-        of_generator = [each for each in found if each[1] - own and step.signs.get(each[3].id) == {1}]
+        of_generator = [each for each in found if each[1] - own and (kind or step.signs.get(each[3].id) == {1})]
         generator = set.union(set(), *(trained - own for _, trained, _, _ in of_generator))
         others = [(label, bool(before & generator)) for label, trained, before, _ in found if not trained - own]
         labels = {each[0] for each in of_generator}
@@ -458,11 +482,16 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
         # One label for generated samples without a gradient, and the other one for real samples.
         if len(labels) == 1 and made == labels and real - labels:
             node, (label,) = of_generator[0][3], labels
+            way = "smaller" if label > 0 else "larger"
             verdict = (
-                f"{node.name} in {step.place(node)} trains the generator with the target {label:.3g}, which the "
+                f"the loss of the generator in {step.place(node)} makes the scores of its samples {way}, as that of "
+                f"the critic that ends with {name} does"
+                if kind
+                else f"{node.name} in {step.place(node)} trains the generator with the target {label:.3g}, which the "
                 f"discriminator that ends with {name} also has for generated samples"
             )
-            yield replace(found_in(evidence, name, verdict), others=tuple(sorted(generator)))
+            found_one = replace(found_in(evidence, name, verdict), others=tuple(sorted(generator)))
+            yield replace(found_one, next="Change the sign of the generator's loss.") if kind else found_one
             return
 
 

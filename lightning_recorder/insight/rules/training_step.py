@@ -153,8 +153,10 @@ def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | 
     "gradients-accumulate",
     statistic="L2 norm of the gradient of a bias / (√rows × L2 norm of the gradient of the output)",
     usual="at most 1, because the gradient of a bias is the sum over the rows",
-    why="zero_grad() is not called between the steps, so that each step repeats all earlier ones.",
-    next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad.",
+    why="zero_grad() is not called between the steps, so that each step repeats all earlier ones; or a step adds up "
+    "the losses of several batches, and does not divide them by their number.",
+    next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad. Divide losses "
+    "that are accumulated by hand by the number of batches.",
     false_alarms="None known: accumulate_grad_batches is taken into account.",
     needs=("gradients", "parameters"),
     records=2,
@@ -192,8 +194,8 @@ def gradients_accumulate(
     worst = max(wrong, key=lambda name: float(wrong[name].max()))
     largest = float(wrong[worst].max())
     verdict = (
-        f"gradients of earlier steps are still in the parameters: the gradient of {worst}.bias is {largest:.3g} × as "
-        "large as this step alone can make it. Is zero_grad() missing?"
+        f"gradients of earlier batches are in the parameters: the gradient of {worst}.bias is {largest:.3g} × as large "
+        "as the last batch alone can make it. Is zero_grad() or a division by the number of batches missing?"
     )
     view = evidence.view(evidence.parameters, "")
     yield view.found(verdict, others=tuple(wrong), factor=largest, layers=len(wrong))

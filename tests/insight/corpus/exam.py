@@ -592,6 +592,121 @@ def weights_loaded_again(is_faulty: bool) -> Task:
     return task
 
 
+# Losses that are written by hand.
+
+
+@program("focal-weight", "a focal loss whose weight is computed from the mean of the batch", "andrijdavid/FocalLoss#2")
+def focal_loss_of_the_mean(is_faulty: bool) -> Task:
+    def loss(logits: Tensor, classes: Tensor) -> Tensor:
+        error = F.cross_entropy(logits, classes, reduction="mean" if is_faulty else "none")
+        return ((1 - (-error).exp()) ** 2 * error).mean()
+
+    return on_digits(loss)
+
+
+@program("focal-weight", "a focal loss with (1 - p)^gamma for the classes that are wrong", "yqyao/SSD_Pytorch#32")
+def focal_loss_of_the_sure(is_faulty: bool) -> Task:
+    def loss(logits: Tensor, classes: Tensor) -> Tensor:
+        p, right = logits.sigmoid().clamp(1e-6, 1 - 1e-6), F.one_hot(classes, 10).float()
+        wrong = (1 - p if is_faulty else p) ** 2 * (1 - p).log() * (1 - right)
+        return -((1 - p) ** 2 * p.log() * right + wrong).mean()
+
+    return on_digits(loss)
+
+
+@program("cosine-logits", "products of vectors with themselves among the pairs", "Sara-Ahmed/SiT#26, kind of fault")
+def products_with_themselves(is_faulty: bool) -> Task:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        views = [F.normalize(net(batch[0] + 0.3 * torch.randn_like(batch[0])), dim=1) for _ in range(2)]
+        both, places = torch.cat(views), torch.arange(2 * len(batch[0])).roll(len(batch[0]))
+        logits = both @ both.T / 0.1
+        return F.cross_entropy(logits if is_faulty else logits.masked_fill(torch.eye(len(both)) > 0, -1e9), places)
+
+    return Task(stacked(outputs=16), digits, loss)
+
+
+@program(
+    "compared-with-itself",
+    "a teacher that is compared with itself",
+    "labmlai/annotated_deep_learning_paper_implementations#66",
+)
+def teacher_beside_itself(is_faulty: bool) -> Task:
+    net = nn.ModuleDict({"student": stacked(), "teacher": stacked().requires_grad_(False)})
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        student, teacher = net["student"](batch[0]), net["teacher"](batch[0])
+        given = teacher if is_faulty else student
+        return F.cross_entropy(student, batch[1]) + F.kl_div(given.log_softmax(1), teacher.softmax(1))
+
+    return Task(net, digits, loss)
+
+
+def rewards(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states, ``[64, 4]``, actions and rewards for the right ones."""
+    states = torch.randn(64, 4, generator=random(step))
+    actions = torch.randint(2, (64,), generator=random(step + 1))
+    return states, actions, ((states[:, 0] > 0) == (actions == 1)).float()
+
+
+def actor_critic(*, is_attached: bool = False, bonus: float = 0.05) -> Task:
+    net = nn.ModuleDict({"actor": stacked(inputs=4, outputs=2), "critic": stacked(inputs=4, outputs=1)})
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        states, actions, found = batch
+        value, logs = net["critic"](states)[:, 0], net["actor"](states).log_softmax(1)
+        advantage = found - (value if is_attached else value.detach())
+        entropy = -(net["actor"](states).softmax(1) * logs).sum(1).mean()
+        chosen = logs.gather(1, actions[:, None])[:, 0]
+        total: Tensor = F.mse_loss(value, found) - (chosen * advantage).mean() - bonus * entropy
+        return total
+
+    return Task(net, rewards, loss)
+
+
+@program("no-stop-gradient", "the critic is not detached", "astariul/encode-attend-navigate-pytorch#2")
+def critic_attached(is_faulty: bool) -> Task:
+    return actor_critic(is_attached=is_faulty)
+
+
+@program("maximized-loss", "the entropy of a policy is added to its loss", "MrSyee/pg-is-all-you-need#37")
+def entropy_added(is_faulty: bool) -> Task:
+    return actor_critic(bonus=-0.05 if is_faulty else 0.05)
+
+
+@program("class-ignored", "ignore_index is a class", _FORUM)
+def class_zero_ignored(is_faulty: bool) -> Task:
+    return on_digits(lambda y, classes: F.cross_entropy(y, classes, ignore_index=0 if is_faulty else -100))
+
+
+@program("output-range", "blanks among the labels of ctc_loss", _FORUM)
+def blanks_among_labels(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.rnn(x)[0])
+            return logits.log_softmax(-1).transpose(0, 1)
+
+    sounds = torch.randn(6, 8, generator=random(0))
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(int(not is_faulty), 5 + int(not is_faulty), (16, 5), generator=random(step))
+        return sounds[labels].repeat_interleave(4, 1), labels
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        return F.ctc_loss(net(batch[0]), batch[1], torch.full((16,), 20), torch.full((16,), 5))
+
+    return Task(Net(), batch, loss, optimizer=adam(3e-3))
+
+
+@program("norm-of-two", "a normalization of single values", "pytorch/pytorch#19250")
+def norm_of_single_values(is_faulty: bool) -> Task:
+    net = nn.Sequential(nn.Linear(64, 32), nn.GroupNorm(32 if is_faulty else 4, 32), nn.ReLU(), nn.Linear(32, 10))
+    return on_digits(F.cross_entropy, net)
+
+
 # Faults that the findings do not see: their programs are here so that this is known, and noticed when it changes.
 
 

@@ -209,3 +209,24 @@ def test_a_scale_that_means_two_things(
     """The exponent in the loss must be twice that in the samples; another function than exp is not examined."""
     found = [each for each in step_of(Training(prior, sample)) if each[0] == "latent-scale"]
     assert found == [("latent-scale", "mean", ("scale",))] * is_wrong
+
+
+@pytest.mark.parametrize("kind", [nn.Softplus, nn.ReLU, nn.Identity])
+def test_a_logarithm_of_the_variance_with_one_sign(kind: type[nn.Module]) -> None:
+    """An activation without negative outputs makes each standard deviation at least 1."""
+    act = kind()
+    model = Training(
+        lambda mean, scale: divergence(mean, act(scale)), lambda mean, scale: noise_times_scale(mean, act(scale))
+    )
+    found = [each for each in step_of(model) if each[0] == "latent-scale"]
+    assert found == [("latent-scale", "mean", ("scale",))] * (kind is not nn.Identity)
+
+
+def test_a_softplus_that_is_the_scale() -> None:
+    """A softplus may give the standard deviation itself, whose logarithm the loss has."""
+
+    def prior(mean: Tensor, scale: Tensor) -> Tensor:
+        deviation = nn.functional.softplus(scale)
+        return 0.5 * (mean.pow(2) + deviation.pow(2) - 2 * deviation.log()).mean()
+
+    assert step_of(Training(prior, lambda mean, scale: raw(mean, nn.functional.softplus(scale)))) == []

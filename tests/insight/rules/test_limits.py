@@ -32,10 +32,10 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_blocks import with_values_times
-from tests.insight.rules.test_classes import run_of_classes
+from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
-from tests.insight.rules.test_normalization import momentum_of
+from tests.insight.rules.test_normalization import momentum_of, of_a_norm
 from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_targets import of_adversaries, of_tokens
@@ -232,6 +232,12 @@ def _() -> Iterator[Evidence]:
     yield momentum_of(0.95, every=11).evidence()  # 77 steps
     yield momentum_of(0.95, every=5).evidence()
     yield momentum_of(0.9e-3, every=200).evidence()
+
+
+@cases("zero-norm")
+def _() -> Iterator[Evidence]:
+    for rms, size in ((0.0375, 8), (0.075, 8), (0.0, 4), (0.0, 3)):
+        yield of_a_norm(rms, size=size).evidence()
 
 
 @cases("dropout-in-evaluation")
@@ -729,10 +735,10 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for ratio, records in ((7.5e-7, 3), (1.5e-6, 3), (7.5e-7, 2)):
         yield case(None, None, weight(update_ratio=ratio), records=records)
-    for ratio, wider in ((7.5e-6, 1.0), (1.5e-5, 1.0), (7.5e-6, 1.075), (7.5e-6, 1.0375)):
+    for ratio, wider in ((2.25e-5, 1.0), (4.5e-5, 1.0), (2.25e-5, 1.075), (2.25e-5, 1.0375)):
         yield case(None, None, uniform(update_ratio=ratio, wider=wider))
-    yield case(None, None, uniform(update_ratio=7.5e-6, learning_rate=last(2, 1.8, 1.0)))
-    yield case(None, None, uniform(update_ratio=7.5e-6), shapes=shape_of("a", 10, 20))
+    yield case(None, None, uniform(update_ratio=2.25e-5, learning_rate=last(2, 1.8, 1.0)))
+    yield case(None, None, uniform(update_ratio=2.25e-5), shapes=shape_of("a", 10, 20))
 
 
 @cases("slow-last-layer")
@@ -1124,6 +1130,12 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield run_of_classes([{0: 1}] * records, [{}] * records, ignored=1.0).evidence()
+
+
+@cases("class-ignored")
+def _() -> Iterator[Evidence]:
+    for share, records in ((0.1, 4), (0.1, 3), (0.375, 4), (0.75, 4)):
+        yield of_an_ignored_class(0, share, records=records).evidence()
 
 
 @cases("one-class-predicted")

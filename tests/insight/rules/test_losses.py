@@ -390,3 +390,160 @@ def test_a_derivative_without_a_gradient(
     """A derivative in a term of the loss needs create_graph; one that changes an input, or is detached, does not."""
     found = Examination(capture_graph(Derivative(use, create_graph=create_graph), rows)).findings()
     assert [each.rule for each in found].count("derivative-without-graph") == is_wrong
+
+
+def focal(y: Tensor, target: Tensor, *, of_mean: bool = False, is_exchanged: bool = False) -> Tensor:
+    """Return a focal loss, by default the right one."""
+    if of_mean:
+        loss = F.cross_entropy(y, target)
+        return (1 - (-loss).exp()) ** 2 * loss
+    p, labels = y.sigmoid().clamp(1e-6, 1 - 1e-6), F.one_hot(target, 3).float()
+    weight = (1 - p if is_exchanged else p) ** 2
+    return -(weight * (1 - p).log() * (1 - labels) + (1 - p) ** 2 * p.log() * labels).mean()
+
+
+def focal_of_samples(y: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(y, target, reduction="none")
+    return ((1 - (-loss).exp()) ** 2 * loss).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda y, t: focal(y, t, of_mean=True), "is computed from the mean cross_entropy of the batch"),
+        (lambda y, t: focal(y, t, is_exchanged=True), "with a power of the same probability"),
+        (focal, ""),
+        (focal_of_samples, ""),
+        (lambda y, t: F.cross_entropy(y, t) * (1 + 0 * y.exp().mean()), ""),
+        (lambda y, t: (y.softmax(1) * y.log_softmax(1)).sum(1).mean() + F.cross_entropy(y, t), ""),  # an entropy
+    ],
+)
+def test_weights_of_a_focal_loss(loss: Loss, words: str) -> None:
+    """The weight must fall with the probability, and be that of a sample."""
+    found = [each for each in examine(mlp(3), loss, rows, classes) if each.rule == "focal-weight"]
+    assert [words in each.verdict for each in found] == [True] * bool(words)
+
+
+class Pairs(nn.Module):
+    """A contrastive loss of the products of all pairs of vectors."""
+
+    def __init__(self, *, has_diagonal: bool, is_one_view: bool = True) -> None:
+        super().__init__()
+        self.net, self.has_diagonal, self.is_one_view = mlp(4), has_diagonal, is_one_view
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.net(x), dim=1)
+        logits = z @ (z if self.is_one_view else F.normalize(self.net(x + 1), dim=1)).T / 0.1
+        if not self.has_diagonal:
+            logits = logits.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_wrong"),
+    [
+        ({"has_diagonal": True}, True),
+        ({"has_diagonal": False}, False),
+        ({"has_diagonal": True, "is_one_view": False}, False),
+    ],
+)
+def test_products_of_vectors_with_themselves(options: dict[str, bool], is_wrong: bool) -> None:
+    """The diagonal of the products of vectors with themselves must be left out."""
+    found = Examination(capture_graph(Pairs(**options), rows)).findings()
+    assert [each.rule for each in found].count("cosine-logits") == is_wrong
+
+
+class ActorCritic(nn.Module):
+    """A step of an actor and a critic, with a bonus for the entropy of the policy."""
+
+    def __init__(self, *, is_detached: bool = True, bonus: float = 0.01, is_distribution: bool = False) -> None:
+        super().__init__()
+        self.actor, self.critic = mlp(3), mlp(1)
+        self.is_detached, self.bonus, self.is_distribution = is_detached, bonus, is_distribution
+
+    def forward(self, x: Tensor, action: Tensor, returns: Tensor) -> Tensor:
+        value = self.critic(x).squeeze(-1)
+        advantage = returns - (value.detach() if self.is_detached else value)
+        if self.is_distribution:
+            policy = torch.distributions.Categorical(logits=self.actor(x), validate_args=False)
+            chosen, entropy = policy.log_prob(action), policy.entropy()
+        else:
+            logs = self.actor(x).log_softmax(-1)
+            chosen = logs.gather(1, action[:, None])[:, 0]
+            entropy = -(self.actor(x).softmax(-1) * logs).sum(-1)
+        loss: Tensor = F.mse_loss(value, returns) - (chosen * advantage).mean() - self.bonus * entropy.mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("is_distribution", [False, True])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"is_detached": False}, [("no-stop-gradient", "critic.2")]),
+        ({"bonus": -0.01}, [("maximized-loss", "")]),
+    ],
+)
+def test_an_actor_and_a_critic(
+    options: dict[str, float | bool], expected: list[tuple[str, str]], is_distribution: bool
+) -> None:
+    """The advantage must be detached, and the entropy be subtracted."""
+    step = ActorCritic(is_distribution=is_distribution, **options)  # type: ignore[arg-type]
+    graph = capture_graph(step, rows, classes, rows[:, 0])
+    found = examined({"critic.2": {"batch_spread": 0.8}}, graph=graph).findings()
+    assert [(each.rule, each.module) for each in found if each.rule in NAMES] == expected
+
+
+def test_an_entropy_that_is_meant_to_be_small() -> None:
+    """Without the loss of a policy, a small entropy is an aim, as with samples that have no labels."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y, target) - (y.softmax(1) * y.log_softmax(1)).sum(1).mean()
+
+    assert step_with(loss) == []
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_teacher_compared_with_itself(is_wrong: bool) -> None:
+    """A term of the loss whose sides both follow from an output without a gradient is a finding."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.teacher = mlp(3), mlp(3).requires_grad_(False)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y, t = self.net(x), self.teacher(x)
+            term = F.kl_div((t if is_wrong else y).log_softmax(1), t.softmax(1), reduction="batchmean")
+            loss = F.cross_entropy(y, target) + 2 * term
+            loss.backward()
+            return loss
+
+    found = [each for each in Examination(capture_graph(Distilled(), rows, classes)).findings() if each.rule in NAMES]
+    assert brief(found) == [("warning", "compared-with-itself", "teacher.2")] * is_wrong
+
+
+@pytest.mark.parametrize(("is_flat", "is_wrong"), [(False, True), (True, False)])
+def test_a_penalty_of_parts_of_a_gradient(is_flat: bool, is_wrong: bool) -> None:
+    """The norm of a gradient must be that of a whole sample."""
+
+    def use(net: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        d = d.flatten(1) if is_flat else d
+        loss: Tensor = net(x.flatten(1)).mean() + 10 * ((d.norm(2, dim=1) - 1) ** 2).mean()
+        return loss
+
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (found,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            loss = use(self.net, x, found)
+            loss.backward()
+            return loss
+
+    found = Examination(capture_graph(Penalty(), torch.randn(8, 3, 4))).findings()
+    assert [each.rule for each in found].count("loss-shapes") == is_wrong

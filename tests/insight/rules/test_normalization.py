@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_recorder.graph import capture_graph
 from tests.insight.records import Examination, Values, brief, chain, examined, run, trained
@@ -142,3 +142,54 @@ def test_a_normalization_over_two_values_beside_others() -> None:
     """A BatchNorm behind a pooling may have two values if others have more."""
     net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
     assert Examination(capture_graph(net, torch.randn(2, 3, 4, 4))).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_wrong"),
+    [
+        (nn.GroupNorm(6, 6), True),
+        (nn.GroupNorm(3, 6), False),
+        (nn.LayerNorm(6), False),
+        (nn.Sequential(nn.Unflatten(1, (6, 1)), nn.LayerNorm(1), nn.Flatten()), True),
+    ],
+)
+def test_a_normalization_of_single_values(norm: nn.Module, is_wrong: bool) -> None:
+    """A value that is normalized by itself is zero."""
+    net = nn.Sequential(nn.Linear(3, 6), norm, nn.Linear(6, 3))
+    found = Examination(capture_graph(net, torch.randn(5, 3))).findings()
+    assert [each.rule for each in found] == ["norm-of-two"] * is_wrong
+
+
+class Branch(nn.Module):
+    """A normalization before a layer, or at the end of a residual branch."""
+
+    def __init__(self, size: int, *, ends: bool) -> None:
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(size, size), nn.LayerNorm(size), nn.Linear(size, 3)
+        self.ends = ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.fc(x))
+        output: Tensor = self.head(x + h if self.ends else h)
+        return output
+
+
+def of_a_norm(weight: float, *, size: int = 8, ends: bool = False) -> Examination:
+    """Return a run whose normalization begins with a weight of some size."""
+    known: dict[str, Values] = {
+        **trained("fc"),
+        "norm/weight": {"rms": [weight + 0.01 * row for row in range(8)]},
+        "norm/bias": {"rms": 0.0},
+        **trained("head"),
+    }
+    shapes = {("norm", path): (size,) for path in ("weight", "bias")}
+    return examined(
+        {}, parameters=known, graph=capture_graph(Branch(size, ends=ends), torch.randn(4, size)), shapes=shapes
+    )
+
+
+@pytest.mark.parametrize(("weight", "ends", "is_wrong"), [(0.0, False, True), (1.0, False, False), (0.0, True, False)])
+def test_a_normalization_that_begins_at_zero(weight: float, ends: bool, is_wrong: bool) -> None:
+    """A weight of zero before a layer is a finding; one that ends a residual branch is not."""
+    found = [each for each in of_a_norm(weight, ends=ends).findings() if each.rule == "zero-norm"]
+    assert brief(found) == [("warning", "zero-norm", "norm")] * is_wrong

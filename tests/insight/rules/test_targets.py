@@ -335,3 +335,33 @@ def test_a_generator_that_helps_the_discriminator(label: float, sign: int, is_wr
     }
     found = [each for each in run({"d.2": {}}, targets=targets, graph=graph) if each.rule in NAMES]
     assert [(each.rule, each.module, each.others) for each in found] == [("generator-helps", "d.2", ("g",))] * is_wrong
+
+
+@pytest.mark.parametrize(("sign", "is_wrong"), [(1, True), (-1, False)])
+def test_a_generator_that_helps_the_critic(sign: int, is_wrong: bool) -> None:
+    """The generator must make those scores larger that the critic makes smaller."""
+
+    class Step(Adversaries):
+        def forward(self, x: Tensor) -> Tensor:
+            fake = self.g(torch.randn(8, 3))
+            (self.d(fake.detach()).mean() - self.d(x).mean()).backward()
+            loss: Tensor = sign * self.d(fake).mean()
+            loss.backward()
+            return loss
+
+    found = [each for each in run({"d.2": {}}, graph=capture_graph(Step(), rows)) if each.rule in NAMES]
+    assert [(each.rule, each.module, each.others) for each in found] == [("generator-helps", "d.2", ("g",))] * is_wrong
+
+
+@pytest.mark.parametrize(("share", "is_wrong"), [(0.2, True), (0.0, False)])
+def test_labels_that_are_the_blank(share: float, is_wrong: bool) -> None:
+    """Labels of ctc_loss must not be the blank."""
+    examination = Examination(capture_graph(mlp(3), rows))
+    for step in range(0, 40, 10):
+        sites: dict[tuple[str, str], dict[str, float]] = {
+            ("", "out"): {},
+            ("ctc_loss", "in.target.blank"): {"mean": share},
+        }
+        examination.add(record("activations", step, sites))
+    found = [each for each in examination.findings() if each.rule == "output-range"]
+    assert [each.verdict for each in found] == ["20% of the labels that ctc_loss gets are the blank"] * is_wrong

@@ -156,7 +156,7 @@ def test_gradients_of_earlier_steps(factors: list[float], alarm: int) -> None:
     found = kept(factors)
     assert brief(found)[:1] == [("warning", "gradients-accumulate", "")] * alarm
     if alarm:
-        assert "4 × as large as this step alone can make it. Is zero_grad() missing?" in found[0].verdict
+        assert "4 × as large as the last batch alone can make it. Is zero_grad() or" in found[0].verdict
         assert found[0].others == ("fc0", "fc1", "fc2")
 
 
