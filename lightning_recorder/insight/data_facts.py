@@ -209,6 +209,7 @@ class DataFacts:
         ranks: The comparison of ranks, if there are several.
         draws: Random numbers that are equal in several workers or epochs, if there are any.
         rank_epoch: The comparison of ranks in the epoch whose samples they share most, if there are several ranks.
+        others: The same for each further loader of the training, in order.
     """
 
     loader: LoaderFacts = field(default_factory=LoaderFacts)
@@ -217,6 +218,7 @@ class DataFacts:
     ranks: RankFacts | None = None
     draws: DrawFacts | None = None
     rank_epoch: EpochOfRanks | None = None
+    others: tuple[DataFacts, ...] = ()
 
     @classmethod
     def from_json(cls, data: Any) -> DataFacts:
@@ -233,6 +235,7 @@ class DataFacts:
             None if ranks is None else _made(RankFacts, {**ranks, "same": tuple(ranks["same"])}),
             None if data.get("draws") is None else _made(DrawFacts, data["draws"]),
             None if data.get("rank_epoch") is None else _made(EpochOfRanks, data["rank_epoch"]),
+            tuple(cls.from_json(each) for each in data.get("others", ())),
         )
         check_fields(found)
         return found
