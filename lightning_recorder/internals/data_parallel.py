@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,12 +36,13 @@ def averaged_parameters(model: object) -> frozenset[int] | None:
     Args:
         model: The model as the loop calls it, or several by name.
     """
-    found = [getattr(each, "_module_parameters", None) for each in _wrappers(model) or [None]]
-    return None if None in found else frozenset(id(parameter) for each in found for parameter in each)  # type: ignore[union-attr]  # as checked
+    found = [getattr(each, "_module_parameters", None) for each in _wrappers(model) or ()]
+    return frozenset(map(id, chain(*found))) if found and None not in found else None
 
 
 def _wrappers(model: object) -> list[DistributedDataParallel] | None:
     """Return the models, which Fabric may wrap once more; None if one of them is not replicated by DDP."""
     given = list(model.values()) if isinstance(model, Mapping) else [model]
     found = [getattr(each, "_forward_module", each) for each in given]
-    return found if found and all(isinstance(each, DistributedDataParallel) for each in found) else None
+    known = [each for each in found if isinstance(each, DistributedDataParallel)]
+    return known if len(known) == len(found) else None
