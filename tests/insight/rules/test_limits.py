@@ -1162,7 +1162,7 @@ def _() -> Iterator[Evidence]:
         each = epoch(by_workers=share, distinct=distinct, distinct_batches=1.0)
         yield of_samples(each, loader=LoaderFacts(workers=2))
     for first in (949, 951):  # passes of each worker one after the other
-        each = epoch(every=2, distinct=1000, first_repeat=first, is_whole=True)
+        each = epoch(every=2, distinct=1000, distinct_batches=1.0, first_repeat=first, is_whole=True)
         yield of_samples(each, loader=LoaderFacts(workers=2, is_iterable=True))
 
 
