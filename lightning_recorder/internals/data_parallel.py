@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +37,7 @@ def averaged_parameters(model: object) -> frozenset[int] | None:
     Args:
         model: The model as the loop calls it, or several by name.
     """
-    found = [getattr(each, "_module_parameters", None) for each in _wrappers(model) or ()]
+    found: list[Any] = [getattr(each, "_module_parameters", None) for each in _wrappers(model) or ()]
     return frozenset(map(id, chain(*found))) if found and None not in found else None
 
 
