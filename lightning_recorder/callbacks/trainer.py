@@ -323,6 +323,22 @@ def _loss_scale(trainer: Trainer) -> float:
 _MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
 
+def are_ranks_even(trainer: Trainer) -> bool:
+    """Return True if there are several processes that can communicate and have equally many batches."""
+    return trainer.world_size > 1 and Exchange.is_needed() and not getattr(trainer, "is_uneven", False)
+
+
+def ends_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Return True after the same batches on all ranks, even if an optimizer steps on one of them alone.
+
+    These are the batches after which a trainer steps, and all batches of a plain loop that does not say how many it
+    accumulates.
+    """
+    if getattr(trainer, "has_stepped", None) is None:
+        return stepped(trainer, batch_idx)
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
 def merge_ranks(
     trainer: Trainer,
     pl_module: LightningModule,
@@ -338,12 +354,12 @@ def merge_ranks(
     Warns on rank 0 if they do not. Must be called on every rank. Returns the exchange, which must be closed.
     """
     exchange, why = None, ""
-    if trainer.world_size > 1 and Exchange.is_needed():
+    if are_ranks_even(trainer):
         exchange = Exchange(trainer.strategy.root_device)
         reason = exchange.agree(takes_part, about)
         if reason and takes_part:
             why = f"statistics are those of rank 0 only, because {reason}"
-    elif trainer.world_size > 1:
+    elif trainer.world_size > 1 and not Exchange.is_needed():
         why = f"{type(trainer.strategy).__name__} does not use torch.distributed, so only rank 0 records"
     if why and trainer.is_global_zero:
         warn(f"{name}: {why}")
@@ -360,5 +376,5 @@ def merge_ranks(
 
 def decline(trainer: Trainer) -> None:
     """Tell the other ranks that recording is switched off on this one."""
-    if trainer.world_size > 1 and Exchange.is_needed():
+    if are_ranks_even(trainer):
         Exchange(trainer.strategy.root_device).agree(False, "")

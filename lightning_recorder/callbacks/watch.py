@@ -17,7 +17,14 @@ from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import FSDPStrategy, LightningModule, Trainer
 from lightning_recorder.callbacks.reproduce import save_incident
-from lightning_recorder.callbacks.trainer import decline, logged_step, make_directory, stepped
+from lightning_recorder.callbacks.trainer import (
+    are_ranks_even,
+    decline,
+    ends_step,
+    logged_step,
+    make_directory,
+    stepped,
+)
 from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
 from lightning_recorder.callbacks.watched_samples import WatchedSamples
 from lightning_recorder.errors import (
@@ -231,7 +238,7 @@ class StepWatch(RecorderCallback):
         if self is not _active_watch(trainer):
             return
         refused = ""
-        if trainer.world_size > 1 and Exchange.is_needed():
+        if are_ranks_even(trainer):
             exchange = Exchange(trainer.strategy.root_device)
             act = self.on_finding if isinstance(self.on_finding, str) else "function"
             numbers = self.max_actions, self.rollback_steps, self.lr_factor, self.check_ranks_every_n_steps
@@ -466,8 +473,8 @@ class StepWatch(RecorderCallback):
                 run.end_batch(is_last=is_last)
             if self._samples is not None:
                 self._samples.end_batch(batch)
-            if self._ranks is not None and is_last:
-                self._ranks.end_step(logged_step(trainer) + 1)
+            if self._ranks is not None and ends_step(trainer, batch_idx):
+                self._ranks.end_step(logged_step(trainer) + 1, has_stepped=is_last)
         finally:
             if self.on_finding == "stop" and (run is not None or self._votes):
                 self._stop(trainer)

@@ -36,8 +36,12 @@ from lightning_recorder.internals.loaders import (
     base_rows,
     batch_number,
     forget_indices,
+    index_numbers,
     indices_of,
+    inner_loader,
+    is_at_end,
     keep_indices,
+    kept_of,
     rows_of_base,
 )
 from lightning_recorder.internals.pause_recording import pause_recording
@@ -77,6 +81,7 @@ _COMPARED_SAMPLES = 16  # of a step
 _CHECKED = 64  # batches of a run that are looked at again after their step
 _WIDE = 4  # values of a sample from which on a tensor is an input
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_NAMES_OF_CLASSES = ("label", "labels", "y", "target", "targets")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -90,7 +95,16 @@ class _Arriving:
 
 
 class WatchedSamples:
-    """Watches the samples of one fit."""
+    """Watches the samples of one fit.
+
+    Args:
+        trainer: The trainer.
+        directory: The folder of ``data.json``; None to write none.
+        publish: A function that receives the facts.
+        exchange: Sends facts to the first rank; None with a single one.
+        strict: Raise errors instead of warning about them.
+        number: The place of the loader among several, which Lightning combines. The first one watches the others.
+    """
 
     def __init__(
         self,
@@ -100,9 +114,12 @@ class WatchedSamples:
         exchange: Exchange | None,
         *,
         strict: bool = False,
+        number: int = 0,
     ) -> None:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
-        self._strict = strict
+        self._strict, self._number = strict, number
+        self._others: list[WatchedSamples] = []  # of the other loaders
+        self._next: tuple[object, int] | None = None  # what keeps the indices of one of several loaders, and its place
         self._loaders: list[object] = []
         self._epoch: EpochSamples | None = None
         self._before: EpochSamples | None = None
@@ -130,8 +147,9 @@ class WatchedSamples:
         self._noted: object = None  # what has noted the states of the latest epoch
         self._written = b""
         self._rows: tuple[int, int] | None = None  # common to both data sets, and of that of validation
-        self._wrap(trainer.strategy)
-        publish(DataFacts())
+        if not number:
+            self._wrap(trainer.strategy)
+            publish(DataFacts())
 
     # The loaders.
 
@@ -161,23 +179,50 @@ class WatchedSamples:
         for each in loaders:
             forget_indices(each)
 
-    def _iterator(self) -> tuple[Any, int]:
-        """Return the iterator over the only loader, and the number of batches that are fetched ahead."""
+    @property
+    def _combined(self) -> Any:
+        """The loaders that Lightning combines, if there are several."""
+        fetcher: Any = getattr(getattr(self._trainer, "fit_loop", None), "_data_fetcher", None)
+        combined = getattr(fetcher, "_combined_loader", None)
+        return combined if len(getattr(combined, "flattened", ())) > 1 else None
+
+    @property
+    def _train_loader(self) -> Any:
+        combined = self._combined
+        return self._trainer.train_dataloader if combined is None else combined.flattened[self._number]
+
+    def _place(self, batch_idx: int) -> tuple[object, int | None]:
+        """Return what keeps the indices of the loader, and the place of the current batch there, if it is known."""
         own = getattr(self._trainer, "loader_iterator", None)  # of a plain loop
         if own is not None:
-            return own, 0
+            return own, batch_number(own, 0)
         try:
             fetcher: Any = self._trainer.fit_loop._data_fetcher
-            (iterator,) = fetcher.combined_loader._iterator.iterators
-            return iterator, len(getattr(fetcher, "batches", ()))
-        except (AttributeError, TypeError, ValueError):  # another version of Lightning, or several loaders
-            return None, 0
+            iterators = fetcher.combined_loader._iterator.iterators
+            iterator = iterators[self._number]
+        except (AttributeError, IndexError, TypeError):  # another version of Lightning
+            return None, None
+        if len(iterators) == 1:
+            return iterator, batch_number(iterator, len(getattr(fetcher, "batches", ())))
+        # A loader that ends first may begin again, or others are read once more, so the batches are counted here.
+        if batch_idx == 0:
+            self._next = kept_of(iterator), 0
+        if self._next is None:  # after a resumption
+            return None, None
+        kept, number = self._next
+        if is_at_end(kept, number):
+            kept, number = kept_of(iterator), 0
+        self._next = kept, number + 1
+        return kept, number
 
     def _loader_facts(self) -> LoaderFacts:
-        loader: Any = self._trainer.train_dataloader
+        loader = self._train_loader
         is_overfit = bool(self._trainer.overfit_batches)  # type: ignore[attr-defined]  # set by a connector
         if not isinstance(loader, DataLoader):
-            return LoaderFacts(type(loader).__name__, is_overfit=is_overfit)
+            inner = inner_loader(loader)
+            workers = 0 if inner is None else inner.num_workers
+            is_stream = inner is not None and isinstance(inner.dataset, IterableDataset)
+            return LoaderFacts(type(loader).__name__, is_iterable=is_stream, workers=workers, is_overfit=is_overfit)
         batches: Any = loader.batch_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
         sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches
@@ -194,7 +239,9 @@ class WatchedSamples:
             samples=samples,
             is_overfit=is_overfit,
             is_divided=hasattr(loader.sampler, "num_replicas") or hasattr(batches, "num_replicas"),
-            is_limited=getattr(self._trainer, "limit_train_batches", 1.0) != 1.0 or self._trainer.world_size > 1,
+            is_limited=getattr(self._trainer, "limit_train_batches", 1.0) != 1.0
+            or self._trainer.world_size > 1
+            or self._combined is not None,
         )
 
     def name_row(self, pl_module: LightningModule, rows: list[int] | None, place: int) -> str:
@@ -215,17 +262,37 @@ class WatchedSamples:
 
     def start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
         """Examine a batch of training, and return the indices of its samples, if they are known."""
+        combined = self._combined
+        if combined is None:
+            return self._start_batch(batch, batch_idx, step)
+        parts: list[Any] = []
+        with suppress(Exception):  # the user's code may have changed the structure
+            parts = combined._spec.flatten_up_to(batch)
+        while len(self._others) + 1 < len(parts):
+            number = len(self._others) + 1
+            other = WatchedSamples(
+                self._trainer, None, lambda facts: None, self._exchange, strict=self._strict, number=number
+            )
+            self._others.append(other)
+        for watched, part in zip((self, *self._others), parts, strict=False):
+            if part is not None:  # a loader that has ended
+                watched._values = self._values or watched._values  # otherwise validation could not be compared
+                watched._checked = _CHECKED
+                watched._start_batch(part, batch_idx, step)
+        return None
+
+    def _start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
         began_s = time.perf_counter()
         rows: list[int] | None = None
         try:
-            iterator, ahead = self._iterator()
-            number = None if iterator is None else batch_number(iterator, ahead)
+            iterator, number = self._place(batch_idx)
             rows = indices_of(iterator, number)
             self._before_step = None
             is_known = self._epoch is not None and self._epoch.epoch == self._trainer.current_epoch
             if not self._has_failed and not (self._is_over and is_known):
                 with without_functions():  # a function mode would be called for each property of a tensor
-                    self._examine(batch, batch_idx, step, rows, number)
+                    hashes = index_numbers(iterator, number) if rows is None else None
+                    self._examine(batch, batch_idx, step, rows, hashes, number)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
         self._spent_s += time.perf_counter() - began_s
@@ -238,7 +305,9 @@ class WatchedSamples:
             raise error
         warn(f"StepWatch no longer counts the samples of batches: {describe_error(error)}")
 
-    def _examine(self, batch: Any, batch_idx: int, step: int, rows: list[int] | None, number: int | None) -> None:
+    def _examine(
+        self, batch: Any, batch_idx: int, step: int, rows: list[int] | None, hashes: Any, number: int | None
+    ) -> None:
         epoch = self._epoch
         if epoch is None or epoch.epoch != self._trainer.current_epoch:
             epoch = self._begin_epoch(is_whole=batch_idx == 0)
@@ -249,15 +318,21 @@ class WatchedSamples:
             self._is_over, epoch.is_whole = True, False
             self._arriving.clear()
             return
-        if rows is not None and self._loader is not None and not self._loader.has_rows:
+        known = hashes if rows is None else np.array(rows, dtype=np.int64)
+        if known is None and self._loader is not None and self._loader.has_rows:
+            epoch.is_whole = False  # the identities of a row and of values cannot be compared
+            return
+        if known is not None and self._loader is not None and not self._loader.has_rows:
             self._loader = replace(self._loader, has_rows=True)
         workers = 0 if self._loader is None or not self._loader.is_iterable else self._loader.workers
         worker = number % workers if workers > 1 and number is not None else None
-        known = None if rows is None else np.array(rows, dtype=np.int64)
         if self._batches == 1:
             self._transfer(different_values(batch), self._add_values)
         numbers = self._numbers(batch)
-        self._transfer(numbers, partial(self._add, epoch, step, known, worker))
+        add = partial(self._add, epoch, step, known, rows is None, worker)
+        if numbers is None and known is not None:  # the indices alone
+            add(np.zeros((2, 0), dtype=np.int64))
+        self._transfer(numbers, add)
         if numbers is not None and numbers.is_cpu and self._checked < _CHECKED:
             self._look_ahead(epoch, batch, numbers.numpy())
         if self._batches >= self._next_look:
@@ -334,7 +409,7 @@ class WatchedSamples:
         found = sample_numbers(batch, self._values) if self._values else None
         if found is None:
             return None
-        classes = batch[1] if isinstance(batch, (list, tuple)) and len(batch) == 2 else None
+        classes = _classes(batch)
         is_one_each = type(classes) is Tensor and classes.dtype in _INTEGERS and classes.shape == found.shape[1:]
         if not is_one_each:
             return found
@@ -346,11 +421,18 @@ class WatchedSamples:
             self._loader = replace(self._loader, values=int(numbers.min()))
 
     def _add(
-        self, epoch: EpochSamples, step: int, rows: Any, worker: int | None, numbers: np.ndarray[Any, Any]
+        self,
+        epoch: EpochSamples,
+        step: int,
+        known: Any,
+        are_hashes: bool,
+        worker: int | None,
+        numbers: np.ndarray[Any, Any],
     ) -> None:
         contents = np.ascontiguousarray(numbers[0])
-        rows = rows if rows is not None and len(rows) == len(contents) else None
-        found = BatchSamples(contents, rows, worker, numbers[2] if len(numbers) > 2 else None, numbers[1])
+        known = known if known is not None and len(contents) in (0, len(known)) else None
+        rows, hashes = (None, known) if are_hashes else (known, None)
+        found = BatchSamples(contents, rows, hashes, worker, numbers[2] if len(numbers) > 2 else None, numbers[1])
         epoch.add(found, step)
         if self._exchange is not None:
             self._recent.append((step, frozenset(np.sort(found.keys.view(np.uint64))[:_COMPARED_SAMPLES].tolist())))
@@ -388,6 +470,8 @@ class WatchedSamples:
                     self._look_again(batch)
             except Exception as error:  # noqa: BLE001 - a batch may be anything
                 self._fail(error)
+        for other in self._others:
+            other.end_batch(batch)
         self._ended += 1
         if self._exchange is None or self._ended < self._next_compared:
             return
@@ -395,7 +479,7 @@ class WatchedSamples:
         steps = dict(self._recent)  # with accumulated gradients, the last batch of each step
         own = RankSamples(self._rank(), tuple(steps), tuple(steps.values()))
         self._take_ranks()
-        self._pending = self._exchange.submit(NOTHING, scope="samples", value=own)
+        self._pending = self._exchange.submit(NOTHING, scope=f"samples {self._number}", value=own)
 
     def _rank(self) -> int:
         """Return the number of this rank among those that should have different samples."""
@@ -408,7 +492,7 @@ class WatchedSamples:
             return
         own = None if epoch is None or self._has_failed or not epoch.is_whole else RankEpoch.of(self._rank(), epoch)
         self._take_epoch(wait=True)
-        self._pending_epoch = self._exchange.submit(NOTHING, scope="samples of an epoch", value=own)
+        self._pending_epoch = self._exchange.submit(NOTHING, scope=f"samples of an epoch {self._number}", value=own)
 
     def _take_epoch(self, *, wait: bool = False) -> None:
         pending = self._pending_epoch
@@ -432,9 +516,10 @@ class WatchedSamples:
 
     def end_epoch(self) -> None:
         """End an epoch. Every rank calls this equally often."""
-        epoch = self._epoch
-        self._close_epoch(ended=True)
-        self._compare_epoch(epoch)
+        for watched in (*self._others, self):
+            epoch = watched._epoch
+            watched._close_epoch(ended=True)
+            watched._compare_epoch(epoch)
 
     def _close_epoch(self, *, ended: bool) -> None:
         epoch, self._epoch = self._epoch, None
@@ -467,7 +552,7 @@ class WatchedSamples:
 
     def _look_for_draws(self, epoch: EpochSamples) -> None:
         """Compare the random numbers of the workers with each other and with those of the epoch before."""
-        watched = vars(self._trainer.train_dataloader).get(WATCHED) if self._loader_has_workers() else None
+        watched = vars(self._train_loader).get(WATCHED) if self._loader_has_workers() else None
         if watched is None or watched is self._noted:  # workers that persist go on drawing
             return
         self._noted, before = watched, self._drawn
@@ -486,12 +571,15 @@ class WatchedSamples:
     def end(self) -> None:
         """End the fit: publish what is known, and give the loaders back as they were."""
         self._unwrap()
+        for other in self._others:
+            other._close_epoch(ended=False)
         if not self._has_failed:
             self._close_epoch(ended=False)
             self._show(wait=True)
 
     def _show(self, *, wait: bool = False) -> None:
-        self._take_ranks(wait=wait)
+        for each in (self, *self._others):
+            each._take_ranks(wait=wait)
         facts = self._facts()
         self._publish(facts)
         data = (json.dumps(asdict(facts), indent=1) + "\n").encode()
@@ -507,7 +595,14 @@ class WatchedSamples:
         if self._epoch is not None and self._epoch.batches:
             epochs.append(self._epoch.facts(self._before))
         loader = self._loader or LoaderFacts()
-        return DataFacts(loader, tuple(epochs), self._validation_facts(), self._ranks, self._draws, self._rank_epoch)
+        validation = self._validation_facts()
+        others = tuple(other._facts_beside(self) for other in self._others)
+        return DataFacts(loader, tuple(epochs), validation, self._ranks, self._draws, self._rank_epoch, others)
+
+    def _facts_beside(self, first: WatchedSamples) -> DataFacts:
+        self._validation, self._validation_samples = first._validation, first._validation_samples
+        self._is_validated = first._is_validated
+        return self._facts()
 
     def _validation_facts(self) -> ValidationFacts | None:
         epochs = [each for each in (self._before, self._epoch) if each is not None and each.batches]
@@ -519,10 +614,10 @@ class WatchedSamples:
         is_same = any(validation.is_same_set(each.contents) for each in epochs)
         loaders: Any = self._trainer.val_dataloaders
         first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
-        own = getattr(self._trainer.train_dataloader, "dataset", None)
+        own = getattr(self._train_loader, "dataset", None)
         is_same |= own is not None and getattr(first, "dataset", None) is own
         if self._rows is None:
-            self._rows = _common_rows(self._trainer.train_dataloader, first)
+            self._rows = _common_rows(self._train_loader, first)
         return replace(most, is_same_data=is_same, common_rows=self._rows[0], rows=self._rows[1])
 
 
@@ -533,6 +628,14 @@ def _common_rows(training: object, validation: object) -> tuple[int, int]:
         return 0, 0
     rows = set(other[1])
     return len(rows.intersection(one[1])), len(rows)
+
+
+def _classes(batch: Any) -> Any:
+    """Return the second of a pair, or else what has one of the usual names of classes."""
+    if isinstance(batch, (list, tuple)):
+        return batch[1] if len(batch) == 2 else None
+    found = dict(iter_tensors(batch, "", unknown=ignore_unknown))
+    return next((found[f".{name}"] for name in _NAMES_OF_CLASSES if f".{name}" in found), None)
 
 
 def _versions(batch: Any) -> int | None:

@@ -133,6 +133,7 @@ class DataFacts:
     draws: DrawFacts | None = None  # random numbers that are equal in several workers or epochs, if there are any
     # the comparison of ranks in the epoch whose samples they share most, if there are several ranks
     rank_epoch: EpochOfRanks | None = None
+    others: tuple[DataFacts, ...] = ()  # the same for each further loader of the training, in order
 
     @classmethod
     def from_json(cls, data: Any) -> DataFacts:
@@ -149,6 +150,7 @@ class DataFacts:
             None if ranks is None else _made(RankFacts, {**ranks, "same": tuple(ranks["same"])}),
             None if data.get("draws") is None else _made(DrawFacts, data["draws"]),
             None if data.get("rank_epoch") is None else _made(EpochOfRanks, data["rank_epoch"]),
+            tuple(cls.from_json(each) for each in data.get("others", ())),
         )
         check_fields(found)
         return found

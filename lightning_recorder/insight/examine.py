@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -198,8 +198,17 @@ def _findings(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
     with np.errstate(all="ignore"):
         for rule in RULES:
             if rule.name not in ignored:
-                found += rule.examine(evidence if rule.name in (NON_FINITE, ALL_IGNORED) else healthy)
+                one = evidence if rule.name in (NON_FINITE, ALL_IGNORED) else healthy
+                found += rule.examine(one)
+                found += _of_other_loaders(rule, one)
     return _merged(sorted(found, key=lambda each: _rank(each, healthy)), healthy)
+
+
+def _of_other_loaders(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield what a rule finds in the further loaders of a training."""
+    for number, data in enumerate(evidence.data.others if DATA in rule.needs else (), 2):
+        for each in rule.examine(replace(evidence, data=data)):
+            yield replace(each, verdict=f"loader {number}: {each.verdict}", path=f"loader {number}")
 
 
 def _types(coverage: Mapping[str, Any]) -> dict[str, str]:

@@ -325,7 +325,10 @@ def _with_distance(finding: Finding, other: Finding) -> Finding:
     """Return the finding of the records about ranks that differ, with what the checksums say about them."""
     if finding.is_note != other.is_note:
         return finding
-    if not finding.numbers.get("unreduced"):  # the checksums know the settings of the optimizers
+    knows_cause = not other.numbers.keys().isdisjoint(("settings", "idle", "step_counts", "no_sync", "not_averaged"))
+    # A loop may clear the gradients before the checksums are computed.
+    knows_gradients = not finding.numbers.get("unreduced") and "compared_gradients" in other.numbers
+    if knows_cause or knows_gradients or finding.numbers.keys().isdisjoint(("reduced", "unreduced")):
         finding = replace(finding, why=other.why, next=other.next)
     return replace(
         finding,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -21,13 +24,25 @@ from typing_extensions import override
 
 from lightning_recorder.internals.worker_draws import WatchedCollate
 
-__all__ = ["WATCHED", "base_rows", "batch_number", "forget_indices", "indices_of", "keep_indices", "rows_of_base"]
+__all__ = [
+    "WATCHED",
+    "base_rows",
+    "batch_number",
+    "forget_indices",
+    "index_numbers",
+    "indices_of",
+    "inner_loader",
+    "is_at_end",
+    "keep_indices",
+    "kept_of",
+    "rows_of_base",
+]
 
 _MOST_KEPT = 256  # batches whose indices are read ahead of the training, or are not asked for
+_SIMPLE = (int, float, bool, str, bytes, type(None), np.int64)
 WATCHED = "_lightning_recorder_collate"
 """The attribute of a loader with the latest :class:`WatchedCollate`."""
-_NAMES = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
-_ITERATORS = tuple(getattr(torch_loaders, name) for name in _NAMES if hasattr(torch_loaders, name))
+_ITERATOR: Any = getattr(torch_loaders, "_BaseDataLoaderIter", ())  # also of the loaders of torchdata
 
 
 def keep_indices(loader: object) -> bool:
@@ -68,19 +83,62 @@ def indices_of(iterator: object, number: int | None) -> list[int] | None:
 
     None if they are not known, or are no whole numbers.
     """
-    kept = getattr(iterator, "_sampler_iter", None)
-    found = kept.get(number) if type(kept) is _KeptIterator and number is not None else None
+    found = _kept(iterator, number)
     try:
         return None if found is None else list(map(operator.index, found))
     except TypeError:
         return None
 
 
+def kept_of(iterator: object) -> object:
+    """Return what keeps the indices of an iterator over a data loader, in place of which it may stand."""
+    return getattr(iterator, "_sampler_iter", iterator)
+
+
+def is_at_end(kept: object, number: int) -> bool:
+    """Return True if an iterator has yielded no batch of this number or later; False if that is not known."""
+    return isinstance(kept, _KeptIterator) and number >= kept.count
+
+
+def _kept(iterator: object, number: int | None) -> Any:
+    kept = kept_of(iterator)
+    return kept.get(number) if isinstance(kept, _KeptIterator) and number is not None else None
+
+
+def index_numbers(iterator: object, number: int | None) -> NDArray[np.int64] | None:
+    """Return a hash of each index of a batch that is no whole number, such as a key or a pair of a row and a size.
+
+    The hashes are the same in each process. None if the indices are not known, or are of other types. See
+    :func:`indices_of`.
+    """
+    found = _kept(iterator, number)
+    if not isinstance(found, (list, tuple)):
+        return None
+    # The code of other types is the user's.
+    if not all(type(part) in _SIMPLE for each in found for part in (each if type(each) is tuple else (each,))):
+        return None
+    hashes = b"".join(blake2b(repr(each).encode(), digest_size=8).digest() for each in found)
+    return np.frombuffer(hashes, dtype=np.int64)
+
+
 def batch_number(iterator: object, ahead: int) -> int | None:
     """Return the place of a batch among those that an iterator over a data loader gives; None if it is not known."""
-    # Iterators of other libraries may skip batches when they resume.
-    number = getattr(iterator, "_num_yielded", None) if type(iterator) in _ITERATORS else None
+    if not isinstance(iterator, _ITERATOR):
+        return None
+    kept: Any = getattr(iterator, "_sampler_iter", None)
+    if isinstance(kept, _KeptIterator):  # those of torchdata count the batches before a resumption, too
+        pending = getattr(iterator, "_send_idx", 0) - getattr(iterator, "_rcvd_idx", 0)
+        return kept.count - pending - ahead - 1
+    number = getattr(iterator, "_num_yielded", None)
     return number - ahead - 1 if isinstance(number, int) else None
+
+
+def inner_loader(loader: object) -> DataLoader[Any] | None:
+    """Return the only ``DataLoader`` in the attributes of a loader, or in a list there; None otherwise."""
+    found: list[DataLoader[Any]] = []
+    for each in getattr(loader, "__dict__", {}).values():
+        found += [part for part in (each if type(each) in (list, tuple) else [each]) if isinstance(part, DataLoader)]
+    return found[0] if len(found) == 1 else None
 
 
 def rows_of_base(dataset: object, rows: list[int]) -> list[int] | None:
@@ -122,7 +180,8 @@ class _KeepsIndices(DataLoader[Any]):
     @property
     @override
     def _index_sampler(self) -> Any:
-        return _KeptSampler(super()._index_sampler)
+        inner = super()._index_sampler
+        return (_StatefulSampler if _is_stateful(inner) else _KeptSampler)(inner)
 
     @override
     def _get_iterator(self) -> Any:
@@ -151,46 +210,75 @@ class _KeepsIndices(DataLoader[Any]):
         return (object.__new__, (plain,), *made[2:]) if is_plain else made
 
 
-class _KeptSampler:
-    """A sampler whose iterators keep what they yield."""
+class _Kept:
+    """Has the attributes of another object.
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+    Args:
+        inner: The object.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # of a copy without attributes
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class _KeptSampler(_Kept):
+    """A sampler whose iterators keep what they yield."""
 
     def __iter__(self) -> Iterator[Any]:
         # At once, because some samplers draw random numbers here and others at the first item.
-        return _KeptIterator(iter(self._sampler))
+        inner = iter(self._inner)
+        return (_StatefulIterator if _is_stateful(inner) else _KeptIterator)(inner)
 
     def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # of a copy without attributes
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
+        return len(self._inner)
 
 
-class _KeptIterator(Iterator[Any]):
+class _KeptIterator(_Kept, Iterator[Any]):
     """Passes on what an iterator yields, and keeps the latest."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._kept: deque[Any] = deque(maxlen=_MOST_KEPT)
-        self._count = 0
+        self.count = 0
+        """The number of batches that were yielded."""
 
     @override
     def __next__(self) -> Any:
         found = next(self._inner)
         self._kept.append(found)
-        self._count += 1
+        self.count += 1
         return found
 
     def get(self, number: int) -> Any:
         """Return what was yielded at this place; None if it is no longer kept."""
-        place = number - (self._count - len(self._kept))
+        place = number - (self.count - len(self._kept))
         return self._kept[place] if 0 <= place < len(self._kept) else None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)
+
+def _is_stateful(inner: object) -> bool:
+    return hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
+
+
+class _Stateful(_Kept):
+    """Has the methods that torchdata looks for in the class, from Python 3.12 on without ``__getattr__``."""
+
+    def state_dict(self) -> Any:
+        """Return the state of the inner object."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Give the inner object a state."""
+        self._inner.load_state_dict(state)
+
+
+class _StatefulSampler(_Stateful, _KeptSampler):
+    """A sampler with a state."""
+
+
+class _StatefulIterator(_Stateful, _KeptIterator):
+    """An iterator with a state."""

@@ -124,6 +124,7 @@ class Monitor:
         self._recorders = _checked(recorders)
         self._root = as_root(model)
         self._settings: dict[str, Any] = {
+            "model": model,
             "optimizers": [each for each in given if isinstance(each, Optimizer)],  # others have no hooks
             "scaler": scaler,
             "step_function": step_function,
@@ -211,6 +212,11 @@ class Monitor:
         if setting().lower() == CHECK_ONLY:
             callbacks = [each for each in callbacks if isinstance(each, Check)]
         trainer = LoopTrainer(self._root, callbacks, [], "", **self._settings)
+        if trainer.is_uneven and trainer.is_global_zero:
+            self._say(
+                "Join lets the ranks have different numbers of batches, so the records are those of rank 0, and the "
+                "ranks are not compared"
+            )
         folder = free_folder(Path("runs")) if self._log_dir is None else Path(self._log_dir)
         log_dir = trainer.strategy.broadcast(str(folder.absolute()))
         trainer.log_dir = trainer.default_root_dir = log_dir
@@ -364,8 +370,9 @@ class Monitor:
             if step is None and optimizer in self._known:
                 self._say("an optimizer stepped outside of `with monitor.step(batch):`, so this step is not recorded")
             return None
-        if not self._owns(optimizer):
+        if step.stepping is not None or not self._owns(optimizer):  # such as that inside of ZeroRedundancyOptimizer
             return None
+        step.stepping = optimizer
         self._find_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -385,6 +392,7 @@ class Monitor:
         """Called by torch after an optimizer of the process has stepped."""
         if self._step is not None and optimizer in self._known:
             self._step.has_stepped = True
+            self._step.stepping = None if self._step.stepping is optimizer else self._step.stepping
 
     def _owns(self, optimizer: Optimizer) -> bool:
         """Return True if an optimizer has parameters of the model. One that is new is noted."""
@@ -579,6 +587,7 @@ class _Step:
         self._monitor, self.batch = monitor, batch
         self.compared: list[tuple[nn.Parameter, Tensor]] = []
         self.has_stepped = self.has_loss = False
+        self.stepping: Optimizer | None = None
         self.is_training = True
         self.thread = 0
         self._was_entered = self._is_recorded = False

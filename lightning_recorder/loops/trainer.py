@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_recorder.callbacks.trainer import device_of
+from lightning_recorder.internals.data_parallel import is_uneven
 
 __all__ = ["LoopTrainer", "as_root", "free_folder"]
 
@@ -73,8 +74,8 @@ class _CheckpointIO:
 class PlainLoop:
     """The processes of a loop: those of ``torch.distributed`` if it is initialized, otherwise this one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.root_device = device
+    def __init__(self, device: torch.device, model: object) -> None:
+        self.root_device, self.model = device, model
         self.checkpoint_io: Any = _CheckpointIO()
         self.distributed_sampler_kwargs: dict[str, int] = {}
         if _is_distributed():
@@ -130,6 +131,7 @@ class LoopTrainer:
         loggers: list[Any],
         log_dir: str,
         *,
+        model: object,
         log_every_n_steps: int,
         optimizers: list[Any],
         scaler: Any = None,
@@ -142,12 +144,14 @@ class LoopTrainer:
         self.log_every_n_steps, self.optimizers = log_every_n_steps, optimizers
         self.step_function = step_function
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, clip
-        self.strategy: Any = PlainLoop(device_of(root))  # type: ignore[arg-type]  # any module
+        self.strategy: Any = PlainLoop(device_of(root), model)  # type: ignore[arg-type]  # any module
         ranks = self.strategy.distributed_sampler_kwargs
         self.distributed_sampler_kwargs = ranks
         self.world_size, self.global_rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
         self.num_devices = 1
         self.is_global_zero = self.global_rank == 0
+        self.is_uneven = is_uneven(model)
+        """True if the ranks may have different numbers of batches. They are then not compared or merged."""
         self.precision_plugin = SimpleNamespace(
             scaler=scaler, train_step_context=nullcontext, val_step_context=nullcontext, forward_context=nullcontext
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions.kernels.fused import join_rows
-from lightning_recorder.structure import ignore_unknown, iter_tensors
+from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tensors
 
 __all__ = [
     "batch_fingerprint",
@@ -130,7 +130,7 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
     with pause_recording(), without_functions():
         tensors = _readable(batch)
         if len(set(map(len, tensors))) != 1:
-            return None
+            return _numbers_of_graphs(batch, values)
         if (joined := _joined_in_c(tensors, values)) is not None:
             return joined
         wide = [place for place, each in enumerate(tensors) if each.numel() >= _WIDE * len(each)]
@@ -143,6 +143,24 @@ def sample_numbers(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:
         rows = [each.to(rows[0].device) for each in rows]
         own = _joined([rows[place] for place in wide]) if wide else torch.arange(len(rows[0]), device=rows[0].device)
         return torch.stack([_scrambled(_joined(rows)), own])
+
+
+def _numbers_of_graphs(batch: Any, values: int) -> Tensor | None:
+    """Return the numbers of the graphs in a batch of PyTorch Geometric, which joins their nodes; None for others."""
+    known = {path: tensor for path, tensor in iter_tensors(batch, "", unknown=ignore_unknown) if tensor.dim()}
+    place, ends = known.pop(".batch", None), known.pop(".ptr", None)
+    if place is None or ends is None or place.dtype != torch.int64:
+        return None
+    found = torch.zeros(2, len(ends) - 1, dtype=torch.int64, device=place.device)
+    for each in known.values():
+        if not _is_readable(each) or len(each) not in (len(place), len(ends) - 1):  # such as the edges
+            continue
+        rows = _scrambled(_rows_of_tensor(each.detach(), values))
+        own = found.new_zeros(len(ends) - 1).index_add_(0, place, rows) if len(each) == len(place) else rows
+        found[0] = found[0] * _MIX + own
+        if each.numel() >= _WIDE * len(each):
+            found[1] = found[1] * _MIX + own
+    return torch.stack([_scrambled(found[0]), found[1]])
 
 
 @torch.no_grad()
@@ -165,11 +183,13 @@ def values_of_each(samples: int) -> int:
 
 
 def _readable(batch: Any) -> list[Tensor]:
-    """Return the first plain tensors of a batch that have rows."""
+    """Return the first plain tensors of a batch that have rows, also inside of objects of an unknown class."""
     if type(batch) in (list, tuple) and all(type(each) is Tensor for each in batch):
         found = batch
     else:
-        found = [tensor for _, tensor in iter_tensors(batch, unknown=ignore_unknown)]
+        found = []
+        for _, tensor in iter_tensors(batch, unknown=lambda path, value, error: found.extend(held_tensors(value))):
+            found.append(tensor)
     return [each for each in found[:_MOST_TENSORS] if type(each) is Tensor and each.dim() and _is_readable(each)]
 
 

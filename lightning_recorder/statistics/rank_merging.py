@@ -340,7 +340,8 @@ class RankMergingRecorder:
             merged = replace(merged, snapshot=self._with_users(merged.snapshot, merged.values))
         new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
-            warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
+            ranks = ", ".join(map(str, sorted(new)))
+            warn(f"{self.name}: the records are without rank {ranks}, which has failed or has taken other steps")
         self._absent_ranks |= new
         return merged
 

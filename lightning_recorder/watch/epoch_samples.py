@@ -101,14 +101,22 @@ class BatchSamples:
 
     contents: Keys  # the fingerprints of the samples, ``[samples]``; none if they are not known
     rows: Keys | None = None  # their indices in the data set, ``[samples]``; None if they are not known
+    hashes: Keys | None = None  # the same for indices that are no whole numbers
     worker: int | None = None  # the worker that made the batch; None if it is not known
     classes: Keys | None = None  # the class of each sample, ``[samples]``; None if there is none
     inputs: Keys | None = None  # the fingerprints of the inputs alone, ``[samples]``; None if they are not known
 
     @property
+    def has_indices(self) -> bool:
+        """True if the identities of the samples do not depend on their values."""
+        return self.rows is not None or self.hashes is not None
+
+    @property
     def keys(self) -> Keys:
         """The identities of the samples: of their indices, or else of their values."""
-        return self.contents if self.rows is None else _spread(self.rows)
+        if self.rows is not None:
+            return _spread(self.rows)
+        return self.contents if self.hashes is None else self.hashes
 
 
 def _spread(rows: Keys) -> Keys:
@@ -163,13 +171,13 @@ class EpochSamples:
         self._is_repeat = self._before == int(which)
         self._consecutive += self._is_repeat
         self._before = int(which)
-        if batch.rows is not None:
+        if batch.has_indices:
             if self.contents is self.keys:
                 self.contents = Sketch()
             self.contents.add(batch.contents)
             self._look_for_cache(batch.contents, int(which))
             rows = batch.rows
-            if self._is_ascending and len(rows):
+            if rows is not None and self._is_ascending and len(rows):
                 self._is_ascending = bool(rows[0] > self._last_row and (rows[1:] > rows[:-1]).all())
                 self._last_row = int(rows[-1])
         else:
@@ -178,11 +186,11 @@ class EpochSamples:
 
     def _look_for_equal_inputs(self, batch: BatchSamples) -> None:
         """Count batches whose samples have the same inputs, which are others than those of the batch before."""
-        inputs, rows, before = batch.inputs, batch.rows, self._equal_input
+        inputs, before = batch.inputs, self._equal_input
         self._equal_input = None
         if inputs is None or len(inputs) < 2 or not (inputs == inputs[0]).all():
             return
-        if rows is None or len(np.unique(rows)) == len(rows):
+        if not batch.has_indices or len(np.unique(batch.keys)) == len(batch.keys):
             self._equal_input = int(inputs[0])
             self._equal += before != self._equal_input
 

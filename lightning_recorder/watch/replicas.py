@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +63,15 @@ class _Tensor(NamedTuple):
     """The number of the shard. Only equal shards are compared."""
 
 
+class _About(NamedTuple):
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    has_no_sync: bool = False
+    """True if ``no_sync`` was active after the step."""
+    unknown: frozenset[str] = frozenset()
+    """The parameters whose gradients DDP did not average."""
+
+
 @dataclass(frozen=True)
 class ReplicaValues:
     """The checksums of one rank, as they are sent."""
@@ -107,39 +117,42 @@ class Replicas:
     ) -> None:
         self._module, self._optimizers, self._rank = module, list(optimizers), rank
         self._wrapper = wrapper
-        self.names: tuple[str, ...] = ()
-        """The names of the tensors of the latest checksums."""
-        self.kinds: tuple[str, ...] = ()
-        """Their kinds."""
-        self.has_no_sync = False
-        """True if ``no_sync`` was active then."""
-        self.unknown: frozenset[str] = frozenset()
-        """The parameters whose gradients DDP did not average then."""
+        self.about = _About()
+        """What is known about the latest checksums."""
 
     @torch.no_grad()
-    def values(self) -> object:
-        """Return the checksums, as an object whose pickle is that of :class:`ReplicaValues`. Waits for no device."""
+    def values(self, *, has_stepped: bool = True) -> object:
+        """Return the checksums, as an object whose pickle is that of :class:`ReplicaValues`. Waits for no device.
+
+        Args:
+            has_stepped: False to leave out the gradients, which are not averaged yet.
+        """
         with pause_recording():
-            found, wrapper = list(self._tensors()), self._wrapper()
-            self.has_no_sync, known = has_no_sync(wrapper), averaged_parameters(wrapper)
+            self.about = _About()
+            found, wrapper = list(self._tensors(has_gradients=has_stepped)), self._wrapper()
+            known = averaged_parameters(wrapper)
             parameters = () if known is None else named_parameters_of(self._module)
-            self.unknown = frozenset(name for name, each in parameters if known is not None and id(each) not in known)
-            self.names, self.kinds = tuple(each.name for each in found), tuple(each.kind for each in found)
+            self.about = latest = _About(
+                tuple(each.name for each in found),
+                tuple(each.kind for each in found),
+                has_stepped and has_no_sync(wrapper),
+                frozenset(name for name, each in parameters if known is not None and id(each) not in known),
+            )
             device = next((each.values.device for each in found), torch.device("cpu"))
             numbers = [exact_checksum(each.values).to(device) for each in found]
             values = [_some(each.values).to(device) for each in found]
-            about = self._rank, _checksums(self.names)
+            about = self._rank, _checksums(latest.names)
             if not found:
                 parts, numbers_of, values_of = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
                 return ReplicaValues(about[0], about[1], parts, numbers_of, values_of)
             return _Arriving(*about, [each.part for each in found], torch.stack(numbers), torch.stack(values))
 
-    def _tensors(self) -> Iterator[_Tensor]:
+    def _tensors(self, *, has_gradients: bool) -> Iterator[_Tensor]:
         names: dict[int, str] = {}
         for name, each in named_parameters_of(self._module):
             names[id(each)] = name
             yield from _made(name, "parameter", each)
-            if each.grad is not None:
+            if has_gradients and each.grad is not None:
                 yield from _made(f"{name}.grad", "gradient", each.grad)
         for name, buffer in named_buffers_of(self._module):
             yield from _made(name, "buffer", buffer)
@@ -212,7 +225,7 @@ class Differences:
             mean square of the compared values of its tensor.
         groups: The ranks in groups of equal values, for the first tensor that differs.
         settings: The settings of the optimizers that differ, with their values.
-        idle: The ranks whose optimizers have no state, although those of other ranks have.
+        idle: The ranks whose optimizers have no state of the parameters that differ, although those of others have.
         steps: The number of steps that the optimizer of each rank has counted, if they differ.
         strip: The distances of all ranks; None if nothing differs.
     """
@@ -244,7 +257,8 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
     """Compare the checksums of ranks."""
     about, columns = _checksums(names), dict[int, _Column]()
     # A rank with states of its own has stepped: an optimizer may keep each state on one rank only.
-    without_own = {each.rank for each in ranks if np.isin(each.names, about).all()}
+    gradients = _checksums([f"{name}.grad" for name, kind in zip(names, kinds, strict=True) if kind == "parameter"])
+    without_own = {each.rank for each in ranks if np.isin(each.names, [*about, *gradients]).all()}
     ranks = [_aligned(each, about) for each in ranks]
     parts = np.zeros((0, len(names)), np.int32)
     if len(ranks) > 1 and names:
@@ -255,14 +269,17 @@ def compare_replicas(names: Sequence[str], kinds: Sequence[str], ranks: Sequence
             column = _column(numbers[:, place], parts[:, place], values)
             if column.first:
                 columns[place] = column
+    compared = [kind for kind, several in zip(kinds, (parts >= 0).sum(0) > 1, strict=False) if several]
     differing = {kind: [at for at in columns if kinds[at] == kind] for kind in _KINDS}
     first: list[int] = next((differing[kind] for kind in ("parameter", "state", "buffer") if differing[kind]), [])
     states = [at for at, kind in enumerate(kinds) if kind == "state"]
+    own = tuple(f"{names[at]}." for at in differing["parameter"])
+    states = [at for at in states if names[at].startswith(own)] or states
     counted = next((at for at in differing["state"] if names[at].endswith(".step")), None)
     return Differences(
         len(ranks),
         {kind: tuple(names[at] for at in places) for kind, places in differing.items()},
-        {kind: sum(each == kind for each in kinds) for kind in differing},
+        {kind: sum(each == kind for each in compared) for kind in differing},
         max((float(columns[at].distances.max()) for at in first), default=0.0),
         tuple(tuple(ranks[at].rank for at in same) for same in columns[first[0]].first) if first else (),
         tuple(_values_of(names[at], ranks, at) for at in differing["setting"]),
@@ -393,10 +410,17 @@ def finding_of_differences(
     more = f"; so {'does' if len(states) == 1 else 'do'} {count}" if parameters and states else ""
     is_note = not parameters and not states
     why, following = _cause(found, is_note=is_note)
-    if has_no_sync and found.names["gradient"]:
+    numbers = {f"{kind}s": float(len(names)) for kind, names in found.names.items() if names}
+    compared = found.counts["gradient"]
+    numbers |= {"compared_gradients": float(compared)} if compared else {}
+    numbers |= {"idle": float(len(found.idle))} if found.idle else {}
+    numbers |= {"step_counts": float(len({count for _, count in found.steps}))} if found.steps else {}
+    if has_no_sync and (found.names["gradient"] or not found.counts["gradient"]):  # a loop may clear them at once
         why, following = WHY_NO_SYNC, NEXT_NO_SYNC
+        numbers["no_sync"] = 1.0
     elif parameters and set(parameters) <= unknown:
         why, following = WHY_UNKNOWN, NEXT_UNKNOWN
+        numbers["not_averaged"] = float(len(parameters))
     return Finding(
         rule=RANKS_DIFFER,
         severity="note" if is_note else "critical",
@@ -411,7 +435,7 @@ def finding_of_differences(
         usual="equal on all ranks after each step",
         numbers={
             "distance": found.distance,
-            **{f"{kind}s": float(len(names)) for kind, names in found.names.items() if names},
+            **numbers,
             "ranks": float(found.ranks),
         },
         strip=None if found.strip is None else replace(found.strip, step=step),
@@ -426,10 +450,10 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
     if found.settings:
         return f"The optimizers have other settings: {'; '.join(found.settings[:3])}.", NEXT_SETTINGS
     if found.idle:
-        idle = ", ".join(map(str, found.idle[:8]))
+        where = f"on rank{'s' * (len(found.idle) > 1)} {', '.join(map(str, found.idle[:8]))}"
         return (
-            f"The optimizer has no state on rank{'s' * (len(found.idle) > 1)} {idle}, so it has not stepped there.",
-            "Call optimizer.step() on all ranks.",
+            f"The optimizer has no state of them {where}, so it has not stepped them there.",
+            "Call optimizer.step() on all ranks, and give it the same parameters.",
         )
     if found.steps:
         counts = ", ".join(f"{count} (rank {rank})" for rank, count in found.steps[:8])
@@ -440,7 +464,7 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
     if found.counts["gradient"] and not gradients:
         return WHY_AFTER, NEXT_AFTER
     changed = {f"{name}.grad" for name in found.names["parameter"]}
-    if changed and changed <= {*found.names["gradient"]} and found.counts["setting"]:
+    if changed and changed <= {*found.names["gradient"]}:
         return WHY_GRADIENTS, NEXT_SOME
     return WHY_SOME, NEXT_SOME
 
@@ -466,22 +490,27 @@ class WatchedRanks:
     ) -> None:
         self._replicas, self._submit, self._report, self._every = replicas, submit, report, every
         self._steps = 0  # of this fit
-        self._pending: tuple[PendingMerge, int] | None = None
+        self._pending: deque[tuple[PendingMerge, int, _About]] = deque()
         self._equal: int | None = None
         self._found: Finding | None = None
 
-    def end_step(self, step: int) -> None:
-        """End a step. Every rank calls this equally often."""
+    def end_step(self, step: int, *, has_stepped: bool = True) -> None:
+        """End a step. Every rank calls this equally often.
+
+        Args:
+            step: The number of steps.
+            has_stepped: False if no optimizer stepped on this rank. Its gradients may then differ from those of others.
+        """
         self._steps += 1
         self._take()
         if not self._is_due():
             return
         value: object = None
         try:
-            value = self._replicas.values()
+            value = self._replicas.values(has_stepped=has_stepped)
         finally:  # otherwise the other ranks would take a later object for this one
-            self._take(wait=True)
-            self._pending = self._submit(value), step
+            # A rank that has left the loop would never send its numbers, so only the channel waits.
+            self._pending.append((self._submit(value), step, self._replicas.about))
 
     def _is_due(self) -> bool:
         if self._every is None:
@@ -493,20 +522,18 @@ class WatchedRanks:
         self._take(wait=True)
 
     def _take(self, *, wait: bool = False) -> None:
-        if self._pending is None or not (wait or self._pending[0].is_done):
-            return
-        (pending, step), self._pending = self._pending, None
-        values = [pickle.loads(each) for each in pending.result().values]
-        found = compare_replicas(self._replicas.names, self._replicas.kinds, values)
-        if not found.ranks:
-            return
-        if not found:
-            self._equal = step
-            return
-        replicas = self._replicas
-        finding = finding_of_differences(
-            found, step, self._equal, has_no_sync=replicas.has_no_sync, unknown=replicas.unknown
-        )
-        if self._found is None or (self._found.is_note and not finding.is_note):
-            self._found = finding
-            self._report(finding)
+        while self._pending and (wait or self._pending[0][0].is_done):
+            pending, step, about = self._pending.popleft()
+            values = [pickle.loads(each) for each in pending.result().values]
+            found = compare_replicas(about.names, about.kinds, values)
+            if found.ranks < 2:  # the others could not be reached
+                continue
+            if not found:
+                self._equal = step
+                continue
+            finding = finding_of_differences(
+                found, step, self._equal, has_no_sync=about.has_no_sync, unknown=about.unknown
+            )
+            if self._found is None or (self._found.is_note and not finding.is_note):
+                self._found = finding
+                self._report(finding)

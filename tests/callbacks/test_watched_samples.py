@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import (
@@ -281,6 +282,47 @@ def with_grid() -> TensorDataset:
     return TensorDataset(x, classes, torch.linspace(0, 1, 16).expand(640, 16))
 
 
+class Keyed(Dataset[Any]):
+    """Has keys in place of indices."""
+
+    def __len__(self) -> int:
+        return 640
+
+    def __getitem__(self, key: str) -> Any:
+        return dataset()[int(key.removeprefix("row"))]
+
+
+class OwnBatch:
+    """A batch of a class of its own."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.x, self.y = default_collate(samples)
+
+
+class OfAttributes(Net):
+    """Reads such a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch.x, batch.y], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing: the samples are seen before it."""
+
+
+class Wrapped:
+    """A loader around another one, which mixes the batches of its workers.
+
+    Args:
+        loader: The other one.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from random.Random(3).sample(batches := list(self.loader), len(batches))
+
+
 class Cached:
     """Collates a new batch at each 40th call only."""
 
@@ -316,7 +358,7 @@ def fit(
     )
     trained = model()
     trainer.fit(trained, train, validation)
-    return open_recording(folder).run if model in (Net, Two) and trainer.is_global_zero else trained
+    return open_recording(folder).run if model in (Net, Two, OfAttributes) and trainer.is_global_zero else trained
 
 
 def findings(run: Any) -> list[tuple[str, str, str]]:
@@ -368,7 +410,14 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "two loaders": lambda: {
         "train": [DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(320, 1), 32)],
+        "validation": DataLoader(dataset(160, 2), 32),
         "model": Two,
+    },
+    "keys": lambda: {"train": DataLoader(Keyed(), 32, sampler=[f"row{row}" for row in permuted(0)])},
+    "batches of an own class": lambda: {
+        "train": DataLoader(dataset(), 32, shuffle=True, collate_fn=OwnBatch),
+        "validation": DataLoader(dataset(160, 2), 32, collate_fn=OwnBatch),
+        "model": OfAttributes,
     },
     "a part of each epoch": lambda: {
         "train": DataLoader(dataset(), 32, shuffle=True),
@@ -449,6 +498,31 @@ FAULTS |= {
         lambda: augmented(400),
         "validation-in-training",
         "80 of the 240 samples of validation are rows of the data set that are also samples of training",
+    ),
+}
+FAULTS |= {
+    "a second loader that leaks": (
+        lambda: {
+            "train": [DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(320, 1), 32)],
+            "validation": DataLoader(Subset(dataset(320, 1), range(160)), 32),
+            "model": Two,
+        },
+        "validation-in-training",
+        "loader 2: 100% of the samples of validation are also samples of training",
+    ),
+    "few keys": (
+        lambda: {"train": DataLoader(Keyed(), 32, sampler=[f"row{row % 64}" for row in range(640)])},
+        "batch-repeats",
+        "epoch 0 has the same 2 batches again and again: 64 of the 640 samples in 20 batches",
+    ),
+    "a leak in batches of an own class": (
+        lambda: {
+            "train": DataLoader(dataset(), 32, shuffle=True, collate_fn=OwnBatch),
+            "validation": DataLoader(Subset(dataset(), range(160)), 32, collate_fn=OwnBatch),
+            "model": OfAttributes,
+        },
+        "validation-in-training",
+        "100% of the samples of validation are also samples of training",
     ),
 }
 NOTES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
@@ -575,11 +649,32 @@ def test_equal_augmentations_are_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_workers_that_yield_all_samples(shares: bool, tmp_path: Path) -> None:
-    """Two workers that both yield all samples are a warning; with a part for each, there is none."""
-    found = findings(fit(tmp_path, DataLoader(Stream(shares=shares), 16, num_workers=2), max_epochs=1))
+@pytest.mark.parametrize("wrap", [lambda loader: loader, Wrapped])
+def test_workers_that_yield_all_samples(shares: bool, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Two workers that both yield all samples are a warning, also behind a wrapper; with a part for each, none."""
+    found = findings(fit(tmp_path, wrap(DataLoader(Stream(shares=shares), 16, num_workers=2)), max_epochs=1))
     verdict = "each of the 2 workers yields all samples: 100% of the samples came exactly 2 times in epoch 0"
     assert found == ([] if shares else [("same-samples-by-workers", "warning", verdict)])
+
+
+def test_the_rows_of_each_of_several_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are those of the batch, also when one loader ends first, begins again, or is read once more."""
+    found: dict[int, list[bool]] = {}
+    examine = samples_module.WatchedSamples._examine
+
+    def noted(self: Any, batch: Any, batch_idx: int, step: int, rows: Any, *more: Any) -> None:
+        found.setdefault(self._number, []).append(rows == batch[0][:, 0].long().tolist())
+        examine(self, batch, batch_idx, step, rows, *more)
+
+    monkeypatch.setattr(samples_module.WatchedSamples, "_examine", noted)
+
+    def loader(rows: int) -> DataLoader[Any]:
+        x = torch.arange(float(rows)).unsqueeze(1).expand(-1, 8)
+        return DataLoader(TensorDataset(x, torch.zeros(rows, dtype=torch.long)), 8, shuffle=True)
+
+    for mode in ("min_size", "max_size_cycle"):
+        fit(tmp_path / mode, CombinedLoader([loader(96), loader(40)], mode), model=Two)
+    assert found == {0: [True] * (2 * 5 + 2 * 12), 1: [True] * (2 * 5 + 2 * 12)}
 
 
 def test_the_same_data_for_validation_are_a_note(tmp_path: Path) -> None:

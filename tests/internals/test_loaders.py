@@ -12,7 +12,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, TensorDataset
 from typing_extensions import override
 
-from lightning_recorder.internals.loaders import batch_number, forget_indices, indices_of, keep_indices, rows_of_base
+from lightning_recorder.internals.loaders import (
+    batch_number,
+    forget_indices,
+    index_numbers,
+    indices_of,
+    inner_loader,
+    keep_indices,
+    rows_of_base,
+)
 
 ROWS = TensorDataset(torch.arange(20))
 
@@ -82,6 +90,75 @@ def test_unknown_indices() -> None:
     iterator = iter(named)
     assert next(iterator) == "['a']"
     assert known_indices(iterator, 0) is None
+
+
+class Keyed(TensorDataset):
+    """Returns its index."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+@pytest.mark.parametrize("batch", [["a", "b", "a"], [(1, 32), (2, 32), (1, 32)]])
+def test_indices_that_are_no_numbers_have_hashes(batch: list[Any]) -> None:
+    """Equal keys or pairs have equal numbers, which are the same in each process."""
+    kept = DataLoader(Keyed(torch.arange(3)), batch_sampler=[batch], collate_fn=str)
+    assert keep_indices(kept)
+    iterator = iter(kept)
+    next(iterator)
+    found = index_numbers(iterator, batch_number(iterator, 0))
+    assert found is not None
+    first, second, third = found.tolist()
+    assert first == third != second
+    assert first == {"a": -1586550463278054497, (1, 32): 1066948985902811569}[batch[0]]
+
+
+def test_indices_of_other_types_are_not_read() -> None:
+    """Their code is the user's."""
+    kept = DataLoader(Keyed(torch.arange(3)), batch_sampler=[[object()]], collate_fn=str)
+    keep_indices(kept)
+    iterator = iter(kept)
+    next(iterator)
+    assert index_numbers(iterator, batch_number(iterator, 0)) is None
+
+
+class Stateful(Eager):
+    """A sampler with a state, as those of torchdata."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_samplers_keep_their_state() -> None:
+    """The class has the methods of a stateful sampler if the sampler has them, since torchdata looks there."""
+    sampler = Stateful()
+    for inner, has_state in ((sampler, True), (Eager(), False)):
+        kept = DataLoader(ROWS, batch_sampler=inner)  # type: ignore[arg-type]  # not read
+        assert keep_indices(kept)
+        index_sampler: Any = kept._index_sampler
+        methods = [hasattr(type(index_sampler), name) for name in ("state_dict", "load_state_dict")]
+        assert methods == [has_state] * 2
+        if has_state:
+            index_sampler.load_state_dict(index_sampler.state_dict())
+    assert sampler.seen == 3
+
+
+class Wrapper:
+    """A loader around another one."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = [str, *parts]
+
+
+def test_the_loader_in_another_one() -> None:
+    """A loader that wraps one DataLoader is known by it, and one of two is not."""
+    one, other = DataLoader(ROWS), DataLoader(ROWS)
+    assert inner_loader(Wrapper(one)) is one
+    assert inner_loader(Wrapper(one, other)) is None
+    assert inner_loader(3) is None
 
 
 def test_rows_below_subsets() -> None:

@@ -826,3 +826,66 @@ def test_outputs_reach_the_sinks(tmp_path: Path) -> None:
         lambda net, optimizer: Monitor(net, optimizer, log_dir=tmp_path, every_n_steps=3, sinks=[sink], outputs=outputs)
     )
     assert {"loss", "activations/head/rms", "gradients/head/rms"} <= set(sink.scalars)
+
+
+_UNLIKE_RANKS = """
+import os, sys
+import torch
+from torch import distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from lightning_recorder import Monitor, Outputs, ParameterRecorder, StepWatch
+rank, left_open = int(os.environ["LOCAL_RANK"]), []
+dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+rows = torch.randn(13, 2, 4, 8, generator=torch.Generator().manual_seed(3))
+def adam(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+def zero(parameters):
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
+def train(name, make=adam, steps=13, skip=False, leave=False, uneven=False):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 3)))
+    optimizer = make(model.parameters())
+    quiet = Outputs(plots=False, dumps=False)
+    # The recorder comes first, so that it waits for the records of the other rank before the watch ends.
+    recorders = [
+        ParameterRecorder(every_n_train_steps=4, outputs=quiet, strict=True),
+        StepWatch(check_ranks_every_n_steps=2, strict=True),
+    ]
+    with Monitor(model, optimizer, log_dir=name, recorders=recorders, tensorboard=False) as monitor:
+        with Join([model], enable=uneven):
+            for step in range(steps):
+                if leave and step == 6:
+                    left_open.append(model.no_sync())
+                    left_open[0].__enter__()
+                with monitor.step(rows[step, rank]):
+                    model(rows[step, rank]).square().mean().backward()
+                    if not (skip and rank == 1 and step == 6):
+                        optimizer.step()
+                    optimizer.zero_grad()
+train("skipped", skip=True)
+train("left", leave=True)
+train("joined", steps=13 if rank == 0 else 7, uneven=True)
+train("zero", zero)
+train("usual")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_have_their_cause(tmp_path: Path) -> None:
+    """A step that one rank leaves out and no_sync that is never left are named; ``Join`` and ZeRO are no findings.
+
+    No rank waits for one that has fewer steps or batches.
+    """
+    codes, log = forks.run("-c", _UNLIKE_RANKS, folder=tmp_path, ranks=2, timeout_s=120)
+    assert codes == [0, 0], log[-3000:]
+    skipped, left = (open_recording(tmp_path / name).run.findings[0] for name in ("skipped", "left"))
+    assert skipped.rule == left.rule == "ranks-differ"
+    assert skipped.why.startswith("The optimizer has counted other numbers of steps: ")
+    assert "and all were equal after step 6; " in skipped.verdict or "equal at step 3; " in skipped.verdict
+    assert left.why == "DDP does not average the gradients: no_sync is still active after the step."
+    for name in ("joined", "zero", "usual"):
+        assert [each for each in open_recording(tmp_path / name).run.findings if not each.is_note] == []
+    assert log.count("Join lets the ranks have different numbers of batches") == 1

@@ -205,3 +205,29 @@ def test_the_compiled_function_computes_the_same_numbers(
     usual = [sample_numbers(each, values) for each in batches for values in (64, 8)]
     assert all(one is not None and other is not None for one, other in zip(compiled, usual, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(compiled, usual, strict=True))  # type: ignore[arg-type]
+
+
+def test_graphs_have_the_same_fingerprint_in_each_batch() -> None:
+    """The nodes that PyTorch Geometric joins belong to their graphs, whatever else the batch has."""
+
+    def joined(*graphs: int) -> dict[str, Tensor]:
+        sizes = [2 + each % 3 for each in graphs]
+        nodes = [
+            torch.randn(size, 8, generator=torch.Generator().manual_seed(each))
+            for each, size in zip(graphs, sizes, strict=True)
+        ]
+        return {
+            "x": torch.cat(nodes),
+            "edge_index": torch.zeros(2, 7, dtype=torch.long),
+            "y": torch.tensor(graphs),
+            "batch": torch.arange(len(graphs)).repeat_interleave(torch.tensor(sizes)),
+            "ptr": torch.tensor([0, *sizes]).cumsum(0),
+        }
+
+    first, second = sample_numbers(joined(3, 4, 5)), sample_numbers(joined(5, 6, 3))
+    assert first is not None
+    assert second is not None
+    assert first.shape == (2, 3)
+    assert torch.equal(first[:, [0, 2]], second[:, [2, 0]])
+    assert not torch.isin(first[:, 1], second).any()
+    assert sample_numbers({"x": torch.ones(3, 8), "y": torch.ones(2)}) is None

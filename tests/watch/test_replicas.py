@@ -40,7 +40,7 @@ def ranks(
         replicas = Replicas(model, [optimizer], rank)
         found.append(pickle.loads(pickle.dumps(replicas.values())))
     assert replicas is not None
-    return compare_replicas(replicas.names, replicas.kinds, found)
+    return compare_replicas(replicas.about.names, replicas.about.kinds, found)
 
 
 def test_equal_ranks_have_no_differences() -> None:
@@ -105,13 +105,18 @@ def test_a_cause_is_named_only_if_it_was_measured() -> None:
         model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
         model[0].weight.grad.mul_(0.5)  # type: ignore[index]  # a Sequential
 
-    changes = (rate, idle, written, sharded, clipped)
-    settings, state, other, last, local = (finding_of_differences(ranks(each), 1, None).why for each in changes)
+    def frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model[0].weight.mul_(2)  # type: ignore[index]  # a Sequential
+        del optimizer.state[model[0].weight]  # type: ignore[index]  # a Sequential
+
+    changes = (rate, idle, written, sharded, clipped, frozen)
+    settings, state, other, last, local, part = (finding_of_differences(ranks(each), 1, None).why for each in changes)
     assert settings == "The optimizers have other settings: lr of group 0: 0.001 (ranks 0, 2), 0.5 (rank 1)."
-    assert state == "The optimizer has no state on rank 1, so it has not stepped there."
+    assert state == "The optimizer has no state of them on rank 1, so it has not stepped them there."
+    assert part == state
     assert other.startswith("The latest gradients are equal on all ranks, so something else changes the values")
     assert last == other  # its states are those of another shard
-    assert local.startswith("Their latest gradients differ, too, and the settings of the optimizers are equal.")
+    assert local.startswith("Their gradients differ, too. Either they are not averaged")
 
 
 def test_the_strip_has_the_distance_of_each_rank_from_the_largest_group() -> None:

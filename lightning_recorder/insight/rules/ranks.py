@@ -22,14 +22,20 @@ WHY_SOME = (
     "an optimizer step on one rank, or parameters that DDP ignores."
 )
 WHY_GRADIENTS = (
-    "Their latest gradients differ, too, and the settings of the optimizers are equal. Something that is local to a "
-    "rank changes these gradients: clipping, a hook, noise of another seed, or parameters that DDP ignores."
+    "Their gradients differ, too. Either they are not averaged, as those of "
+    "parameters that DDP ignores or that a loop leaves out, or something that is local to a rank changes them "
+    "afterwards: clipping, a hook, or noise of another seed."
 )
 NEXT_SOME = "Look for code that runs on one rank or changes these gradients after they are reduced."
 WHY_AFTER = (
     "The latest gradients are equal on all ranks, so something else changes the values: another initialization or "
     "checkpoint, another optimizer, a step that one rank leaves out, or code that writes to them on one rank or from "
     "its own batches."
+)
+WHY_LATER = (
+    "The gradients are equal on all ranks when they are recorded, so something later changes the values: clipping on "
+    "one rank, another optimizer or state, a step that one rank leaves out, another initialization or checkpoint, or "
+    "code that writes to them on one rank."
 )
 NEXT_AFTER = "Look for code that runs on one rank only, and for writes to parameters outside of the optimizer."
 NEXT_STEPS = "Let all ranks step or none. A GradScaler must see an overflow on all of them."
@@ -95,10 +101,16 @@ def ranks_differ(evidence: Evidence) -> Iterator[Finding]:
         verdict += f", and the gradients of {len(unreduced)} from step {min(unreduced)} on"
     earlier = [each for each in table.steps if each < begun]
     verdict += f"; all were equal at step {earlier[-1]}" if earlier else ""
+    reduced = [each for each in differing if each.gradient and each.gradient.site not in since]
     counts: dict[str, Any] = {"unreduced": len(unreduced)} if unreduced else {}
+    counts |= {"reduced": len(reduced)} if reduced else {}
     found = first.found(verdict, since=begun, parameters=len(differing), **counts)
     others = tuple(dict.fromkeys(each.module for each in differing if each.module != first.module))
     why, following = ("", "") if is_all and unreduced else (WHY_SOME, NEXT_SOME)
+    if len(reduced) == len(differing):
+        why, following = WHY_LATER, NEXT_AFTER
+    elif unreduced and not is_all and len(unreduced) == len(differing):
+        why, following = WHY_GRADIENTS, NEXT_SOME
     passes = {node.name for node in evidence.graph.nodes if node.kind == "backward"}
     if is_all and unreduced and passes == {"grad"}:
         why, following = _WHY_GRAD, _NEXT_GRAD

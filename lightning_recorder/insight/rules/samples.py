@@ -101,16 +101,24 @@ def same_samples_on_ranks(
     explains={"batch-repeats": ("any",), "repeated-samples": ("any",)},
     is_lasting=True,
 )
-def same_samples_by_workers(evidence: Evidence, *, share: float = 0.8, samples: int = 16) -> Iterator[Finding]:
+def same_samples_by_workers(
+    evidence: Evidence, *, share: float = 0.8, samples: int = 16, before: float = 0.95
+) -> Iterator[Finding]:
     """Yield workers of which each yields all samples."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
-        if loader.workers > 1 and each.by_workers >= share and each.distinct >= samples:
+        if loader.workers < 2 or each.distinct < samples:
+            continue
+        # The workers behind a loader that wraps another one are not known. Passes follow each other.
+        is_mixed = each.is_whole and 0 < each.first_repeat <= before * each.distinct
+        is_wrapped = loader.is_iterable and not loader.is_loader
+        measured = float(is_wrapped and is_mixed and each.every == loader.workers) or each.by_workers
+        if measured >= share:
             verdict = (
-                f"each of the {loader.workers} workers yields all samples: {each.by_workers:.0%} of the samples came "
+                f"each of the {loader.workers} workers yields all samples: {measured:.0%} of the samples came "
                 f"exactly {loader.workers} times in epoch {each.epoch}"
             )
-            yield _of_epoch(evidence, each, verdict, share=each.by_workers, workers=loader.workers)
+            yield _of_epoch(evidence, each, verdict, share=measured, workers=loader.workers)
             return
 
 
@@ -443,7 +451,7 @@ def unused_samples(
     usual="another order in each epoch, or ascending indices without a shuffle",
     why="The order was drawn once, or is drawn with the same seed in each epoch.",
     next="Draw a new order in each call of __iter__, or call set_epoch before each epoch.",
-    false_alarms="Ascending indices do not count.",
+    false_alarms="Ascending indices, and several passes in one epoch, do not count.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -451,7 +459,7 @@ def same_order(evidence: Evidence, *, batches: int = 8, samples: int = 64) -> It
     """Yield an epoch that has the shuffled order of the one before."""
     loader = evidence.data.loader
     for each in _epochs(evidence):
-        is_shuffled = loader.has_rows and not each.is_ascending
+        is_shuffled = loader.has_rows and not each.is_ascending and not each.first_repeat
         if is_shuffled and each.is_same_order and each.batches >= batches and each.distinct >= samples:
             verdict = (
                 f"epoch {each.epoch} has its {each.samples} samples in the same shuffled order as the epoch before"

@@ -1173,6 +1173,9 @@ def _() -> Iterator[Evidence]:
     for share, distinct in ((1.0, 16), (0.5, 16), (1.0, 15)):
         each = epoch(by_workers=share, distinct=distinct, distinct_batches=1.0)
         yield of_samples(each, loader=LoaderFacts(workers=2))
+    for first in (949, 951):  # passes of each worker one after the other
+        each = epoch(every=2, distinct=1000, distinct_batches=1.0, first_repeat=first, is_whole=True)
+        yield of_samples(each, loader=LoaderFacts(workers=2, is_iterable=True))
 
 
 @cases("batch-repeats")
