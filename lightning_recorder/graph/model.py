@@ -215,8 +215,8 @@ class Edge:
             of the edge to its repetitions; see :data:`Repetition`.
         outputs: The place of each of these tensors among the outputs of the source; empty if all are the first one. In
             a view, it may have each place once, or be empty if repetitions take different outputs.
-        part: Only in a view without the functions that change shapes: the part of the output that is taken, such as
-            ``2`` of ``chunk`` or ``[4:]``; not compared.
+        part: Only in a view: the part of the output that is taken, such as ``2`` of ``chunk`` or ``[4:]``, or the name
+            of one of several results of a closed call, such as ``cos``; not compared.
     """
 
     source: int

@@ -153,13 +153,23 @@ def _check(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _chosen(run: Run) -> list[Curve]:
-    """Return at most five curves: loss, gradient norm, and of what the user logged the metrics of validations first."""
+    """Return at most five curves: loss, gradient norm, the quantity of the first finding that has one, logged metrics.
+
+    Of what the user logged, the metrics of validations come first, and a curve that is named as the loss is left out.
+    """
     logged = [each for each in logged_curves(run) if len(each[1]) > 1]
     logged.sort(key=lambda each: (each[0].startswith("learning rate"), not re.match("val", each[0])))
     rate = [each for each in logged if each[0].startswith("learning rate")][:1]
     watched = [*curves(run)]
-    others = [each for each in logged if each not in rate][: _MOST_CHARTS - len(watched) - len(rate)]
-    return [*watched, *others, *rate][:_MOST_CHARTS]
+    for finding in run.diagnosis.findings:
+        trace = finding.trace
+        if trace is not None and len(trace.steps) > 1:
+            title = f"{trace.module or finding.module} {trace.statistic}".strip()
+            watched.append((title, [*trace.steps], np.array(trace.values)))
+            break
+    known = {each[0] for each in watched}
+    others = [each for each in logged if each not in rate and each[0] not in known]
+    return [*watched, *others[: _MOST_CHARTS - len(watched) - len(rate)], *rate]
 
 
 def _graph(run: Run) -> str:

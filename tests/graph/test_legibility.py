@@ -422,7 +422,11 @@ def test_the_sides_of_a_unet_face_each_other(tmp_path: Path) -> None:
 
 
 def test_other_graphs_have_no_sides() -> None:
-    """Nested residual connections of one shape, and those that are used in the order of their making, are no U-Net."""
+    """Nested residual connections of one shape, and those used in the order of their making, are no U-Net.
+
+    The same holds for a tensor that two concatenations take, for tensors that do not depend on each other, and for a
+    residual connection in one of several equal blocks.
+    """
 
     def nested(net: Any, x: Tensor) -> Tensor:
         y = net.a(x)
@@ -433,7 +437,17 @@ def test_other_graphs_have_no_sides() -> None:
         z = net.b(y)
         return net.d(net.c(z) + x) + y + z  # type: ignore[no-any-return]  # the attributes are not declared
 
-    for forward in (nested, in_order):
+    def dense(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = net.b(y)
+        up = net.c(torch.cat([z, net.d(z)]))
+        return torch.cat([y, torch.cat([y, up])])
+
+    def apart(net: Any, x: Tensor) -> Tensor:
+        y, z = net.a(x), net.b(x[:1])
+        return net.d(net.c(z) + z) + y  # type: ignore[no-any-return]  # the attributes are not declared
+
+    for forward in (nested, in_order, dense, apart):
         net = Net(forward, a=linear(), b=linear(), c=linear(), d=linear())
         assert sides(fit_view(capture_graph(net, X))) is None
 

@@ -705,13 +705,14 @@ def test_a_search_without_a_match_says_so(page: Page, files: Path) -> None:
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run of 24 blocks of four layers, of which one is sick."""
     folder = tmp_path_factory.mktemp("blocks")
-    parts = [named(fc=nn.Linear(4, 4), act=nn.ReLU(), out=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in range(24)]
+    parts = [named(fc1=nn.Linear(4, 4), act=nn.ReLU(), fc2=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in range(24)]
     net = named(embed=nn.Linear(4, 4), h=nn.Sequential(*parts), head=nn.Linear(4, 4))
     names = [name for name, module in net.named_modules() if not list(module.children())]
     writer = RecordWriter(records_path(folder / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for step in range(0, 100, 10):
-        size = {name: 8.0 if name == names[60] and step >= 50 else 1.0 + place % 5 for place, name in enumerate(names)}
+        usual = {name: {"fc1": 1.0, "fc2": 4.0}.get(name.rpartition(".")[2], 2.0) for name in names}
+        size = {name: 8.0 if name == names[60] and step >= 50 else usual[name] for name in names}
         writer.write({"step": step}, [site_of(name, "out", {"rms": each, "count": 4.0}) for name, each in size.items()])
     graph = capture_graph(net, torch.ones(2, 4))
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
@@ -726,7 +727,10 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
-    """Of many layers, each block is a row that a click opens; it has the color of its layer that stands out most."""
+    """Of many layers, each block is a row that a click opens; it has the color of its layer that stands out most.
+
+    A layer is compared with the same layer of the other blocks: with the other ``fc1``, not with an ``fc2``.
+    """
     opened(page, blocks)
     labels = page.locator(".strip .names button")
     rows = labels.all_inner_texts()
@@ -739,6 +743,7 @@ def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
         ".getContext('2d').getImageData(9, y, 1, 1).data].slice(0, 3).join())",
         place,
     )
+    assert len(set(pixels)) == 2
     odd = max(range(place), key=lambda row: pixels.count(pixels[row]) * -1)
     ordered = sorted(labels.all(), key=lambda each: each.bounding_box()["y"])  # type: ignore[index]
     assert ordered[odd].inner_text() == sick.inner_text()

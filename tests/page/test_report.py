@@ -21,8 +21,9 @@ def test_a_report_has_verdict_charts_graph_and_settings(runs: Path) -> None:
     assert [*pictures] == [
         "report-1-loss.svg",
         "report-2-gradient-norm.svg",
-        "report-3-train-loss.svg",
-        "report-4-learning-rate.svg",
+        "report-3-encoder-relu-zero-fraction.svg",
+        "report-4-train-loss.svg",
+        "report-5-learning-rate.svg",
         "report-graph.svg",
     ]
     for name, picture in pictures.items():

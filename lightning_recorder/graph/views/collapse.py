@@ -11,6 +11,9 @@ from lightning_recorder.inputs import checked_depth
 
 __all__ = ["close_calls", "closed_calls", "collapse"]
 
+_COMPUTED_WEIGHT = "ParametrizationList"
+_FARTHEST_NAME = 4  # steps from a result to the function that gives it its name
+
 
 def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> Graph:
     """Close the module calls at a depth, and the calls that contain no other call at any depth.
@@ -22,7 +25,8 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
         graph: Any graph.
         depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed, and 0 shows the
             whole model as one node between its inputs and outputs. ``None`` and ``float("inf")`` set no limit.
-        leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown.
+        leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown. The
+            parametrization of a weight, such as a weight norm, is part of its layer.
         opened: The ids of calls that stay open at any depth.
 
     Raises:
@@ -35,7 +39,10 @@ def collapse(graph: Graph, depth: float | None = None, *, leaves: bool = True, o
 
 
 def close_calls(graph: Graph, closed: Set[int]) -> Graph:
-    """Draw calls without their contents, as :func:`collapse`."""
+    """Draw calls without their contents, as :func:`collapse`.
+
+    An edge from one of several results of a call has the name of what computes it in :attr:`Edge.part`.
+    """
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
     counted: set[tuple[int, str]] = set()
@@ -61,8 +68,11 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
     # inside.
     entering: dict[tuple[object, ...], Edge] = {}
     reads: dict[tuple[object, ...], dict[TensorMeta | None, int]] = {}
+    names = _names_of_results(graph, closed, target)
     for edge in graph.edges:
         goal = target[edge.target]
+        if edge.source in names and target[edge.source] != goal:
+            edge = replace(edge, part=names[edge.source])
         across = _visible(edge, target)
         if edge.across and not across and target[edge.source] == goal:
             continue
@@ -80,6 +90,40 @@ def close_calls(graph: Graph, closed: Set[int]) -> Graph:
         else:
             entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())
+
+
+def _names_of_results(graph: Graph, closed: Set[int], target: Mapping[int, int]) -> dict[int, str]:
+    """Return a name for each node that computes one of several results of a closed call, such as ``cos`` and ``sin``.
+
+    It is the name of the node or of the module around it; if those are equal, of a node from which it is computed.
+    """
+    results: dict[int, dict[int, None]] = {}
+    for edge in graph.edges:
+        call = target[edge.source]
+        if call in closed and call != target[edge.target] and len(graph[call].outputs) > 1:
+            results.setdefault(call, {})[edge.source] = None
+    names: dict[int, str] = {}
+    for call, sources in results.items():
+        nodes = [graph[source] for source in sources]
+        for _ in range(_FARTHEST_NAME if len(nodes) > 1 else 0):
+            found = [_name_inside(node, call, graph) for node in nodes]
+            if len(set(found)) == len(found):
+                names |= dict(zip(sources, found, strict=True))
+                break
+            nodes = [_before(node, call, graph, target) for node in nodes]
+    return names
+
+
+def _name_inside(node: Node, call: int, graph: Graph) -> str:
+    """Return the last word of the name of the outermost call around a node inside a call, or of the node."""
+    around = [each for each in graph.ancestors(node) if any(outer.id == call for outer in graph.ancestors(each))]
+    return (around[-1] if around else node).name.rpartition(".")[2]
+
+
+def _before(node: Node, call: int, graph: Graph, target: Mapping[int, int]) -> Node:
+    """Return the first node inside a call that another one takes a tensor from; the node itself if there is none."""
+    inside = (edge.source for edge in graph.into(node) if target[edge.source] == call)
+    return next((graph[each] for each in inside if graph[each].kind == "op"), node)
 
 
 def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occurrences: int) -> int:
@@ -112,7 +156,8 @@ def _visible(edge: Edge, target: Mapping[int, int]) -> tuple[tuple[int, Repetiti
 
 def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True, opened: Set[int] = frozenset()) -> set[int]:
     """Return the calls that :func:`collapse` closes, with those inside of them."""
-    open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
+    open_calls = {child.parent for child in graph.module_calls() if child.type_name != _COMPUTED_WEIGHT}
+    open_calls.add(graph.root.id)
     return {
         node.id
         for node in graph.module_calls()

@@ -79,7 +79,8 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 
     An op that takes several tensors stays, such as ``getitem`` with a computed index, since each of its inputs matters.
     An op of a folded view that passes a tensor from one repetition to another stays as well, and so does an op with a
-    note, such as a ``detach`` that stops the gradient.
+    note, such as a ``detach`` that stops the gradient. If its result is unused, it has the note of another one, since
+    it may be the last one of a loop.
     """
     names = (names,) if isinstance(names, str) else names
     # A tensor without elements adds nothing, such as the initial cache to which keys and values are appended.
@@ -91,17 +92,24 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     users: dict[int, list[int]] = {}
     for edge in graph.edges:
         users.setdefault(edge.source, []).append(edge.target)
+    noted = {node.name: node.note for node in graph.nodes if node.kind == "op" and node.remark}
     past: dict[int, Edge] = {}
     """The edge of the shown node by which the values enter each hidden node."""
     related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     for node in graph.nodes:
         into = entering.get(node.id, [])
         known = node.name in names or (node.name == "cat" and len(into) < len(graph.into(node)))
+        known = known and (node.name not in noted or node.id in users)
         hidden = node.kind == "op" and known and not node.remark and not node.failed
         if hidden and len(into) == 1 and node.id not in related:
             past[node.id] = _led_past(into[0], past, graph)
     gone = past.keys() | {node for node in empty if all(user in past for user in users.get(node, ()))}
-    kept = [node for node in graph.nodes if node.id not in gone]
+    # The step of a loop whose result is unused is equal to the others.
+    kept = [
+        replace(node, note=noted[node.name]) if node.name in noted and node.id not in users else node
+        for node in graph.nodes
+        if node.id not in gone
+    ]
     edges = [_led_past(edge, past, graph) for edge in graph.edges if edge.target not in gone]
     return rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
 

@@ -99,7 +99,10 @@ class _Fold:
         shown = forms(graph, self._graph)
         # Two calls with equal contents may still look different, in a view that omits unused nodes.
         numbers: dict[tuple[int, int | None], int] = {}
-        self._forms = {node: numbers.setdefault((form, held.get(node)), len(numbers)) for node, form in shown.items()}
+        contents = {call.id: held.get(call.id) for call in graph.module_calls()}
+        self._forms = {
+            node: numbers.setdefault((form, contents.get(node)), len(numbers)) for node, form in shown.items()
+        }
         self._widest: dict[int, tuple[TensorMeta, ...]] = {}
         self._changed = False
         self._loops: list[Loop] = []

@@ -114,13 +114,14 @@ class _Ports:
     def join_inputs(self, call: Node) -> None:
         """Lead the tensors that several nodes inside a call take from the same node outside through ports."""
         inside = self._inside[call.id]
-        groups: dict[tuple[Tensor, str], list[Edge]] = {}
+        groups: dict[tuple[Tensor, tuple[str, str]], list[Edge]] = {}
         for edge in self._entering.get(call.id, ()):
             # A relation to repetitions inside the call would not hold at its port.
             if edge not in self._instead and inside.isdisjoint(each for each, _ in edge.across):
-                # The places of the outputs of a closed call are not known, but a tensor has one dtype.
-                dtype = edge.tensor.dtype if edge.source in self._several and edge.tensor else ""
-                groups.setdefault(((edge.source, edge.across, edge.outputs), dtype), []).append(edge)
+                # The places of the outputs of a closed call are not known, but a tensor has one name and one dtype.
+                one = edge.part, edge.tensor.dtype if edge.tensor else ""
+                one = one if edge.source in self._several else ("", "")
+                groups.setdefault(((edge.source, edge.across, edge.outputs), one), []).append(edge)
         for (tensor, _), edges in groups.items():
             if len(edges) > 1:
                 self._add_port(call, "", [tensor], edges)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from lightning_recorder.graph.model import Edge, Graph
+from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["longest", "sides"]
 
+_CONTAINERS = ("", "Sequential")
 _FEWEST = 2  # skip connections between the sides; one more if they have the same shape
 
 
 def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     """Return the side of each drawn node, 0 or 1, and the edges from one side to the other; None if it is no U-Net.
 
-    The tensors that one side passes to the other are used in the opposite order, by calls of one kind. The last edge
-    leads from the end of the first side to the beginning of the second. A tensor that several nodes of the second side
-    take, such as the embedding of a time step, is not among the edges. A repeated block is on one side.
+    The tensors that one side passes to the other are computed one from the other, and used in the opposite order, by
+    calls of one kind. The last edge leads from the end of the first side to the beginning of the second. A tensor that
+    several nodes of the second side take, such as the embedding of a time step, is not among the edges; if one of them
+    is of that kind, as in a U-Net++, the graph has no sides. A repeated block, or one of several calls of a class, is
+    on one side.
 
     Args:
         graph: A view.
@@ -32,6 +36,8 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     for edge in onward:
         starts[place[edge.source]].append(edge)
         ends[place[edge.target]].append(edge)
+    alike = _alike(graph)
+    behind = _reachable(nodes, starts, place)
     found: dict[tuple[int, int, int], tuple[int, list[Edge]]] = {}
     across: dict[int, list[Edge]] = {}
     for cut in range(1, len(nodes)):
@@ -42,6 +48,7 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
                 del across[edge.source]
         if starts[cut - 1]:
             across[nodes[cut - 1].id] = list(starts[cut - 1])
+        several = [users for users in across.values() if len(users) > 1]
         single = [users[0] for _, users in sorted(across.items(), key=lambda each: place[each[0]]) if len(users) == 1]
         kinds = [_kind(edge, graph) for edge in single]
         # Others, such as a target of the loss, are no skip connections.
@@ -49,7 +56,9 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
         edges = [edge for edge, kind in zip(single, kinds, strict=True) if kind == common or edge is single[-1]]
         both = around[cut - 1].keys() & around[cut].keys()
         calls = min(called[cut], called[-1] - called[cut])
-        if calls >= len(edges) and _nested(edges, place) and all(around[cut][each] == 1 for each in both):
+        nested = calls >= len(edges) and _nested(edges, place) and _in_turn(edges, behind, place)
+        plain = all(_kind(each, graph) != common for users in several for each in users)
+        if nested and plain and alike.isdisjoint(both) and all(around[cut][each] == 1 for each in both):
             found[-len(edges), len(both), abs(len(nodes) - 2 * cut)] = cut, edges
     if not found:
         return None
@@ -70,6 +79,36 @@ def _nested(edges: Sequence[Edge], place: Mapping[int, int]) -> bool:
     shapes = {edge.tensor and edge.tensor.shape for edge in skips}
     ordered = all(place[one.target] > place[other.target] for one, other in pairwise(edges))
     return ordered and len(skips) >= _FEWEST + (len(shapes) < len(skips))
+
+
+def _alike(graph: Graph) -> set[int]:
+    """Return the calls whose class has another call that is neither around them nor inside them."""
+    calls = Counter(call.type_name for call in graph.module_calls())
+    line: Counter[int] = Counter()
+    for call in graph.module_calls():
+        for around in graph.ancestors(call):
+            if around.type_name == call.type_name:
+                line.update((call.id, around.id))
+    blocks = (call for call in graph.module_calls() if call.type_name not in _CONTAINERS)
+    return {call.id for call in blocks if calls[call.type_name] > line[call.id] + 1}
+
+
+def _reachable(nodes: Sequence[Node], starts: Sequence[Sequence[Edge]], place: Mapping[int, int]) -> list[int]:
+    """Return the places of the nodes that depend on each node, as the bits of a number."""
+    behind = [0] * len(nodes)
+    for number in reversed(range(len(nodes))):
+        behind[number] = 1 << number
+        for edge in starts[number]:
+            behind[number] |= behind[place[edge.target]]
+    return behind
+
+
+def _in_turn(edges: Sequence[Edge], behind: Sequence[int], place: Mapping[int, int]) -> bool:
+    """Return True if each source depends on the one before, and each target is used for the one before."""
+    return all(
+        behind[place[one.source]] >> place[other.source] & behind[place[other.target]] >> place[one.target] & 1
+        for one, other in pairwise(edges)
+    )
 
 
 def longest(graph: Graph, side: Mapping[int, int]) -> int:

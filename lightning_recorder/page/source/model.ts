@@ -419,8 +419,11 @@ export function sharedPrefix(names: string[]): string {
   return count ? first.slice(0, count).join(".") + "." : "";
 }
 
-/** A name of a module in which each number stands for all numbers, as for the blocks of a model. */
-export function wildcard(name: string): string { return name.replace(/\d+/g, "#"); }
+/** A name of a module without the numbers of blocks: `blocks.3.norm1` and `block3.norm1` keep the number of their norm. */
+export function wildcard(name: string): string {
+  const words = name.split("."), first = words.findIndex((word) => /\d/.test(word));
+  return words.map((word, at) => at === first || /^\d+$/.test(word) ? word.replace(/\d+/g, "#") : word).join(".");
+}
 
 export function median(values: number[]): number {
   const finite = values.filter(Number.isFinite).sort((one, other) => one - other);

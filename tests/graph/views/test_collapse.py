@@ -19,7 +19,7 @@ from lightning_recorder.graph import (
     fit_view,
     fold_repeats,
 )
-from tests.graph.nets import Net, X, bare, block, stack
+from tests.graph.nets import Net, X, bare, block, linear, stack
 from tests.graph.outline import outline, text
 from tests.graph.queries import only, sources_of
 from tests.graph.random_nets import graphs
@@ -56,6 +56,21 @@ def test_collapse_at_each_depth() -> None:
         """
     )
     assert collapse(graph) == collapse(graph, 3) == collapse(graph, 99)
+
+
+def test_a_layer_with_a_weight_norm_is_a_layer() -> None:
+    """The parametrization of a weight is inside its layer, and its parameters are counted there."""
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh())
+    view = fit_view(capture_graph(net, X))
+    assert outline(view) == text(
+        """
+        input
+        0: ParametrizedLinear <- input
+        1: Tanh <- 0
+        """
+    )
+    assert view.module_calls()[0].parameters == 24
+    assert "0.parametrizations.weight.0" in outline(fit_view(capture_graph(net, X), leaves=False))
 
 
 def test_closed_calls_add_up_their_parameters() -> None:

@@ -779,6 +779,30 @@ def test_parallel_layers_and_their_functions_stay_apart() -> None:
     assert [node.name for node in view.module_calls()] == ["q", "k", "v"]
 
 
+def test_a_loop_that_detaches_its_state() -> None:
+    """The unused ``detach`` of the last step keeps no step apart, and is no function that the gradient stops at."""
+
+    def recycled(net: Any, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(4):
+            y = net.fc(x + net.norm(state))
+            state = y.detach()
+        return y  # type: ignore[no-any-return]  # the attributes are not declared
+
+    view = fit_view(capture_graph(Net(recycled, fc=linear(), norm=nn.LayerNorm(4)), X))
+    assert outline(view) == text(
+        """
+        input
+        zeros_like <- input
+        (module) [4 times]
+          norm: LayerNorm <- zeros_like first, detach ×3 next
+          add <- input ×4, norm ×4
+          fc: Linear <- add ×4
+          detach <- fc ×4
+        """
+    )
+
+
 def test_a_state_of_two_steps() -> None:
     """A step that uses the two states before it is one repetition, with the first states of the first two steps."""
 

@@ -153,6 +153,26 @@ def test_two_states_have_two_ports() -> None:
     assert sum(edge.relates("next") for edge in ported.edges) == 2
 
 
+def test_two_results_of_a_call_have_two_ports() -> None:
+    """Cosine and sine of a rotary embedding enter a block at a port each, with their names."""
+
+    def angles(_net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.cos() * 0.5, x.sin() * 0.5
+
+    def rotate(net: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = net.q(x), net.k(x)
+        return q * cos + q.flip(0) * sin + k * cos + k.flip(0) * sin  # type: ignore[no-any-return]  # not declared
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.attn(x, *net.rope(x))  # type: ignore[no-any-return]  # not declared
+
+    net = Net(forward, rope=Net(angles), attn=Net(rotate, q=linear(), k=linear()))
+    ported = assert_same_wiring(fit_view(record(net, "", input_data=(X,))))
+    entering = [edge.part for edge in ported.edges if ported[edge.source].name == "rope"]
+    assert entering == ["cos", "sin"]
+    assert sum(node.kind == "port" for node in ported.nodes) == 3
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "T5"])
 def test_ports_of_transformers(name: str) -> None:
     """The blocks of a language model are a chain, and those of a decoder also take the encoder's output."""
