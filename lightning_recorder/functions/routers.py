@@ -130,7 +130,8 @@ _MARK = "lightning_recorder: router"
 
 def _origins(node: Node | None) -> list[Node]:
     """Return the nodes of autograd that compute the scores that probabilities are made of."""
-    found, level = [], [] if node is None else [node]
+    found: list[Node] = []
+    level = [] if node is None else [node]
     for _ in range(_DEEPEST):
         found += [each for each in level if each.name() not in _PASSED]
         inner = (edge for each in level if each.name() in _PASSED for edge, _ in each.next_functions)

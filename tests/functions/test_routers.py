@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ class Layer(nn.Module):
         self.choose = choose
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.choose(F.linear(x, self.weight))
+        self.scores = F.linear(x, self.weight)
+        return self.choose(self.scores)
 
 
 def recorded(
@@ -144,16 +146,16 @@ class Balanced(nn.Module):
 
     def __init__(self, *, joined: bool, own: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(softmax_then_topk) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(lambda made: softmax_then_topk(made.bfloat16())) for _ in range(2))
         self.joined, self.own = joined, own
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = []
-        for layer in self.layers:
-            layer.choose = lambda made: (scores.append(made), softmax_then_topk(made.bfloat16()))[1]
+        scores: list[Tensor] = []
+        for layer in cast("list[Layer]", self.layers):
             layer(x)
+            scores.append(layer.scores)
         if self.own:
-            scores = [F.linear(x, self.layers[0].weight)]  # type: ignore[arg-type]  # a parameter
+            scores = [F.linear(x, cast("Layer", self.layers[0]).weight)]
         for each in [torch.cat(scores)] if self.joined else scores:
             each.softmax(-1).topk(2, dim=-1)
         return x
@@ -164,7 +166,7 @@ class Balanced(nn.Module):
 def test_a_loss_that_balances_the_load_is_no_router(joined: bool, own: bool) -> None:
     """A choice among the scores of other modules is none of its own, unlike one among own scores."""
     net = nn.ModuleDict({"net": Balanced(joined=joined, own=own)})
-    found = []
+    found: list[str] = []
     tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
     tap.receive_scores = lambda site, best, block: found.append(site.name)
     with tap:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.insight import Finding
+from lightning_recorder.records.table import Floats
 from lightning_recorder.statistics import StatisticsRecorder
 from tests.insight.records import Examination, Values, brief, chain, examined, network, record, run, trained
 
@@ -130,7 +131,7 @@ def test_embeddings_that_are_kept_tiny(limit: tuple[str, str], rms: float, reade
     assert brief(found) == [("warning", "input-scale", "words")] * alarm
 
 
-GROWTH: dict[str, tuple[Callable[[np.ndarray], np.ndarray], bool]] = {
+GROWTH: dict[str, tuple[Callable[[Floats], Floats], bool]] = {
     "linear": (lambda t: 0.5 + 20 * t, True),
     "exponential": (lambda t: 0.5 * np.exp(4 * t), True),
     "slower and slower": (lambda t: 20 * np.sqrt(t + 1e-3), False),
