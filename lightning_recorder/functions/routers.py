@@ -145,7 +145,7 @@ def _is_first(node: Node | None, site: str) -> bool:
     The mark is kept in the graph of autograd, because a reference to a node would keep the tensors of the graph.
     """
     module = site.rpartition(".")[0]
-    origins = _origins(node)
+    origins: list[Any] = [*_origins(node)]  # torch annotates the property ``metadata`` as a method
     if any(each.metadata.get(_MARK, module) != module for each in origins):
         return False
     for each in origins:
