@@ -321,7 +321,7 @@ _BETWEEN = frozenset(
     for name in (
         *("Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "ToCopy", "View", "UnsafeView", "Reshape", "ReshapeAlias"),
         *("Clone", "Transpose", "Permute", "Expand", "Unsqueeze", "Squeeze", "Tanh", "Clamp", "ClampMin", "ClampMax"),
-        *("Slice", "Alias", "T", "Maximum", "Copy", "Copyslices"),
+        *("Slice", "Alias", "T", "Maximum", "Copy", "Copyslices", "Cat"),
     )
 )
 _DEEPEST = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_recorder.functions.table import FUNCTIONS, site_name
+from lightning_recorder.functions.table import FUNCTIONS, TYPES, site_name
 from lightning_recorder.graph.model import Graph, Node
 
 __all__ = ["function_sites", "is_of_loss"]
@@ -17,9 +17,12 @@ def function_sites(graph: Graph) -> dict[int, str]:
     found = {}
     for node in graph.nodes:
         if node.kind == "op" and node.name in FUNCTIONS and node.parent is not None:
-            counts[node.parent, node.name] += 1
-            number = counts[node.parent, node.name]
-            found[node.id] = site_name(graph[node.parent].name, node.name, number, taken)
+            around = graph[node.parent]
+            # A module of torch that is made where it is called has the name of its class.
+            if around.parent is not None and around.name == around.type_name and around.name in TYPES:
+                around = graph[around.parent]
+            counts[around.id, node.name] += 1
+            found[node.id] = site_name(around.name, node.name, counts[around.id, node.name], taken)
     return found
 
 

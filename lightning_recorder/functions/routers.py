@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_recorder.reductions.base import without_autocast
 from lightning_recorder.reductions.scores import EXPERT_SLOTS, slots_of_scores
@@ -46,17 +47,20 @@ class _Call(NamedTuple):
     Args:
         probabilities: The probabilities of the experts that were computed last, with the function that made them.
         choices: The choices among scores without probabilities, by the shape of the chosen scores.
+        masked: The same, by the shape of all scores.
     """
 
     probabilities: list[tuple[weakref.ref[Tensor], str]]
     choices: dict[tuple[int, ...], Choice]
+    masked: dict[tuple[int, ...], Choice]
 
 
 class RouterReader:
     """Finds routers among the functions that a module calls.
 
     A router computes probabilities with a softmax or a sigmoid and chooses the best of them in the same call of a
-    module, or it chooses the best scores and computes the softmax of these. The probabilities need a gradient.
+    module, or it chooses the best scores and computes the softmax of these, perhaps with all others at minus infinity.
+    The probabilities need a gradient. A loss that balances the load repeats the choices of routers and is none.
     """
 
     def __init__(self) -> None:
@@ -87,7 +91,7 @@ class RouterReader:
             return None
         call = self._calls.get(frame)
         if call is None:
-            call = self._calls[frame] = _Call([], {})
+            call = self._calls[frame] = _Call([], {}, {})
         if name in _NORMALIZERS:
             return _of_normalizer(call, name, args, kwargs, given, result)
         found = _chosen(name, module, site, args, kwargs, given, result)
@@ -97,15 +101,68 @@ class RouterReader:
         for reference, function in reversed(call.probabilities):
             made = reference()
             if made is not None and made.shape[-1] == scores.shape[-1] and made.numel() == scores.numel():
-                return _choice(site, scores, indices, made, function)
+                is_of_groups = scores.dim() > made.dim() and scores.shape[-2] == 1  # one group has all experts
+                is_new = not is_of_groups and _is_first(made.grad_fn, site)
+                return _choice(site, scores, indices, made, function) if is_new else None
         if name == "topk" and scores.requires_grad and scores.shape[-1] > 2:
-            call.choices[tuple(indices.shape)] = _choice(site, scores, indices, scores, "")
+            choice = _choice(site, scores, indices, scores, "")
+            call.choices[tuple(indices.shape)] = call.masked[tuple(scores.shape)] = choice
         return None
 
 
 def _has_experts(tensor: Tensor) -> bool:
     is_of_tokens = 2 <= tensor.dim() <= 3 and 2 <= tensor.shape[-1] <= _MOST_EXPERTS and tensor.numel() > 0
     return is_of_tokens and tensor.is_floating_point() and not tensor.is_meta
+
+
+_PASSED = frozenset(
+    f"{name}Backward{number}"
+    for number in range(3)
+    for name in (
+        *("Softmax", "Sigmoid", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Clone", "Cat", "Stack", "Slice"),
+        *("Select", "Index", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Expand", "Alias"),
+    )
+)
+_MASKS = ("Scatter", "MaskedFill", "Where", "IndexPut")
+_DEEPEST = 8
+_MARK = "lightning_recorder: router"
+
+
+def _origins(node: Node | None) -> list[Node]:
+    """Return the nodes of autograd that compute the scores that probabilities are made of."""
+    found: list[Node] = []
+    level = [] if node is None else [node]
+    for _ in range(_DEEPEST):
+        found += [each for each in level if each.name() not in _PASSED]
+        inner = (edge for each in level if each.name() in _PASSED for edge, _ in each.next_functions)
+        level = [each for each in dict.fromkeys(inner) if each is not None]
+    return found
+
+
+def _is_first(node: Node | None, site: str) -> bool:
+    """Return True if no other module has chosen among these scores, and mark them as those of this one.
+
+    The mark is kept in the graph of autograd, because a reference to a node would keep the tensors of the graph.
+    """
+    module = site.rpartition(".")[0]
+    origins: list[Any] = [*_origins(node)]  # torch annotates the property ``metadata`` as a method
+    if any(each.metadata.get(_MARK, module) != module for each in origins):
+        return False
+    for each in origins:
+        each.metadata[_MARK] = module
+    return True
+
+
+def _is_masked(node: Node | None) -> bool:
+    """Return True for scores of which all but some were set to a constant."""
+    for _ in range(_DEEPEST):
+        if node is None:
+            return False
+        if node.name().startswith(_MASKS):
+            return True
+        inner = [each for each, _ in node.next_functions if each is not None]
+        node = inner[0] if len(inner) == 1 and node.name() in _PASSED else None
+    return False
 
 
 def _of_normalizer(
@@ -117,8 +174,10 @@ def _of_normalizer(
         if dim not in (-1, given.dim() - 1):
             return None
     choice = call.choices.pop(tuple(given.shape), None)
+    if choice is None and _is_masked(given.grad_fn):
+        choice = call.masked.pop(tuple(given.shape), None)
     if choice is not None:
-        return choice
+        return choice if _is_first(given.grad_fn, choice.name) else None
     if type(result) is Tensor and result.requires_grad:
         call.probabilities.append((weakref.ref(result), name))
     return None

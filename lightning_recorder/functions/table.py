@@ -13,6 +13,7 @@ __all__ = [
     "SCORED",
     "SCORES",
     "SCORE_KINDS",
+    "TYPES",
     "FunctionKind",
     "base_name",
     "function_of",
@@ -142,6 +143,8 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
 )
 """The kind of each function, by the name that a recorded graph gives it."""
 
+TYPES = frozenset(each.type_name for each in FUNCTIONS.values())
+"""The classes of the modules that compute the same."""
 
 SCORED = frozenset(
     (

@@ -24,7 +24,7 @@ from lightning_recorder.functions.attention import scores_of_call
 from lightning_recorder.functions.known import KNOWN
 from lightning_recorder.functions.losses import classes_of_loss, padding_of, share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
-from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, site_name
+from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, TYPES, site_name
 from lightning_recorder.graph.capture.function_calls import find_caller
 from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
@@ -131,6 +131,11 @@ class ChosenFunctions:
         bare, name = (site_name(around, function, each, self._taken) for each in (1, number))
         return self._if_chosen(function, bare, name)
 
+    def is_made_by_caller(self, module: nn.Module) -> bool:
+        """Return True for a module of torch that computes a function and is not part of the model."""
+        kind = type(module)
+        return kind.__name__ in TYPES and _is_of_torch(kind) and module not in self._modules
+
     @property
     def has_scores(self) -> bool:
         """True if the scores inside of attention or routers are recorded."""
@@ -152,11 +157,15 @@ class ChosenFunctions:
         return name if is_named and is_typed and not is_excluded else ""
 
 
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
 def _is_whole(module: nn.Module, function: str) -> bool:
     """Return True if the output of the module is that of the function, or made of it, as in ``nn.ReLU``."""
     if any(True for _ in children_of(module)):
         return False
-    if type(module).__module__.startswith("torch.nn."):
+    if _is_of_torch(type(module)):
         return True
     kind = FUNCTIONS[function].kind
     return kind == "activations" and "softmax" not in function and not any(True for _ in parameters_of(module))
@@ -176,15 +185,22 @@ class _Call(NamedTuple):
     is_new: bool
 
 
-def _innermost_call(root: nn.Module) -> _Call | None:
-    """Return the call that a function belongs to, or None if the function is not part of the model."""
+def _innermost_call(chosen: ChosenFunctions) -> _Call | None:
+    """Return the call that a function belongs to, or None if the function is not part of the model.
+
+    A module of torch that is made where it is called, such as ``nn.Softmax(dim=-1)(scores)``, is a function of the
+    module that calls it.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code is CALL_OF_MODULE:
             module = frame.f_locals["self"]
-            if module is root:
+            if module is chosen.root:
                 break
+            if chosen.is_made_by_caller(module):
+                frame = frame.f_back
+                continue
             # The next call may reuse the address of this frame, and a reference to it would keep its tensors alive. So
             # the frame is marked by an attribute that only debuggers read; it is a frame of torch's own code.
             is_new, frame.f_trace_lines = frame.f_trace_lines, False
@@ -266,7 +282,7 @@ class _FunctionMode(TorchFunctionMode):
     def _note(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         if FUNCTIONS[name].kind == "dropout" and args and _is_same(result, args[0]):
             return  # it did nothing, and the graph does not have it
-        call = _innermost_call(self._taps[0].chosen.root)
+        call = _innermost_call(self._taps[0].chosen)
         if call is None:
             return
         counts = self._counts.get(call.frame)

@@ -184,6 +184,24 @@ def test_arguments(options: dict[str, Any]) -> None:
     check(found["0.scaled_dot_product_attention"], query @ key.mT * options.get("scale", WIDTH**-0.5), hidden)
 
 
+@pytest.mark.parametrize("kind", ["soft cap", "window", "sinks"])
+def test_changed_scores(kind: str) -> None:
+    """Scores are read as the softmax gets them: capped, in a sliding window, or beside a sink for each head."""
+    query, key, value = sides()
+    near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
+    sinks = torch.randn(HEADS, 1, 1).expand(SAMPLES, HEADS, LENGTH, 1)
+
+    def changed() -> Tensor:
+        scores = query @ key.mT / WIDTH**0.5
+        if kind == "soft cap":
+            return (scores / 2).tanh() * 2
+        return scores.masked_fill(~near, -torch.inf) if kind == "window" else torch.cat([scores, sinks], -1)
+
+    net = Attention(lambda *_: changed().softmax(-1)[..., :LENGTH] @ value)
+    found = recorded(nn.Sequential(net), lambda: net(query, key, value))
+    check(found["0.softmax"], changed(), ~near if kind == "window" else hidden_by(None))
+
+
 def test_grouped_heads() -> None:
     """A key head serves the query heads of its group."""
     query, key, value = sides(key_heads=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ class Layer(nn.Module):
         self.choose = choose
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.choose(F.linear(x, self.weight))
+        self.scores = F.linear(x, self.weight)
+        return self.choose(self.scores)
 
 
 def recorded(
@@ -77,6 +79,16 @@ def topk_then_softmax(scores: Tensor) -> Tensor:
     return F.softmax(values, dim=-1)
 
 
+def topk_then_scatter(scores: Tensor) -> Tensor:
+    values, chosen = scores.topk(2, dim=-1)
+    return torch.full_like(scores, -torch.inf).scatter_(1, chosen, values).sigmoid()
+
+
+def topk_then_mask(scores: Tensor) -> Tensor:
+    least = scores.topk(2, dim=-1).values[:, -1:]
+    return F.softmax(scores.masked_fill(scores < least, -torch.inf).float(), dim=-1)
+
+
 def sigmoid_with_bias(scores: Tensor) -> Tensor:
     probabilities = scores.sigmoid()
     with torch.no_grad():
@@ -92,6 +104,12 @@ def limited_groups(scores: Tensor) -> Tensor:
     return probabilities.masked_fill(mask == 0, 0.0).topk(2, dim=-1).values
 
 
+def one_group(scores: Tensor) -> Tensor:
+    probabilities = scores.sigmoid()
+    best = probabilities.view(-1, 1, EXPERTS).topk(2, dim=-1)[0].sum(-1)
+    return probabilities.masked_fill(best == 0, 0.0).topk(2, dim=-1).values
+
+
 def test_softmax_then_topk() -> None:
     """The choice among the probabilities of a softmax, as in Mixtral and Qwen."""
     found, scores = recorded(softmax_then_topk)
@@ -99,9 +117,11 @@ def test_softmax_then_topk() -> None:
     check(found["mixer.topk"], scores, shares.topk(2).indices, shares, margins_of(shares, 2))
 
 
-def test_topk_then_softmax() -> None:
-    """The choice among scores, whose probabilities come afterwards, as in GPT-OSS."""
-    found, scores = recorded(topk_then_softmax)
+@pytest.mark.parametrize("choose", [topk_then_softmax, topk_then_scatter, topk_then_mask])
+def test_topk_then_softmax(choose: Callable[[Tensor], Tensor]) -> None:
+    """The choice among scores, whose probabilities come afterwards, as in GPT-OSS, Llama 4 and noisy gates."""
+    found, scores = recorded(choose)
+    assert list(found) == ["mixer.topk"]
     check(found["mixer.topk"], scores, scores.topk(2).indices, scores.softmax(-1), margins_of(scores, 2))
 
 
@@ -113,11 +133,45 @@ def test_sigmoid_with_bias() -> None:
     check(found["mixer.topk"], scores, biased.topk(3).indices, shares, margins_of(biased, 3))
 
 
-def test_limited_groups() -> None:
-    """The choice of groups is not taken for that of experts, as in DeepSeek-V3."""
-    found, _ = recorded(limited_groups)
-    assert list(found) == ["mixer.topk#3"]
-    assert sum(found["mixer.topk#3"]["router_load"]) == pytest.approx(1.0)
+@pytest.mark.parametrize(("choose", "site"), [(limited_groups, "mixer.topk#3"), (one_group, "mixer.topk#2")])
+def test_limited_groups(choose: Callable[[Tensor], Tensor], site: str) -> None:
+    """The choice of groups is not taken for that of experts, as in DeepSeek-V3, nor is that in a group of all."""
+    found, _ = recorded(choose)
+    assert list(found) == [site]
+    assert sum(found[site]["router_load"]) == pytest.approx(1.0)
+
+
+class Balanced(nn.Module):
+    """Two routers whose choices are repeated by the loss that balances them, or a third router behind them."""
+
+    def __init__(self, *, joined: bool, own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(lambda made: softmax_then_topk(made.bfloat16())) for _ in range(2))
+        self.joined, self.own = joined, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: list[Tensor] = []
+        for layer in cast("list[Layer]", self.layers):
+            layer(x)
+            scores.append(layer.scores)
+        if self.own:
+            scores = [F.linear(x, cast("Layer", self.layers[0]).weight)]
+        for each in [torch.cat(scores)] if self.joined else scores:
+            each.softmax(-1).topk(2, dim=-1)
+        return x
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loss_that_balances_the_load_is_no_router(joined: bool, own: bool) -> None:
+    """A choice among the scores of other modules is none of its own, unlike one among own scores."""
+    net = nn.ModuleDict({"net": Balanced(joined=joined, own=own)})
+    found: list[str] = []
+    tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
+    tap.receive_scores = lambda site, best, block: found.append(site.name)
+    with tap:
+        net["net"](torch.randn(TOKENS, WIDTH))
+    assert found == ["net.layers.0.topk", "net.layers.1.topk", *["net.topk"] * own]
 
 
 @pytest.mark.parametrize(("name", "is_router"), [("router", True), ("gate", True), ("mixer", False)])

@@ -113,20 +113,28 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
     for place, name in enumerate(norms.names):
         groups.setdefault(_block_of(name), []).append(place)
     of_groups = {name: _scale(norms, half, places, batches) for name, places in groups.items()}
-    known = {name: each.value * samples for name, each in of_groups.items() if each.low > 0 and each.high < math.inf}
+    known = {
+        name: NoiseScale(*(number * samples for number in each))
+        for name, each in of_groups.items()
+        if each.low > 0 and each.high < math.inf
+    }
     is_known = high <= wide * low
     scale = (
         f"{value:.3g} {unit} (between {low:.3g} and {high:.3g} with 95 %)" if is_known else f"at least {low:.3g} {unit}"
     )
     verdict = f"the gradient noise scale is {scale}; a step has {batches * samples:,}"
     if len(known) > 1:
-        least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-        verdict += f". It is least in {least} ({known[least]:.3g}) and greatest in {most} ({known[most]:.3g})"
+        least, most = (
+            f"{name} ({{:.3g}}, between {{:.3g}} and {{:.3g}})".format(*known[name])
+            for name in (min(known, key=known.__getitem__), max(known, key=known.__getitem__))
+        )
+        verdict += f". It is least in {least} and greatest in {most}"
     view = evidence.view(evidence.parameters, "")
+    ends = {f"{name}, {end}": getattr(each, end) for name, each in known.items() for end in ("low", "high")}
     numbers = {unit: value if is_known else math.inf, "low": low, "high": high, "step": float(batches * samples)}
     yield replace(
         view.found(verdict, since=norms.steps[half][0]),
-        numbers={**numbers, **known},
+        numbers=numbers | {name: each.value for name, each in known.items()} | ends,
         trace=_trace(evidence, norms, batches, samples, fewest),
     )
 

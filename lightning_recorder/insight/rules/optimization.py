@@ -408,6 +408,7 @@ def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
             "train-differs",
             "running-statistics",
             "norm-ineffective",
+            "norm-growth",
         ),
         ("any",),
     ),

@@ -29,13 +29,15 @@ def _weight_gain(weight: View) -> float | None:
 
     An embedding has one input, which is 1. None if the module has no weight of a known shape.
     """
-    kind, shape, values = weight.kind, weight.shape, weight.rms
-    if len(shape) < 2 or not len(values):
-        return None
+    values = weight.rms
+    return float(values[0]) * _root_of_inputs(weight) if len(weight.shape) >= 2 and len(values) else None
+
+
+def _root_of_inputs(weight: View) -> float:
+    kind, shape = weight.kind, weight.shape
     # transformers' Conv1D and transposed convolutions have the inputs first.
     first = kind == "Conv1D" or "Transpose" in kind
-    inputs = 1 if "Embedding" in kind else shape[0] if first else int(np.prod(shape[1:]))
-    return float(values[0]) * float(np.sqrt(inputs))
+    return float(np.sqrt(1 if "Embedding" in kind else shape[0] if first else int(np.prod(shape[1:]))))
 
 
 @rule(
@@ -72,6 +74,60 @@ def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: fl
         if gain is not None and gain > (most_of_last if each.is_last else most):
             verdict = f"{each.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
             yield each.found(verdict, "rms", gain=gain)
+
+
+@rule(
+    "norm-growth",
+    "note",
+    statistic="rms of outputs, such as logits and the residual stream, and rms(weight) × √(number of inputs), in "
+    "thirds of the run",
+    usual="grows at first, then slower",
+    why="Nothing limits the scale: a direction that the loss does not see, blocks that add to a stream without a "
+    "normalization, or weights before a normalization without weight decay.",
+    next="Low precision rounds large values, and weights that grow learn slower. Look for a missing normalization, and "
+    "consider weight decay, or a z-loss for logits.",
+    false_alarms="Predictions that approach large targets. Runs of less than 1,000 steps do not count, nor does growth "
+    "that slows down.",
+    needs=("activations",),
+    records=9,
+)
+def norm_growth(
+    evidence: Evidence,
+    *,
+    records: int = 9,
+    span: int = 1000,
+    growth: float = 1.5,
+    whole: float = 2.5,
+    steady: float = 0.85,
+    large: float = 10.0,
+    gain: float = 4.0,
+) -> Iterator[Finding]:
+    """Yield the outputs and the weights that become large and grow as fast at the end of the run as before."""
+    outputs = [(each, 1.0 / large) for each in evidence.outputs if each.path.startswith("out")]
+    if not outputs:
+        return  # without them, the report says that this rule had nothing to examine
+    weights = [(each, _root_of_inputs(each) / gain) for each in evidence.weights if len(each.shape) >= 2]
+    for views in (outputs, weights):
+        found = []
+        for view, scale in views:
+            values, steps = view.column("rms")
+            if len(values) < records or steps[-1] - steps[0] < span:
+                continue
+            third = len(values) // 3
+            first, before, last = (float(np.median(each)) for each in np.split(values, (third, len(values) - third)))
+            is_large = last * scale >= 1 and last >= max(growth * before, whole * first)
+            if is_large and last - before >= steady * (before - first) and values[-1] >= last:
+                rate = 1000 * (last - before) / float(np.median(steps[-third:]) - np.median(steps[third:-third]))
+                found.append((last / max(first, np.finfo(float).tiny), rate, last, view))
+        if found:
+            _, rate, last, view = max(found, key=lambda each: each[0])
+            name = view.name if views is weights else f"the output of {view.module}"
+            others = tuple(dict.fromkeys(each[-1].module for each in found if each[-1].module != view.module))
+            verdict = (
+                f"{name} grows by {rate:.3g} in 1,000 steps and does not slow down: its rms in the last third of the "
+                f"run is {last:.3g}"
+            )
+            yield view.found(verdict, "rms", others=others, rate=rate, rms=last)
 
 
 @rule(

@@ -714,6 +714,41 @@ def _() -> Iterator[Evidence]:
         yield drift(falling, update)
 
 
+@cases("norm-growth")
+def _() -> Iterator[Evidence]:
+    def grown(first: float, middle: float, last: float, records: int = 9, every: int = 150, **sites: float) -> Evidence:
+        values = [each for each in (first, middle, last) for _ in range(records // 3)]
+        values += [last] * (records % 3)
+        if sites:
+            return case(
+                {"b": {}},
+                None,
+                {"a/weight": {"rms": values}},
+                records=records,
+                every=every,
+                shapes=shape_of("a", 16, 16),
+            )
+        return case({"act": {"rms": values}}, records=records, every=every)
+
+    yield grown(1.0, 10.0, 30.0)
+    yield grown(1.0, 2.0, 60.0, 8, 200)
+    yield grown(10.0, 17.5, 25.0)
+    for records in (6, 12, 18):
+        yield grown(1.0, 10.0, 30.0, records, 300)
+    for every in (75, 220):
+        yield grown(1.0, 10.0, 30.0, every=every)
+    for middle, last in ((20.0, 35.0), (20.0, 25.0), (20.0, 50.0)):
+        yield grown(14.0, middle, last)
+    for first in (4.0, 6.0, 10.0, 14.0):
+        yield grown(first, 15.0, 25.0)
+    for last in (36.0, 28.0, 24.0, 34.0):
+        yield grown(1.0, 20.0, last)
+    for last in (7.5, 15.0, 30.0):
+        yield grown(last / 10, last / 3, last)
+    for last in (0.6, 1.2, 2.4):
+        yield grown(last / 10, last / 3, last, weight=1.0)
+
+
 @cases("updates-lost")
 def _() -> Iterator[Evidence]:
     for lost, zero, records in ((0.75, 0.0, 2), (0.4, 0.0, 2), (0.9, 0.6, 2), (0.9, 0.85, 2), (0.75, 0.0, 1)):

@@ -110,6 +110,10 @@ def test_each_block_has_a_scale() -> None:
     (note,) = trained(drawn(32, 4, 16), names=("blocks.0", "blocks.1"))
     assert note.numbers["blocks.0"] == pytest.approx(note.numbers["samples"])
     assert note.numbers["blocks.1"] == pytest.approx(note.numbers["samples"])
+    for end in ("low", "high"):
+        assert note.numbers[f"blocks.0, {end}"] == pytest.approx(note.numbers[end])
+    low, high = (f"{note.numbers[end]:.3g}" for end in ("low", "high"))
+    assert f"greatest in blocks.0 ({note.numbers['samples']:.3g}, between {low} and {high})" in note.verdict
 
 
 @pytest.mark.parametrize(("batches", "used"), [(1, ()), (2, (True, False))])

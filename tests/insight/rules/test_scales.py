@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Literal
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.insight import Finding
-from tests.insight.records import Values, brief, chain, examined, network, record, run, trained
+from lightning_recorder.records.table import Floats
+from lightning_recorder.statistics import StatisticsRecorder
+from tests.insight.records import Examination, Values, brief, chain, examined, network, record, run, trained
 
 
 @pytest.mark.parametrize(
@@ -122,3 +129,69 @@ def test_embeddings_that_are_kept_tiny(limit: tuple[str, str], rms: float, reade
     ]
     found = run({"words": {"rms": rms}}, graph=Graph(tuple(nodes), (Edge(1, 3), Edge(3, 4))))
     assert brief(found) == [("warning", "input-scale", "words")] * alarm
+
+
+GROWTH: dict[str, tuple[Callable[[Floats], Floats], bool]] = {
+    "linear": (lambda t: 0.5 + 20 * t, True),
+    "exponential": (lambda t: 0.5 * np.exp(4 * t), True),
+    "slower and slower": (lambda t: 20 * np.sqrt(t + 1e-3), False),
+    "a logarithm": (lambda t: 8 * np.log1p(20 * t), False),
+    "to a limit": (lambda t: 20 * t.clip(max=0.6), False),
+    "small": (lambda t: 0.5 + 5 * t, False),
+    "large from the start": (lambda t: 50 + 20 * t, False),
+}
+
+
+@pytest.mark.parametrize("kind", GROWTH)
+def test_outputs_that_grow_without_a_limit(kind: str) -> None:
+    """Growth that does not slow down is a note with its rate; normal growth is none, nor is that of a short run."""
+    curve, grows = GROWTH[kind]
+    rms = curve(np.linspace(0, 1, 24)).tolist()
+    for every in (100, 10):
+        found = run({"a": {"rms": 1.0}, "b": {"rms": rms}}, None, {}, graph=chain("a", "b"), records=24, every=every)
+        notes = [each for each in found if each.rule == "norm-growth"]
+        assert [each.module for each in notes] == (["b"] if grows and every == 100 else [])
+        if notes and kind == "linear":
+            assert notes[0].is_note
+            assert notes[0].numbers["rate"] == pytest.approx(20 / 2.3)
+
+
+def test_weights_that_grow_without_a_limit() -> None:
+    """The rms of a weight counts with the number of its inputs."""
+    rms = np.linspace(0.2, 2.0, 24).tolist()
+    (note,) = run({"b": {}}, None, trained("a", rms=rms), records=24, every=100)
+    assert note.verdict == (
+        "a.weight grows by 0.783 in 1,000 steps and does not slow down: its rms in the last third of the run is 1.73"
+    )
+    assert run({"b": {}}, None, trained("a", rms=[each / 2 for each in rms]), records=24, every=100) == []
+
+
+@pytest.mark.parametrize(("fault", "grows"), [("drift", True), ("z-loss", False), ("none", False)])
+def test_logits_that_drift(fault: str, grows: bool) -> None:
+    """A direction that the softmax does not see lets logits grow for ever; a z-loss ends that."""
+    torch.manual_seed(0)
+    x, net = torch.randn(256, 8), nn.Linear(8, 4)
+    y = (x[:, :4] + 0.5 * torch.randn(256, 4)).argmax(1)
+    optimizer, found = torch.optim.Adam(net.parameters(), lr=0.03), Examination(chain("net"))
+
+    def loss_of(logits: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y)
+        if fault != "none":
+            loss = loss - 0.1 * logits.mean()
+        return loss + 0.1 * logits.logsumexp(1).square().mean() if fault == "z-loss" else loss
+
+    for step in range(1201):
+        recorder = StatisticsRecorder({"net": net})
+        with recorder if step % 100 == 0 else nullcontext():
+            loss = loss_of(net(x))
+        if step % 100 == 0:
+            about = {"group": "activations", "recorder": "activations", "stage": "train", "step": step, "epoch": 0}
+            found.add(recorder.collect().having(about=about))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    notes = [each for each in found.findings() if each.rule == "norm-growth"]
+    assert [each.module for each in notes] == ["net"] * grows
+    if grows:
+        rms = found.evidence().outputs[0].rms
+        assert notes[0].numbers["rate"] == pytest.approx((rms[12] - rms[6]) / 0.6, rel=0.1)
