@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -111,15 +112,16 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         if len(value) <= _MOST_ENTRIES:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((value, key, each) for key, each in list(pairs) if key is not None)
-    elif isinstance(value, partial):
+    elif is_a(value, partial):
         yield from ((None, None, each) for each in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, MethodType):
+    elif is_a(value, MethodType):
         yield from ((None, None, each) for each in (value.__self__, value.__func__))
-    elif isinstance(value, FunctionType):
+    elif is_a(value, FunctionType):
         if not _is_foreign(value):
             yield from _variables(value)
-    elif hasattr(value, "__dict__") and not _is_foreign(type(value)):
-        yield None, None, vars(value)
+    elif not _is_foreign(type(value)):
+        with suppress(AttributeError):  # an object without a dictionary
+            yield None, None, attributes_of(value)
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[Any, Any, Any]]:

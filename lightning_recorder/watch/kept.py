@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.autograd import counted_version, version_of, without_functions
-from lightning_recorder.internals.module_tree import attributes_of, is_scripted, modules_of, parameters_of
+from lightning_recorder.internals.module_tree import (
+    attributes_of,
+    is_scripted,
+    modules_of,
+    parameters_of,
+    put_entry,
+    table_of,
+)
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
@@ -39,7 +46,8 @@ class KeptBatch:
         step: The optimizer step that it is part of, counted like ``self.log`` does.
         epoch: The epoch.
         random: The states of the random number generators.
-        buffers: The values of the buffers of the model, by the table and the name of each.
+        buffers: The values of the buffers of the model, by the table and the name of each. A table may be of a class of
+            the user, so its methods are not called.
         frozen: The parameters that did not require a gradient.
     """
 
@@ -83,10 +91,10 @@ class KeptBatch:
             if parameter.requires_grad != (id(parameter) not in frozen):
                 parameter.requires_grad_(id(parameter) not in frozen)
         for table, name, values in self.buffers:
-            current = table.get(name)
+            current = dict.get(table, name)
             # A new tensor, since the graph of the current step may need the current one.
             if current is None or current.shape != values.shape or not torch.equal(current, values):
-                table[name] = values.clone()
+                put_entry(table, name, values.clone())
         self.random.restore()
         now = [(slot, slot.read()) for slot, _ in self.counters]
         try:
@@ -125,7 +133,7 @@ class StateKeeper:
             (attributes_of(each)["_buffers"], name)
             for each in modules_of(module)
             if not is_scripted(each)
-            for name, buffer in attributes_of(each)["_buffers"].items()
+            for name, buffer in table_of(each, "_buffers").items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = _MOST_BYTES
@@ -157,7 +165,7 @@ class StateKeeper:
         found = []
         with pause_recording():
             for table, name in self._tables:
-                buffer = table.get(name)
+                buffer = dict.get(table, name)
                 if buffer is None:
                     continue
                 known = self._copies.get((id(table), name))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
-from lightning_recorder.internals.module_tree import attributes_of, is_scripted, modules_of, own_parameters_of
+from lightning_recorder.internals.module_tree import is_scripted, modules_of, own_parameters_of, table_of
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["around", "count", "count_below", "count_own", "is_initialized", "note_used"]
@@ -28,7 +28,7 @@ def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
     if is_scripted(module):
         return list(own_parameters_of(module).values())
-    return [each for each in attributes_of(module)["_parameters"].values() if each is not None]
+    return [each for each in table_of(module, "_parameters").values() if each is not None]
 
 
 def count_own(module: nn.Module) -> int:
