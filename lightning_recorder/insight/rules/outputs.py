@@ -199,7 +199,20 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
     is_known = view.kind in _BOUNDED and len(rms) > 0
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
     verdict = f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of their range"
-    yield view.found(verdict, "rms", since=since, share=shares[-1])
+    source = view.inputs[0] if len(view.inputs) == 1 and view.kind in (*_FUNCTIONS, *_GATES) else None
+    low, high = (source.column("min")[0], source.column("max")[0]) if source else ((), ())
+    if source is None or not len(low) or not len(high):
+        yield view.found(verdict, "rms", since=since, share=shares[-1])
+        return
+    verdict += f": its input from {source.module} is between {low[-1]:.3g} and {high[-1]:.3g}"
+    found = view.found(verdict, "rms", since=since, share=shares[-1])
+    if low[-1] * high[-1] > 0:
+        why = f"All inputs of the activation are {'positive' if low[-1] > 0 else 'negative'} and far from 0."
+        look = f"Look at the bias of {source.module}, and at the sign and the size of what it receives."
+    else:
+        why = "The inputs of the activation are large with both signs."
+        look = f"Scale down the weights of {source.module} or normalize what it receives, or lower the learning rate."
+    yield replace(found, why=f"{why} The derivative there is almost 0.", next=look)
 
 
 @rule(

@@ -184,6 +184,24 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "why", "look"),
+    [
+        (-26.0, -24.0, "All inputs of the activation are negative", "Look at the bias of a,"),
+        (8.0, 30.0, "All inputs of the activation are positive", "Look at the bias of a,"),
+        (-90.0, 90.0, "The inputs of the activation are large with both signs.", "Scale down the weights of a "),
+    ],
+)
+def test_the_input_of_a_saturated_activation(low: float, high: float, why: str, look: str) -> None:
+    """The finding has the range of the input and the layer it comes from, and names the cause that fits its sign."""
+    counts, edges = np.histogram([1.0] * 4, bins=np.linspace(-1, 1, 81))
+    layers: dict[str, Values] = {"a": {"min": low, "max": high}, "act": {}, "fc": {}}
+    histograms = {("act", "out"): Histogram(edges, counts, 1.0, 1.0, 4.0, 4.0)}
+    (found,) = run(layers, graph=chain("a", "act", "fc", act="Sigmoid"), histograms=histograms)
+    assert found.verdict.endswith(f"at the ends of their range: its input from a is between {low:.3g} and {high:.3g}")
+    assert (found.why.startswith(why), found.next.startswith(look)) == (True, True)
+
+
 @pytest.mark.parametrize(("first", "rules"), [(0.3, ["attention-collapse"]), (0.18, [])])
 def test_a_head_that_training_has_made_sharp(first: float, rules: list[str]) -> None:
     """Attention to single positions is a finding if it was as sharp in the first record, and not if it was learned."""
