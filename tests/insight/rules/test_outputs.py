@@ -212,6 +212,29 @@ def test_a_head_that_training_has_made_sharp(first: float, rules: list[str]) -> 
     assert [each.rule for each in found] == rules
 
 
+class Entropy(nn.Module):
+    """A softmax whose entropy is a loss, or that weights the rows of the batch."""
+
+    def __init__(self, *, is_entropy: bool) -> None:
+        super().__init__()
+        self.fc, self.act, self.out = nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 8)
+        self.is_entropy = is_entropy
+
+    def forward(self, x: Tensor) -> Tensor:
+        p: Tensor = self.act(self.fc(x))
+        return -(p * p.clamp(min=1e-5).log()).sum() if self.is_entropy else (p @ self.out(p)).sum()
+
+
+@pytest.mark.parametrize("is_entropy", [False, True])
+def test_a_softmax_whose_logarithm_is_taken(is_entropy: bool) -> None:
+    """Sharp probabilities whose entropy is computed, as of the codes of a quantizer, are no attention."""
+    counts, edges = np.histogram([0.95, 0.05, 0.01, 0.01], bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, 0.01, 0.95, 1.02, 0.9052)
+    graph = capture_graph(Entropy(is_entropy=is_entropy), torch.ones(8, 4))
+    found = run({"act": {}, "out": {}}, graph=graph, histograms={("act", "out"): histogram})
+    assert [each.rule for each in found if each.module == "act"] == ([] if is_entropy else ["attention-collapse"])
+
+
 @pytest.mark.parametrize(
     ("kind", "rms", "since"),
     [
