@@ -200,10 +200,10 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
     verdict = f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of their range"
     source = view.inputs[0] if len(view.inputs) == 1 and view.kind in (*_FUNCTIONS, *_GATES) else None
-    low, high = (source.column("min")[0], source.column("max")[0]) if source else ((), ())
-    if source is None or not len(low) or not len(high):
+    if not source or not len(source.column("min")[0]) or not len(source.column("max")[0]):
         yield view.found(verdict, "rms", since=since, share=shares[-1])
         return
+    low, high = source.column("min")[0], source.column("max")[0]
     verdict += f": its input from {source.module} is between {low[-1]:.3g} and {high[-1]:.3g}"
     found = view.found(verdict, "rms", since=since, share=shares[-1])
     if low[-1] * high[-1] > 0:
