@@ -14,7 +14,7 @@ from lightning_recorder.callbacks.lightning import LightningModule, Trainer, ran
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_call, warn
 from lightning_recorder.insight import Finding
-from lightning_recorder.internals.module_tree import named_buffers_of
+from lightning_recorder.internals.module_tree import named_buffers_of, put_entry
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.watch import KeptBatch, Reading
 from lightning_recorder.watch.verdict import finding_of_action
@@ -292,11 +292,11 @@ def _set_back(kept: KeptBatch) -> None:
     Whole numbers, such as counts of steps, go on.
     """
     for table, name, values in kept.buffers:
-        buffer = table.get(name)
+        buffer = dict.get(table, name)
         if buffer is not None and buffer.shape == values.shape:
             buffer.data.copy_(values)
         else:
-            table[name] = values.clone()
+            put_entry(table, name, values.clone())
     kept.random.restore()
     for slot, value in kept.counters:
         if isinstance(value, float):

@@ -26,7 +26,8 @@ from lightning_recorder.callbacks.trainer import device_of
 from lightning_recorder.callbacks.watched_run import Discovery
 from lightning_recorder.errors import RecorderError, describe_error
 from lightning_recorder.graph import Graph, to_text
-from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of
+from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of, plain_dict
+from lightning_recorder.internals.random_states import foreign_code
 from lightning_recorder.privacy import hide_secrets
 from lightning_recorder.watch import KeptBatch, Reading
 from lightning_recorder.watch.incident import Incident, read_incident, write_incident
@@ -66,8 +67,9 @@ def save_incident(
 def _state_before(pl_module: LightningModule, kept: KeptBatch, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the parameters and buffers from before a batch, by the names of ``state_dict``."""
     before = {id(each): value for each, value in zip(parameters_of(pl_module), parameters, strict=True)}
-    before |= {id(table[name]): value for table, name, value in kept.buffers if table.get(name) is not None}
-    state = pl_module.state_dict(keep_vars=True)
+    before |= {id(plain_dict(table).get(name)): value for table, name, value in kept.buffers}
+    with foreign_code():
+        state = pl_module.state_dict(keep_vars=True)
     return {name: before.get(id(each), each) for name, each in state.items() if isinstance(each, Tensor)}
 
 

@@ -67,7 +67,7 @@ class GraphPicture:
         self._unused = unused
         self._budgets = sorted({max(1, int(max_nodes * share)) for share in _SHARES}, reverse=True)
         self._deadline = time.monotonic() + timeout_s
-        self._result: list[Path] | RenderError = RenderError("nothing was tried")
+        self._result: list[Path] | RenderError | OSError = RenderError("nothing was tried")
         self.note = ""
         """The reduction of the picture below the requested size, with its reason; empty if there is none."""
         self._layout: Layout | None = None
@@ -102,20 +102,24 @@ class GraphPicture:
 
         Raises:
             RenderError: If every attempt failed. The message holds the end of the renderer's output.
+            OSError: If a file could not be written.
         """
         deadline = self._deadline if wait_s is None else min(self._deadline, time.monotonic() + wait_s)
         while self._layout is not None:
             self._finish(self._layout, max(0.0, deadline - time.monotonic()), last=time.monotonic() >= deadline)
-        if isinstance(self._result, RenderError):
+        if isinstance(self._result, Exception):
             raise self._result
         return self._result
 
     def _finish(self, layout: Layout, wait_s: float, *, last: bool = False) -> None:
         self._layout = None
         try:
-            self._result = layout.finish(wait_s)
-        except RenderError as error:
+            try:
+                self._result = layout.finish(wait_s)
+            except RenderError as error:
+                self._result = error
+                if self._budgets and not last and time.monotonic() < self._deadline:
+                    self.note = f"it shows at most {self._budgets[0]} nodes, because with more: {error}"
+                    self._try_next()
+        except OSError as error:  # :meth:`finish` raises it
             self._result = error
-            if self._budgets and not last and time.monotonic() < self._deadline:
-                self.note = f"it shows at most {self._budgets[0]} nodes, because with more: {error}"
-                self._try_next()

@@ -2,11 +2,13 @@
 
 A class may override ``named_modules``, ``parameters``, ``__getattr__``, ``__hash__`` or a property. Such code may draw
 random numbers, change buffers or raise, and a recorder must not cause that. The functions here read the tables that
-``nn.Module`` keeps in the instance. Only TorchScript modules, which have no such tables, are asked themselves.
+``nn.Module`` keeps in the instance, which may be dictionaries of a class of the user as well. Only TorchScript modules,
+which have no such tables, are asked themselves.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, TypeVar, overload
 
@@ -31,7 +33,10 @@ __all__ = [
     "own_buffers_of",
     "own_parameters_of",
     "parameters_of",
+    "plain_dict",
+    "put_entry",
     "stored_attribute",
+    "table_of",
 ]
 
 
@@ -47,7 +52,31 @@ def _table(module: nn.Module, name: str) -> Iterable[tuple[str, Any]]:
             "_modules": module.named_children,
         }[name]()
         return list(own)
-    return list((attributes_of(module).get(name) or {}).items())
+    return list(table_of(module, name).items())
+
+
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return ``_parameters``, ``_buffers`` or ``_modules`` of a module; empty if it has none.
+
+    The result is for reading: a table whose class is not ``dict`` is copied without the methods of its class.
+    """
+    return plain_dict(_get(module, "__dict__").get(name))
+
+
+def plain_dict(table: Any) -> dict[Any, Any]:
+    """Return a dictionary, or a copy that no method of its class has made; empty if it is no dictionary."""
+    kind: type = type(table)
+    if kind is dict:
+        found: dict[Any, Any] = table
+        return found
+    if issubclass(kind, OrderedDict):  # has an order of its own
+        return {key: dict.__getitem__(table, key) for key in OrderedDict.__iter__(table)}
+    return dict(dict.items(table)) if issubclass(kind, dict) else {}
+
+
+def put_entry(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry of a dictionary without the methods of its class."""
+    (OrderedDict if issubclass(type(table), OrderedDict) else dict).__setitem__(table, key, value)
 
 
 def attributes_of(owner: object) -> dict[str, Any]:
@@ -122,10 +151,10 @@ def _collect(module: nn.Module, name: str, seen: set[int] | None, found: list[tu
     found.append((name, module))
     # As in :func:`_table`, with fewer calls.
     children = _get(module, "__dict__").get("_modules")
-    if children:
-        for part, child in children.items() if type(children) is dict else _table(module, "_modules"):
-            if child is not None:
-                _collect(child, f"{name}.{part}" if name else part, seen, found)
+    # A traced module has no tables.
+    for part, child in children.items() if type(children) is dict else _table(module, "_modules"):
+        if child is not None:
+            _collect(child, f"{name}.{part}" if name else part, seen, found)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
@@ -187,8 +216,8 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     if name in attributes:
         return attributes[name]
     for table in ("_parameters", "_buffers", "_modules") if is_a(owner, nn.Module) else ():
-        if name in (attributes.get(table) or {}):
-            return attributes[table][name]
+        if name in (found := plain_dict(attributes.get(table))):
+            return found[name]
     for kind in type(owner).__mro__:
         found = kind.__dict__.get(name, _MISSING)
         if found is not _MISSING:

@@ -23,6 +23,9 @@ from lightning_recorder.internals.module_tree import (
     modules_of,
     own_buffers_of,
     own_parameters_of,
+    plain_dict,
+    put_entry,
+    table_of,
 )
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.storage import is_uninitialized
@@ -60,8 +63,7 @@ class ModuleState:
             elif not _is_lazy(module):
                 self.take(module)
             else:
-                parameters = attributes_of(module)["_parameters"].values()
-                self.parameters |= {id(each): each for each in parameters if each is not None}
+                self.parameters |= {id(each): each for each in own_parameters_of(module).values()}
                 self._flags.append((hookable(module), is_training(module)))
 
     def take(self, module: nn.Module) -> None:
@@ -74,13 +76,13 @@ class ModuleState:
         self._taken.add(id(module))
         table = attributes_of(module)
         self._tables.append((table, dict(table)))
-        for each in table["_parameters"].values():
-            if each is not None:
-                self.parameters[id(each)] = each
-        for tensors in (table["_parameters"], table["_modules"]):
-            if tensors:
+        self.parameters |= {id(each): each for each in own_parameters_of(module).values()}
+        for name in _TABLES:
+            before = table_of(module, name)
+            if before and (name != "_buffers" or type(table[name]) not in _CONTAINERS):
                 # Their own entries are not searched.
-                self._contents[id(tensors)] = tensors, tensors.copy()
+                self._contents[id(table[name])] = table[name], dict(before)
+                self._keep(before.values() if name == "_buffers" else ())
         self._keep(table.values())
 
     def _keep(self, values: Iterable[Any]) -> None:
@@ -98,7 +100,7 @@ class ModuleState:
                     # Their own methods are several times as fast as copy.copy.
                     self._contents[id(value)] = value, value.copy()
                     todo += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, Tensor):
+            elif is_a(value, Tensor):
                 if isinstance(value, nn.Parameter):
                     self.parameters[id(value)] = value
                 elif not is_uninitialized(value):
@@ -108,11 +110,11 @@ class ModuleState:
                 for each in modules_of(value):
                     if not is_scripted(each) and not _is_lazy(each):
                         self.take(each)
-            elif isinstance(value, torch.Generator):
+            elif is_a(value, torch.Generator):
                 self._generators.setdefault(id(value), (value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
+            elif is_a(value, random.Random):
                 self._generators.setdefault(id(value), (value.setstate, value.getstate()))
-            elif isinstance(value, _numpy().random.Generator):
+            elif is_a(value, _numpy().random.Generator):
                 bits = value.bit_generator
                 self._generators.setdefault(id(bits), (partial(setattr, bits, "state"), bits.state))
 
@@ -150,11 +152,11 @@ def read_extra_repr(module: nn.Module) -> str:
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
     before = kind.__mro__[1]
-    if "parametrizations" in attributes_of(module)["_modules"] and kind.__name__ == f"Parametrized{before.__name__}":
+    if "parametrizations" in table_of(module, "_modules") and kind.__name__ == f"Parametrized{before.__name__}":
         kind = before
     try:
         if kind.__module__.partition(".")[0] == "torch":
-            text: object = kind.extra_repr(module if type(module) is kind else _stand_in(module, kind))
+            text: object = kind.extra_repr(_stand_in(module, kind))
         else:
             # Imported only when it is used, since it needs NumPy, without which a graph can be read.
             from lightning_recorder.internals.random_states import foreign_code
@@ -171,15 +173,16 @@ def read_extra_repr(module: nn.Module) -> str:
 
 
 def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return the module, or for a parametrized one an object of the class before, with the original tensors."""
-    if type(module) is kind:
+    """Return the module, or one with plain tables, and for a parametrized one also the original tensors."""
+    attributes = attributes_of(module)
+    is_plain = all(type(attributes.get(name)) in (dict, OrderedDict) for name in _TABLES)
+    if is_plain and type(module) is kind:
         return module
     stand: nn.Module = object.__new__(kind)
-    vars(stand).update(attributes_of(module))
-    originals: dict[str, Any] = {}
-    for name, each in children_of(attributes_of(module)["_modules"]["parametrizations"]):
-        originals[name] = next(iter(own_parameters_of(each).values()), None)
-    vars(stand)["_parameters"] = {**attributes_of(module)["_parameters"], **originals}
+    vars(stand).update(attributes, **{name: dict(table_of(module, name)) for name in _TABLES})
+    if type(module) is not kind:
+        for name, each in children_of(table_of(module, "_modules")["parametrizations"]):
+            vars(stand)["_parameters"][name] = next(iter(own_parameters_of(each).values()), None)
     return stand
 
 
@@ -194,13 +197,20 @@ def _same(one: Tensor, other: Tensor) -> bool:
 # Types without any state, checked first because a module has many attributes of them.
 _PLAIN = frozenset((type(None), bool, int, float, str, tuple))
 
+_TABLES = ("_parameters", "_buffers", "_modules")
+
 # Exact types only: a subclass may run arbitrary code when it is refilled.
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 
 
 def _refill(container: Any, before: Any) -> None:
     """Restore the contents of a container in their original order."""
-    if (container or before) and _identities(container) != _identities(before):
+    if isinstance(container, dict) and type(container) not in _CONTAINERS:  # a table of a class of the user
+        if _identities(plain_dict(container)) != _identities(before):
+            (OrderedDict if isinstance(container, OrderedDict) else dict).clear(container)
+            for key, value in before.items():
+                put_entry(container, key, value)
+    elif (container or before) and _identities(container) != _identities(before):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 
@@ -211,8 +221,8 @@ def _identities(container: Any) -> list[int]:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    table = attributes_of(module)
-    return any(map(is_uninitialized, (*table["_parameters"].values(), *table["_buffers"].values())))
+    tensors = *table_of(module, "_parameters").values(), *table_of(module, "_buffers").values()
+    return any(map(is_uninitialized, tensors))
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:

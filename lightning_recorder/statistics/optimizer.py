@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -258,9 +258,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     @override
     def remove(self) -> None:
-        # A step in progress is completed first, unless nothing says when it ends.
+        # A step in progress is completed first: the optimizer may have no hooks. Nothing says when one that is none of
+        # torch has stepped.
         for step in list(self._steps):
-            if any(each is step.optimizer for each in self._hooked):
+            if isinstance(step.optimizer, Optimizer):
                 self._after(step)
         self._steps.clear()
         self._attached = False
@@ -302,8 +303,9 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
             # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
-            self._hooked.append(optimizer)
-            self._handles.append(after(partial(_after, self)))
+            with suppress(AttributeError):  # a class that does not call ``Optimizer.__init__`` has no table of hooks
+                self._handles.append(after(partial(_after, self)))
+                self._hooked.append(optimizer)
         self._steps.append(_Step(optimizer, parameters, before))
 
     def after_step(self, optimizer: Optimizer) -> None:

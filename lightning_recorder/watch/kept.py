@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import filterfalse
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.internals.autograd import counted_version, version_of, without_functions
-from lightning_recorder.internals.module_tree import attributes_of, is_a, is_scripted, modules_of, parameters_of
+from lightning_recorder.internals.module_tree import (
+    attributes_of,
+    is_a,
+    is_scripted,
+    modules_of,
+    parameters_of,
+    put_entry,
+    table_of,
+)
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.internals.random_states import RandomStates
@@ -122,15 +130,16 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         if len(value) <= _MOST_ENTRIES:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((value, key, each) for key, each in list(pairs) if key is not None)
-    elif isinstance(value, partial):
+    elif is_a(value, partial):
         yield from ((None, None, each) for each in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, MethodType):
+    elif is_a(value, MethodType):
         yield from ((None, None, each) for each in (value.__self__, value.__func__))
-    elif isinstance(value, FunctionType):
+    elif is_a(value, FunctionType):
         if not _is_foreign(value):
             yield from _variables(value)
-    elif hasattr(value, "__dict__") and not _is_foreign(type(value)):
-        yield None, None, vars(value)
+    elif not _is_foreign(type(value)):
+        with suppress(AttributeError):  # an object without a dictionary
+            yield None, None, attributes_of(value)
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[Any, Any, Any]]:
@@ -162,7 +171,7 @@ class KeptBatch:
     step: int  # the optimizer step that it is part of, counted like ``self.log`` does
     epoch: int
     random: RandomStates  # the states of the random number generators
-    # the values of the buffers of the model, by the table and the name of each
+    # the values of the buffers, by the table and the name of each; a table may be of a class of the user: use put_entry
     buffers: list[tuple[dict[str, Tensor | None], str, Tensor]]
     frozen: list[nn.Parameter]  # the parameters that did not require a gradient
     losses: list[Tensor] = field(default_factory=list)
@@ -198,10 +207,10 @@ class KeptBatch:
             if parameter.requires_grad != (id(parameter) not in frozen):
                 parameter.requires_grad_(id(parameter) not in frozen)
         for table, name, values in self.buffers:
-            current = table.get(name)
+            current = dict.get(table, name)
             # A new tensor, since the graph of the current step may need the current one.
             if current is None or current.shape != values.shape or not torch.equal(current, values):
-                table[name] = values.clone()
+                put_entry(table, name, values.clone())
         self.random.restore()
         now = [(slot, slot.read()) for slot, _ in self.counters]
         try:
@@ -240,7 +249,7 @@ class StateKeeper:
             (attributes_of(each)["_buffers"], name)
             for each in modules_of(module)
             if not is_scripted(each)
-            for name, buffer in attributes_of(each)["_buffers"].items()
+            for name, buffer in table_of(each, "_buffers").items()
             if buffer is not None and not is_uninitialized(buffer)
         ]
         self._left_bytes = _MOST_BYTES
@@ -272,7 +281,7 @@ class StateKeeper:
         found = []
         with pause_recording():
             for table, name in self._tables:
-                buffer = table.get(name)
+                buffer = dict.get(table, name)
                 if buffer is None:
                     continue
                 known = self._copies.get((id(table), name))

@@ -259,6 +259,21 @@ def settings(callback: Any) -> dict[str, Any]:
     return {name: value.__name__ if callable(value) else value for name, value in found.items()}
 
 
+def test_a_misspelt_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Jsonargparse names class and key in two lines; with the usage that the FAQ shows, the whole error is short."""
+    path = written(tmp_path, ActivationRecorder, {"nmaes": "net"})
+    with pytest.raises(SystemExit):
+        LightningCLI(
+            Classifier,
+            parser_kwargs={"fit": {"usage": "%(prog)s --config FILE"}},
+            args=["fit", "--config", str(path)],
+        )
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    at = lines.index("- Problem with given class_path 'lightning_recorder.ActivationRecorder':")
+    assert (lines[at + 1], lines[0].startswith("usage: ")) == ("Option 'nmaes' is not accepted", True)
+    assert not any(line.startswith("[--trainer") for line in lines)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
     """These tests cover exactly the arguments of each callback."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -115,6 +115,40 @@ METHODS = (
     "running_mean",
     "kernel_size",
 )
+
+
+def hostile_table(harm: Callable[[Any], None], base: type) -> type:
+    """Return a class of dictionaries that does harm in each of its methods when the package calls it."""
+
+    def method(name: str) -> Any:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_ours():
+                harm(self)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return called
+
+    return type("Table", (base,), {name: method(name) for name in TABLE_METHODS})
+
+
+TABLE_METHODS = (
+    *("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "clear", "copy", "get"),
+    *("items", "keys", "pop", "setdefault", "update", "values"),
+)
+
+
+def with_tables(harm: Callable[[Any], None]) -> list[nn.Module]:
+    """Return blocks whose tables of parameters, buffers and modules, and an attribute, are of a class of the user."""
+    blocks: list[nn.Module] = []
+    for base in (dict, OrderedDict):
+        table = hostile_table(harm, base)
+        block = nn.Sequential(Layer(), nn.Linear(6, 6))
+        for each in (block, *block):
+            for name in ("_parameters", "_buffers", "_modules"):
+                vars(each)[name] = table(vars(each)[name])
+            vars(each)["cache"] = table(layer=nn.Linear(6, 6))
+        blocks.append(block)
+    return blocks
 
 
 class Answer(Mapping[str, Any]):
@@ -268,6 +302,19 @@ def test_foreign_methods_change_nothing(harm: str, tmp_path: Path) -> None:
     assert_equal(fit(make, tmp_path), fit(make, None))
     for names in recorded(tmp_path).values():
         assert {"first", "last", *(f"layers.{number}" for number in range(len(METHODS) + 1))} <= names
+    assert (tmp_path / "recorder" / "graph.json").exists()
+
+
+@pytest.mark.parametrize("harm", [draw, fail])
+def test_tables_of_a_class_of_the_user(harm: Callable[[Any], None], tmp_path: Path) -> None:
+    """The parameters, buffers and submodules of a module are read without the methods of the class of their table."""
+
+    def make() -> list[nn.Module]:
+        return with_tables(harm)
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
+    for names in recorded(tmp_path).values():
+        assert {"first", "last", *(f"layers.{block}.{layer}" for block in (0, 1) for layer in (0, 1))} <= names
     assert (tmp_path / "recorder" / "graph.json").exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_recorder import MemorySink, RecorderWarning, RenderError
+from lightning_recorder.disk import begin_run
 from lightning_recorder.graph import Graph, capture_graph
 from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.sinks import MultiSink
@@ -40,6 +43,24 @@ def test_without_a_folder_the_sink_has_the_graph(graph: Graph) -> None:
     output.write(0, graph)
     assert output.picture is None
     assert sink.graphs["net"] == {0: graph}
+
+
+def test_a_folder_that_refuses_the_picture(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while the finished picture is copied is a warning about the folder, whenever it is noticed."""
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(target))
+
+    begin_run()
+    monkeypatch.setattr("lightning_recorder.graph.layout.copy_whole", refuse)
+    output = GraphOutput("net", tmp_path, None, formats=("png",))
+    output.write(0, graph)
+    assert output.picture is not None
+    while not output.picture.done():
+        time.sleep(0.01)
+    with pytest.warns(RecorderWarning, match="could not write to") as found:
+        output.show(0.0)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -321,3 +321,28 @@ def test_the_eval_mode_of_modules_is_known() -> None:
     with StatisticsRecorder({"0": net[0], "1": net[1]}) as recorder:
         net(torch.ones(2, 4))
     assert recorder.settings() == {Site("1", "out"): {"eval_mode": 1.0}}
+
+
+class Bare(torch.optim.Optimizer):
+    """An optimizer around another one that does not call ``Optimizer.__init__``, as Lookahead of torch_optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_a_table_of_hooks() -> None:
+    """Its updates are recorded until the recorder is paused."""
+    net = nn.Linear(2, 1)
+    optimizer = Bare(torch.optim.SGD(net.parameters(), 0.5))
+    recorder = OptimizerRecorder({"": net})
+    for _ in range(2):
+        recorder.attach()
+        net(torch.ones(1, 2)).sum().backward()
+        recorder.before_step(optimizer)
+        optimizer.step()
+        recorder.pause()
+        optimizer.inner.zero_grad()
+        assert recorder.collect()[Site("", "weight.update")].scalars["rms"] == 0.5

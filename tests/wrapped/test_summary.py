@@ -164,9 +164,10 @@ def test_a_shared_activation_shows_no_block_inside_of_another(listed: bool) -> N
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.13; scripting still works
-def test_a_scripted_part_has_a_row() -> None:
-    """A TorchScript module has the row of its call, with shapes and operations."""
-    part = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+@pytest.mark.parametrize("kind", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 4))])
+def test_a_scripted_part_has_a_row(kind: Callable[[nn.Module], nn.Module]) -> None:
+    """A TorchScript module has the row of its call, with shapes, parameters and operations."""
+    part = kind(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     row = rows(RecordedNet(nn.Sequential(nn.Linear(4, 4), part), input_size=(2, 4)))[1, 2]
     assert (row.name, row.caller, row.input_shapes, row.output_shapes) == ("1", (0, 1), ((2, 4),), ((2, 3),))
     assert (row.parameters, row.mult_adds) == (15, 24)

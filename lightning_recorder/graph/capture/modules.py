@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from lightning_recorder.internals.module_tree import (
     named_parameters_of,
     own_parameters_of,
     parameters_of,
+    plain_dict,
+    table_of,
 )
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.module_names import named_submodules
@@ -43,7 +46,7 @@ def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
     if is_scripted(module):
         return list(own_parameters_of(module).values())
-    return [each for each in attributes_of(module)["_parameters"].values() if each is not None]
+    return [each for each in table_of(module, "_parameters").values() if each is not None]
 
 
 def count_own(module: nn.Module) -> int:
@@ -204,9 +207,8 @@ class ModelNames:
             module = reference()
             if module is None:
                 return {}
-            attributes = attributes_of(module)
-            submodules = len(attributes["_modules"])
-            if submodules + len(attributes["_parameters"]) != reference.size:
+            submodules = len(table_of(module, "_modules"))
+            if submodules + len(table_of(module, "_parameters")) != reference.size:
                 return {}
             inner += submodules
         if self._aliases or inner != len(self._registered) - 1:
@@ -232,8 +234,8 @@ class ModelNames:
         """Register a module and its own tensors under their names."""
         key = id(module)
         reference = self._names[key] = _NamedModule(module)
-        table = attributes_of(module)
-        reference.name, reference.size = name, len(table["_modules"]) + len(table["_parameters"])
+        parameters, buffers = table_of(module, "_parameters"), table_of(module, "_buffers")
+        reference.name, reference.size = name, len(table_of(module, "_modules")) + len(parameters)
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
         if issubclass(type(module), torch.jit.ScriptModule):
@@ -241,10 +243,10 @@ class ModelNames:
                 ("parameter", named_parameters_of(module, recurse=False)),
                 ("buffer", named_buffers_of(module, recurse=False)),
             ]
-        elif table["_buffers"]:
-            own = [("parameter", table["_parameters"].items()), ("buffer", table["_buffers"].items())]
+        elif buffers:
+            own = [("parameter", parameters.items()), ("buffer", buffers.items())]
         else:
-            own = [("parameter", table["_parameters"].items())] if table["_parameters"] else []
+            own = [("parameter", parameters.items())] if parameters else []
         around = f"{name}." if name else ""
         for kind, tensors in own:
             for path, tensor in tensors:
@@ -277,10 +279,10 @@ def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[
         if issubclass(type(module), torch.jit.ScriptModule):
             continue
         attributes = attributes_of(module)
-        if not any(isinstance(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
+        if not any(is_a(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
             continue  # the usual case
         for attribute, value in attributes.items():
-            if attribute in _OWN or not isinstance(value, _CONTAINERS) or attribute in nn.Module.__dict__:
+            if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:
                 continue
             for suffix, each in _modules_in(value):
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each
@@ -297,19 +299,22 @@ _MOST_NESTED = 1000
 
 
 def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    pairs: Iterable[tuple[object, object]]
-    if isinstance(value, (list, tuple)):
-        pairs = enumerate(value)
-    elif isinstance(value, dict):
-        pairs = value.items()
-    else:
-        return
-    nested = nested and len(value) <= _MOST_NESTED
+    pairs = _pairs(value)
+    nested = nested and len(pairs) <= _MOST_NESTED
     for key, each in pairs:
         if is_a(each, nn.Module):
             yield f"[{key!r}]", each
-        elif nested and isinstance(each, _CONTAINERS) and len(each) <= _MOST_NESTED:
+        elif nested and is_a(each, _CONTAINERS) and len(_pairs(each)) <= _MOST_NESTED:
             yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
+
+
+def _pairs(value: object) -> list[tuple[object, Any]]:
+    """Return the indices or keys of a container with its entries, read without the methods of its class."""
+    if is_a(value, dict):
+        return list(plain_dict(value).items())
+    if is_a(value, list):
+        return list(enumerate(list.__iter__(value)))
+    return list(enumerate(tuple.__iter__(value))) if is_a(value, tuple) else []
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -29,7 +29,8 @@ _NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|S
     usual="0.9 to 1.1",
     why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
     next="Check that the module is in train mode, its eps, and the scale of its input.",
-    false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
+    false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared. "
+    "Weights near 0 may be offsets from 1.",
     needs=("activations", "parameters"),
     records=2,
     explains={
@@ -51,7 +52,11 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
         if len(common) < persistence:
             continue
         values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
-        if ((values > ratio * high) | (values * ratio < low))[-persistence:].all():
+        # Weights that are nearer to 0 than to 1 may be offsets from 1, as in Gemma and xLSTM.
+        is_offset = (high < 0.5) & (values < ratio * (1 + high)) & (values * ratio > 1 - high)
+        if ((values > ratio * high) | (values * ratio < low))[-persistence:].all() and not is_offset[
+            -persistence:
+        ].all():
             span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
             verdict = f"{view.module} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
             yield view.found(verdict, "rms", rms=values[-1], low=low[-1], high=high[-1])

@@ -119,8 +119,9 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
         yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
     names = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
-    trained = {each.module for each in evidence.tensors}
-    if not names or not trained:
+    in_optimizer = {each.module for each in evidence.tensors}
+    trained = {each.module for each in evidence.tensors if each.gradient}
+    if not names or not in_optimizer:
         return
     order = evidence.wiring.order
     names.sort(key=lambda name: order.get(name, -1))
@@ -129,7 +130,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
     # Fine-tuning freezes the first layers, or most of them.
     inside = [name for name in names if first < order.get(name, -1) < last and name in order]
     inside = [name for name in inside if trained & evidence.wiring.downstream(name) and not is_position(name)]
-    count, others = len(names) + len(trained), tuple(names[1:])
+    count, others = len(names) + len(in_optimizer), tuple(names[1:])
     if inside and len(names) < share * count:
         verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
         yield evidence.view(evidence.parameters, inside[0]).found(verdict, others=others, frozen=len(names))
@@ -389,8 +390,8 @@ def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
     statistic="rms of a weight, last against first record; for shrinking also the share of the updates that point to "
     "zero, for growing also rms √inputs",
     usual="0.8 to 3.5",
-    why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
-    next="Look at the weight decay and the learning rate of the group.",
+    why="A weight decay or a penalty that is too strong (shrinks), or a learning rate that is too high (grows).",
+    next="Look at the weight decay and the learning rate of the group, and at the loss.",
     false_alarms="Slow shrinking before a normalization, shrinking of the last layer without weight decay, layers that "
     "begin near zero, weights below 64 values.",
     needs=("parameters",),
@@ -443,7 +444,18 @@ def weight_drift(
             span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
             verdict = f"{each.name} {way} {span}{because}"
             found = each.found(verdict, "rms", first=values[0], last=values[-1])
-            yield _as_jump(found, each, jump)
+            why, look = _WHY_GROWS if grows else _WHY_SHRINKS
+            yield _as_jump(replace(found, why=why, next=look), each, jump)
+
+
+_WHY_GROWS = (
+    "A learning rate that is too high, or a loss that falls without an end as the weight grows.",
+    "Look at the learning rate of the group, and at the loss.",
+)
+_WHY_SHRINKS = (
+    "A weight decay or a penalty of the loss that is too strong.",
+    "Look at the weight decay of the group, and at the terms of the loss that contain weights.",
+)
 
 
 def _as_jump(found: Finding, weight: View, jump: float) -> Finding:

@@ -199,7 +199,20 @@ def _saturated(view: View, shares: list[float]) -> Iterator[Finding]:
     is_known = view.kind in _BOUNDED and len(rms) > 0
     since = _since(rms >= 0.9 * rms[-len(shares) :].min(), steps) if is_known else None
     verdict = f"{shares[-1]:.0%} of the outputs of {site_title(*view.site)} are at the ends of their range"
-    yield view.found(verdict, "rms", since=since, share=shares[-1])
+    source = view.inputs[0] if len(view.inputs) == 1 and view.kind in (*_FUNCTIONS, *_GATES) else None
+    if not source or not len(source.column("min")[0]) or not len(source.column("max")[0]):
+        yield view.found(verdict, "rms", since=since, share=shares[-1])
+        return
+    low, high = source.column("min")[0], source.column("max")[0]
+    verdict += f": its input from {source.module} is between {low[-1]:.3g} and {high[-1]:.3g}"
+    found = view.found(verdict, "rms", since=since, share=shares[-1])
+    if low[-1] * high[-1] > 0:
+        why = f"All inputs of the activation are {'positive' if low[-1] > 0 else 'negative'} and far from 0."
+        look = f"Look at the bias of {source.module}, and at the sign and the size of what it receives."
+    else:
+        why = "The inputs of the activation are large with both signs."
+        look = f"Scale down the weights of {source.module} or normalize what it receives, or lower the learning rate."
+    yield replace(found, why=f"{why} The derivative there is almost 0.", next=look)
 
 
 @rule(
@@ -268,7 +281,7 @@ def _stops_gradient(view: View, persistence: int, spread: float, shrink: float) 
     why="The scores are too large: the queries and keys are not scaled by 1/√d, or their weights grow.",
     next="Check the scale of the scores, the initialization of query and key, or normalize both.",
     false_alarms="Heads that training has made sharp: the softmax must be about as sharp in the first record. Fewer "
-    "than 8 entries and probabilities of classes are left out.",
+    "than 8 entries, probabilities of classes, and a softmax whose logarithm is taken, as of an entropy, are left out.",
     needs=("activations",),
     records=2,
     explains={
@@ -286,14 +299,32 @@ def attention_collapse(
     first: float = 0.8,
 ) -> Iterator[Finding]:
     """Yield the softmax functions with nearly all of their mass in single entries."""
+    probabilities = _with_logarithm(evidence)
     for view, shares in _shares(evidence, ("Softmax",), lambda histogram: _mass_of_large(histogram, large)):
         # The probabilities of classes are no attention, nor are the weights of a few experts or variables.
         is_attention = not view.is_last and (not view.shape or view.shape[-1] >= entries)
+        is_attention = is_attention and view.module not in probabilities
         # A head learns to look at one position, such as the token before. The sharper a softmax, the larger is its rms.
         is_learned = (view.rms[:1] < first * view.rms[-1:]).any()
         if is_attention and not is_learned and len(shares) >= persistence and min(shares) > share:
             verdict = f"{shares[-1]:.0%} of the attention of {site_title(*view.site)} lies on single positions"
             yield view.found(verdict, "rms", share=shares[-1])
+
+
+def _with_logarithm(evidence: Evidence) -> set[str]:
+    """Return the names of the softmax functions whose logarithm the recorded step takes, with a limit before it."""
+    step = step_of(evidence)
+    found = set()
+    for node in step.operations:
+        if node.name == "softmax":
+            readers = list(step.readers(node))
+            readers += [each for reader in readers if reader.name in _LIMITS for each in step.readers(reader)]
+            if any(reader.name == "log" for reader in readers):
+                found |= {step.function_names.get(node.id, ""), step.owner(node)}
+    return found - {""}
+
+
+_LIMITS = ("clamp", "clip", "add", "__add__")
 
 
 @rule(

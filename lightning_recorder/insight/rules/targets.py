@@ -40,7 +40,8 @@ _RANGES = {  # of the outputs of functions
     usual="below 1 after the first records",
     why="The targets are far larger than what the last layer returns, so that training spends its steps on their mean.",
     next="Standardize the targets, or set the bias of the last layer to their mean.",
-    false_alarms="Predictions on the way to their mean: the first records do not count, nor do runs of fewer than 8.",
+    false_alarms="Predictions on the way to their mean: the first records do not count, nor do runs of fewer than 8. "
+    "Predictions close to 0 whose mean error changes its sign are left out.",
     needs=("activations", "parameters", GRAPH),
     records=8,
     explains=dict.fromkeys(
@@ -69,7 +70,9 @@ def target_scale(
         if min(len(gradients), len(sizes)) < persistence or len(gradients) < records:
             continue
         errors = gradients[-persistence:] * (layer.outputs[0].shape[-1] if layer.outputs else 1) / 2
-        if (errors / sizes[-persistence:] > ratio).all():
+        signs = np.sign(gradient.column("mean")[0][-records:]) if gradient.numel == 1 else np.ones(1)
+        # Around predictions close to 0, the mean error of a few samples is noise, whose sign changes.
+        if (errors / sizes[-persistence:] > ratio).all() and len(set(signs)) <= 1:
             error, size = float(errors[-1]), float(sizes[-1])
             verdict = (
                 f"the mean error of the predictions from {name} is {error:.3g} at step {int(steps[-1])}, "

@@ -26,6 +26,15 @@ def test_a_normalization_without_effect() -> None:
         assert brief(found) == [("warning", "norm-ineffective", "norm")] * alarm, (kind, rms)
 
 
+@pytest.mark.parametrize(("rms", "alarm"), [(0.0, 0), (0.3, 1), (1.0, 0), (2.5, 1)])
+def test_a_normalization_whose_weight_is_an_offset_from_one(rms: float, alarm: int) -> None:
+    """Some classes multiply by 1 + weight."""
+    weight: dict[str, Values] = {"norm/weight": {"rms": 0.01, "min": -0.02, "max": 0.02, "update_ratio": 1e-3}}
+    graph = chain("a", "norm", "fc", norm="LayerNorm")
+    found = run({"a": {}, "norm": {"rms": rms}, "fc": {}}, None, weight, graph=graph)
+    assert [each.rule for each in found] == ["norm-ineffective"] * alarm
+
+
 @pytest.mark.parametrize(
     ("variance", "expected"),
     [

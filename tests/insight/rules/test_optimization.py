@@ -28,7 +28,9 @@ def test_the_drift_of_weights() -> None:
     assert brief(run(None, None, decay | trained("b"), graph=chain("a", "b"))) == [("warning", "weight-drift", "a")]
     assert run(None, None, decay | trained("b"), graph=chain("b", "a")) == []  # targets that do not need the input
     decay["a/weight"] = {**decay["a/weight"], "weight_decay": 30.0}
-    assert run(None, None, decay)[0].verdict.endswith(" in 70 steps, with weight decay 30")
+    (found,) = run(None, None, decay)
+    assert found.verdict.endswith(" in 70 steps, with weight decay 30")
+    assert "learning rate" not in found.why + found.next
     noise = trained("a", rms=shrinking, update=0.2)
     assert run(None, None, noise) == []
 
@@ -37,7 +39,8 @@ def test_weights_that_grow() -> None:
     """Weights that grow eightfold are a finding if they become large for their number of inputs."""
     large = trained("a", rms=[0.25 * 1.5**row for row in range(8)])
     small = trained("a", rms=[0.02 * 1.5**row for row in range(8)])
-    assert [each.rule for each in run(None, None, large)] == ["weight-drift"]
+    (found,) = run(None, None, large)
+    assert (found.rule, "decay" in found.why + found.next) == ("weight-drift", False)
     assert run(None, None, small) == []
 
 
@@ -166,6 +169,18 @@ def test_frozen_modules() -> None:
             coverage={"parameters": {"modules": missing}},
         )
         assert brief(found) == [(severity, "frozen", name)]
+
+
+def test_a_frozen_layer_behind_layers_without_a_gradient() -> None:
+    """Layers that get no gradient are not trained, so that a frozen layer behind them is not between trained ones."""
+    names = ("a", "b", "c", "d")
+    missing = {"c": {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    parameters = {
+        site: values for site, values in network("a", "b", "d").items() if site[-5:] != ".grad" or site[0] == "d"
+    }
+    layers: dict[str, Values] = {name: {} for name in names}
+    found = run(layers, None, parameters, graph=chain(*names), coverage={"parameters": {"modules": missing}})
+    assert ("note", "frozen", "c") in brief(found)
 
 
 @pytest.mark.parametrize(("name", "severity"), [("c", "warning"), ("embed_positions", "note")])

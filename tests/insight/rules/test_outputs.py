@@ -184,6 +184,24 @@ def test_saturation(kind: str, values: list[float], rule: str) -> None:
     assert brief(found) == ([("warning", rule, "act")] if rule else [])
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "why", "look"),
+    [
+        (-26.0, -24.0, "All inputs of the activation are negative", "Look at the bias of a,"),
+        (8.0, 30.0, "All inputs of the activation are positive", "Look at the bias of a,"),
+        (-90.0, 90.0, "The inputs of the activation are large with both signs.", "Scale down the weights of a "),
+    ],
+)
+def test_the_input_of_a_saturated_activation(low: float, high: float, why: str, look: str) -> None:
+    """The finding has the range of the input and the layer it comes from, and names the cause that fits its sign."""
+    counts, edges = np.histogram([1.0] * 4, bins=np.linspace(-1, 1, 81))
+    layers: dict[str, Values] = {"a": {"min": low, "max": high}, "act": {}, "fc": {}}
+    histograms = {("act", "out"): Histogram(edges, counts, 1.0, 1.0, 4.0, 4.0)}
+    (found,) = run(layers, graph=chain("a", "act", "fc", act="Sigmoid"), histograms=histograms)
+    assert found.verdict.endswith(f"at the ends of their range: its input from a is between {low:.3g} and {high:.3g}")
+    assert (found.why.startswith(why), found.next.startswith(look)) == (True, True)
+
+
 @pytest.mark.parametrize(("first", "rules"), [(0.3, ["attention-collapse"]), (0.18, [])])
 def test_a_head_that_training_has_made_sharp(first: float, rules: list[str]) -> None:
     """Attention to single positions is a finding if it was as sharp in the first record, and not if it was learned."""
@@ -192,6 +210,29 @@ def test_a_head_that_training_has_made_sharp(first: float, rules: list[str]) -> 
     layers: dict[str, Values] = {"act": {"rms": [first, *[0.3] * 7]}, "fc": {}}
     found = run(layers, graph=chain("act", "fc", act="Softmax"), histograms={("act", "out"): histogram})
     assert [each.rule for each in found] == rules
+
+
+class Entropy(nn.Module):
+    """A softmax whose entropy is a loss, or that weights the rows of the batch."""
+
+    def __init__(self, *, is_entropy: bool) -> None:
+        super().__init__()
+        self.fc, self.act, self.out = nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 8)
+        self.is_entropy = is_entropy
+
+    def forward(self, x: Tensor) -> Tensor:
+        p: Tensor = self.act(self.fc(x))
+        return -(p * p.clamp(min=1e-5).log()).sum() if self.is_entropy else (p @ self.out(p)).sum()
+
+
+@pytest.mark.parametrize("is_entropy", [False, True])
+def test_a_softmax_whose_logarithm_is_taken(is_entropy: bool) -> None:
+    """Sharp probabilities whose entropy is computed, as of the codes of a quantizer, are no attention."""
+    counts, edges = np.histogram([0.95, 0.05, 0.01, 0.01], bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, 0.01, 0.95, 1.02, 0.9052)
+    graph = capture_graph(Entropy(is_entropy=is_entropy), torch.ones(8, 4))
+    found = run({"act": {}, "out": {}}, graph=graph, histograms={("act", "out"): histogram})
+    assert [each.rule for each in found if each.module == "act"] == ([] if is_entropy else ["attention-collapse"])
 
 
 @pytest.mark.parametrize(

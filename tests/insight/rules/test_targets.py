@@ -163,11 +163,14 @@ def test_padding_as_target(ignored: int, zeros: float, is_wrong: bool) -> None:
     assert [each.rule for each in found if each.rule in NAMES] == ["padding-as-target"] * is_wrong
 
 
-def errors(error: float, outputs: int = 2, loss: Loss = F.mse_loss) -> list[Finding]:
+def errors(error: float, outputs: int = 2, loss: Loss = F.mse_loss, *, flips: bool = False) -> list[Finding]:
     """Return the findings of a regression with predictions of rms 2 that are off by a mean error."""
     graph = capture_graph(Step(mlp(outputs), loss), rows, torch.randn(8, outputs))
     gradient = [2 * error / outputs] * 8
-    found = run({"net.2": {"rms": 2.0}}, None, {"net.2/bias": {}, "net.2/bias.grad": {"rms": gradient}}, graph=graph)
+    mean = [each * (-1 if flips and row % 3 == 0 else 1) for row, each in enumerate(gradient)]
+    bias: dict[str, Values] = {"net.2/bias": {}, "net.2/bias.grad": {"rms": gradient, "mean": mean}}
+    shapes = {("net.2", "bias.grad"): (outputs,)}
+    found = run({"net.2": {"rms": 2.0}}, None, bias, graph=graph, shapes=shapes)
     return [each for each in found if each.rule in NAMES]
 
 
@@ -178,6 +181,7 @@ def test_targets_that_are_far_away(outputs: int) -> None:
     assert brief([found]) == [("warning", "target-scale", "net.2")]
     assert found.verdict == "the mean error of the predictions from net.2 is 30 at step 70, 15 × their rms (2)"
     assert errors(19.0, outputs) == []
+    assert errors(30.0, 1, flips=True) == []  # the noise of small batches around predictions close to 0
 
 
 def test_the_error_is_not_known_if_the_gradient_has_other_parts() -> None:
