@@ -71,8 +71,7 @@ def default_recorders(
             ``accumulate_grad_batches`` of at least 2, or several ranks.
         costs: Also record the time and the memory of each module with a :class:`CostRecorder`.
         formats: Also record the error of activations, weights and gradients in narrow number formats, and the place of
-            massive activations; see :class:`~lightning_recorder.reductions.FormatErrors`. On a CPU, a recorded step
-            takes about 15 to 25 times as long as one without.
+            massive activations; see :class:`~lightning_recorder.reductions.FormatErrors`. Large tensors are sampled.
         spectra: Also record the spectral norm and the orthogonality of weights, gradients and updates; see
             :class:`~lightning_recorder.reductions.SpectralNorm`.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.

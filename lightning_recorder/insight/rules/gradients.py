@@ -71,15 +71,12 @@ def trains(evidence: Evidence) -> bool:
 )
 def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Finding]:
     """Yield a finding about parameters without a gradient in modules of which another part is trained."""
-    trained = [each.name for each in evidence.tensors if each.gradient]
+    trained = {module for each in evidence.tensors if each.gradient for module in _around(each.name)}
     stopped = _stopped(evidence, records)
     found = [
         each
         for each in evidence.tensors
-        if not each.gradient
-        and each.module not in stopped
-        and len(each.rms) >= records
-        and any(name.startswith(f"{each.module}." if each.module else "") for name in trained)
+        if not each.gradient and each.module not in stopped and len(each.rms) >= records and each.module in trained
     ]
     if found:
         verdict = f"the parameter {found[0].name} of the model is not used by the loss, so it is not trained"
@@ -90,6 +87,13 @@ def forgotten_parameter(evidence: Evidence, *, records: int = 2) -> Iterator[Fin
         yield found[0].found(verdict, others=tuple(others))
 
 
+def _around(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module or a parameter, from the innermost to the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     """Return the called modules among those :func:`without_gradient`; all of them if no outputs are recorded.
 
@@ -97,11 +101,8 @@ def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     """
     called = {site.name for site in evidence.activations.places}
     found = without_gradient(evidence, records)
-    inner = [(each.module, each.module not in found) for each in evidence.tensors]
-    passed = {
-        name for name in found
-        if (inside := [trained for module, trained in inner if module.startswith(f"{name}.")]) and all(inside)
-    }  # fmt: skip
+    inner = {module for each in evidence.tensors for module in _around(each.module)}
+    passed = inner - {module for each in evidence.tensors if each.module in found for module in _around(each.module)}
     return {
         name: zero for name, zero in found.items() if name and name not in passed and (not called or name in called)
     }
