@@ -413,7 +413,7 @@ class WatchedSamples:
         is_one_each = type(classes) is Tensor and classes.dtype in _INTEGERS and classes.shape == found.shape[1:]
         if not is_one_each:
             return found
-        classes = classes.detach().to(found.device, torch.int64)  # type: ignore[union-attr]  # as checked
+        classes = classes.detach().to(found.device, torch.int64)
         return torch.cat([found, classes.unsqueeze(0)])
 
     def _add_values(self, numbers: np.ndarray[Any, Any]) -> None:

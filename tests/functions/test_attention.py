@@ -192,7 +192,7 @@ def test_changed_scores(kind: str) -> None:
     sinks = torch.randn(HEADS, 1, 1).expand(SAMPLES, HEADS, LENGTH, 1)
 
     def changed() -> Tensor:
-        scores = query @ key.mT / WIDTH**0.5
+        scores: Tensor = query @ key.mT / WIDTH**0.5
         if kind == "soft cap":
             return (scores / 2).tanh() * 2
         return scores.masked_fill(~near, -torch.inf) if kind == "window" else torch.cat([scores, sinks], -1)
