@@ -37,6 +37,7 @@ __all__ = [
     "put_entry",
     "stored_attribute",
     "table_of",
+    "tables_of",
 ]
 
 
@@ -63,13 +64,25 @@ def table_of(module: nn.Module, name: str) -> dict[str, Any]:
     return plain_dict(_get(module, "__dict__").get(name))
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return ``_parameters``, ``_buffers`` and ``_modules`` of a module, like :func:`table_of`."""
+    stored = _get(module, "__dict__")
+    try:
+        parameters, buffers, modules = stored["_parameters"], stored["_buffers"], stored["_modules"]
+    except KeyError:
+        parameters, buffers, modules = map(stored.get, ("_parameters", "_buffers", "_modules"))
+    if type(parameters) is type(buffers) is type(modules) is dict:
+        return parameters, buffers, modules
+    return plain_dict(parameters), plain_dict(buffers), plain_dict(modules)
+
+
 def plain_dict(table: Any) -> dict[Any, Any]:
     """Return a dictionary, or a copy that no method of its class has made; empty if it is no dictionary."""
     kind: type = type(table)
     if kind is dict:
         found: dict[Any, Any] = table
         return found
-    if issubclass(kind, OrderedDict):  # has an order of its own
+    if issubclass(kind, OrderedDict):  # has an order that dict does not know
         return {key: dict.__getitem__(table, key) for key in OrderedDict.__iter__(table)}
     return dict(dict.items(table)) if issubclass(kind, dict) else {}
 
@@ -151,10 +164,11 @@ def _collect(module: nn.Module, name: str, seen: set[int] | None, found: list[tu
     found.append((name, module))
     # As in :func:`_table`, with fewer calls.
     children = _get(module, "__dict__").get("_modules")
-    # A traced module has no tables.
-    for part, child in children.items() if type(children) is dict else _table(module, "_modules"):
-        if child is not None:
-            _collect(child, f"{name}.{part}" if name else part, seen, found)
+    is_plain = type(children) is dict  # a traced module has no tables
+    if not is_plain or children:
+        for part, child in children.items() if is_plain else _table(module, "_modules"):
+            if child is not None:
+                _collect(child, f"{name}.{part}" if name else part, seen, found)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

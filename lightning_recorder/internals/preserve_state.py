@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from lightning_recorder.internals.module_tree import (
     plain_dict,
     put_entry,
     table_of,
+    tables_of,
 )
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.storage import is_uninitialized
@@ -76,13 +78,17 @@ class ModuleState:
         self._taken.add(id(module))
         table = attributes_of(module)
         self._tables.append((table, dict(table)))
-        self.parameters |= {id(each): each for each in own_parameters_of(module).values()}
-        for name in _TABLES:
-            before = table_of(module, name)
-            if before and (name != "_buffers" or type(table[name]) not in _CONTAINERS):
+        parameters, buffers, modules = tables_of(module)
+        for each in parameters.values():
+            if each is not None:
+                self.parameters[id(each)] = each
+        for name, before in (("_parameters", parameters), ("_modules", modules)):
+            if before:
                 # Their own entries are not searched.
                 self._contents[id(table[name])] = table[name], dict(before)
-                self._keep(before.values() if name == "_buffers" else ())
+        if buffers and type(table["_buffers"]) not in _CONTAINERS:
+            self._contents[id(table["_buffers"])] = table["_buffers"], dict(buffers)
+            self._keep(buffers.values())
         self._keep(table.values())
 
     def _keep(self, values: Iterable[Any]) -> None:
@@ -152,7 +158,7 @@ def read_extra_repr(module: nn.Module) -> str:
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
     before = kind.__mro__[1]
-    if "parametrizations" in table_of(module, "_modules") and kind.__name__ == f"Parametrized{before.__name__}":
+    if kind.__name__ == f"Parametrized{before.__name__}" and "parametrizations" in table_of(module, "_modules"):
         kind = before
     try:
         if kind.__module__.partition(".")[0] == "torch":
@@ -174,14 +180,13 @@ def read_extra_repr(module: nn.Module) -> str:
 
 def _stand_in(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Return the module, or one with plain tables, and for a parametrized one also the original tensors."""
-    attributes = attributes_of(module)
-    is_plain = all(type(attributes.get(name)) in (dict, OrderedDict) for name in _TABLES)
-    if is_plain and type(module) is kind:
+    attributes, tables = attributes_of(module), tables_of(module)
+    if type(module) is kind and all(map(operator.is_, map(attributes.get, _TABLES), tables)):
         return module
     stand: nn.Module = object.__new__(kind)
-    vars(stand).update(attributes, **{name: dict(table_of(module, name)) for name in _TABLES})
+    vars(stand).update(attributes, **dict(zip(_TABLES, map(dict, tables), strict=True)))
     if type(module) is not kind:
-        for name, each in children_of(table_of(module, "_modules")["parametrizations"]):
+        for name, each in children_of(tables[2]["parametrizations"]):
             vars(stand)["_parameters"][name] = next(iter(own_parameters_of(each).values()), None)
     return stand
 
@@ -221,8 +226,8 @@ def _identities(container: Any) -> list[int]:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    tensors = *table_of(module, "_parameters").values(), *table_of(module, "_buffers").values()
-    return any(map(is_uninitialized, tensors))
+    parameters, buffers, _ = tables_of(module)
+    return any(map(is_uninitialized, (*parameters.values(), *buffers.values())))
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:

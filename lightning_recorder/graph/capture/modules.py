@@ -24,7 +24,7 @@ from lightning_recorder.internals.module_tree import (
     own_parameters_of,
     parameters_of,
     plain_dict,
-    table_of,
+    tables_of,
 )
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.module_names import named_submodules
@@ -46,7 +46,7 @@ def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
     if is_scripted(module):
         return list(own_parameters_of(module).values())
-    return [each for each in table_of(module, "_parameters").values() if each is not None]
+    return [each for each in tables_of(module)[0].values() if each is not None]
 
 
 def count_own(module: nn.Module) -> int:
@@ -207,8 +207,9 @@ class ModelNames:
             module = reference()
             if module is None:
                 return {}
-            submodules = len(table_of(module, "_modules"))
-            if submodules + len(table_of(module, "_parameters")) != reference.size:
+            parameters, _, children = tables_of(module)
+            submodules = len(children)
+            if submodules + len(parameters) != reference.size:
                 return {}
             inner += submodules
         if self._aliases or inner != len(self._registered) - 1:
@@ -234,8 +235,8 @@ class ModelNames:
         """Register a module and its own tensors under their names."""
         key = id(module)
         reference = self._names[key] = _NamedModule(module)
-        parameters, buffers = table_of(module, "_parameters"), table_of(module, "_buffers")
-        reference.name, reference.size = name, len(table_of(module, "_modules")) + len(parameters)
+        parameters, buffers, submodules = tables_of(module)
+        reference.name, reference.size = name, len(submodules) + len(parameters)
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
         if issubclass(type(module), torch.jit.ScriptModule):
@@ -279,7 +280,7 @@ def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[
         if issubclass(type(module), torch.jit.ScriptModule):
             continue
         attributes = attributes_of(module)
-        if not any(is_a(attributes[each], _CONTAINERS) for each in attributes.keys() - _OWN):
+        if not any(issubclass(type(attributes[each]), _CONTAINERS) for each in attributes.keys() - _OWN):
             continue  # the usual case
         for attribute, value in attributes.items():
             if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:
