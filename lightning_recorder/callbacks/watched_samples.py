@@ -119,6 +119,7 @@ class WatchedSamples:
         self._trainer, self._directory, self._publish, self._exchange = trainer, directory, publish, exchange
         self._strict, self._number = strict, number
         self._others: list[WatchedSamples] = []  # of the other loaders
+        self._is_alone: bool | None = None  # True if the epoch has one loader
         self._next: tuple[object, int] | None = None  # what keeps the indices of one of several loaders, and its place
         self._loaders: list[object] = []
         self._epoch: EpochSamples | None = None
@@ -262,9 +263,11 @@ class WatchedSamples:
 
     def start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
         """Examine a batch of training, and return the indices of its samples, if they are known."""
-        combined = self._combined
-        if combined is None:
+        if batch_idx == 0 or self._is_alone is None:
+            self._is_alone = self._combined is None
+        if self._is_alone:
             return self._start_batch(batch, batch_idx, step)
+        combined = self._combined
         parts: list[Any] = []
         with suppress(Exception):  # the user's code may have changed the structure
             parts = combined._spec.flatten_up_to(batch)

@@ -101,7 +101,7 @@ def is_at_end(kept: object, number: int) -> bool:
 
 
 def _kept(iterator: object, number: int | None) -> Any:
-    kept = kept_of(iterator)
+    kept = getattr(iterator, "_sampler_iter", iterator)  # as kept_of, with one call less in each step
     return kept.get(number) if isinstance(kept, _KeptIterator) and number is not None else None
 
 
