@@ -35,9 +35,9 @@ STATISTICS = ("activations", "gradients", "parameters")
 SETTINGS = """\
 # All settings
 
-Every argument with its default. `default_recorders` takes those that choose modules and steps, and `outputs`,
-`compiled`, `sinks` and `strict`. Each argument can also be written in the YAML of a `LightningCLI`. Click a class for
-the full description.
+Every argument with its default. `default_recorders` takes those that choose modules and steps, `outputs`, `compiled`,
+`sinks` and `strict`, and [four that record more](which-recorder.md#on-request). Each argument can also be written in
+the YAML of a `LightningCLI`. Click a class for the full description.
 
 <!-- The tables are made from the code by docs/generate.py. -->
 

@@ -144,7 +144,8 @@ def say_mixed(trainer: Trainer, directory: Path | None, label: str) -> None:
         _logged_mixed.add(trainer)
         rank_zero_info(
             f"{directory} has the records of another run. A step of this run replaces the step of that run with the "
-            "same number. To keep the runs apart, pass a new logger, or another version or default_root_dir."
+            "same number. To keep the runs apart, give each a log_dir of its own: a new logger, version or "
+            "default_root_dir."
         )
 
 

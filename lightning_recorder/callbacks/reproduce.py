@@ -29,11 +29,12 @@ from lightning_recorder.graph import Graph, to_text
 from lightning_recorder.internals.module_tree import is_training, named_modules_of, parameters_of, plain_dict
 from lightning_recorder.internals.random_states import foreign_code
 from lightning_recorder.privacy import hide_secrets
+from lightning_recorder.records.file import STATES
 from lightning_recorder.watch import KeptBatch, Reading
-from lightning_recorder.watch.incident import Incident, read_incident, write_incident
+from lightning_recorder.watch.incident import CHECKPOINT, Incident, read_incident, write_incident
 from lightning_recorder.watch.verdict import finding_of_origin
 
-__all__ = ["make_model", "reproduce", "save_incident"]
+__all__ = ["make_model", "need_parameters", "reproduce", "save_incident"]
 
 _MOST_NODES = 400  # of the graph, as text
 
@@ -61,6 +62,7 @@ def save_incident(
         graph=_graph_up_to(trainer, discovery.finding.module),
         max_bytes=max_bytes,
         save_batch=save_batch,
+        has_script=isinstance(pl_module, LightningModule),  # the loop of another model is in its program
     )
 
 
@@ -229,15 +231,21 @@ def _trainer(about: Mapping[str, Any], again: _Again) -> Trainer:
     )
 
 
-def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> Mapping[str, Any]:
-    if checkpoint is None and incident.state is not None:
-        return incident.state
-    path = folder / "checkpoint.ckpt" if checkpoint is None else Path(checkpoint)
-    if not path.exists():
+def need_parameters(folder: Path, checkpoint: str | Path | None = None) -> None:
+    """Raise :class:`RecorderError` if neither a checkpoint nor the folder of an incident has parameters."""
+    files = [folder / each for each in STATES] if checkpoint is None else [Path(checkpoint)]
+    if not any(each.exists() for each in files):
         raise RecorderError(
             f"{folder} has no parameters: run `python replay.py CHECKPOINT` with a checkpoint from before step "
-            f"{incident.about['step']}, or train again with StepWatch(save_parameters=True)"
+            f"{read_incident(folder).about['step']}, or train again with StepWatch(save_parameters=True)"
         )
+
+
+def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> Mapping[str, Any]:
+    need_parameters(folder, checkpoint)
+    if checkpoint is None and incident.state is not None:
+        return incident.state
+    path = folder / CHECKPOINT if checkpoint is None else Path(checkpoint)
     state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     return state
 

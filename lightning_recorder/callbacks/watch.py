@@ -46,7 +46,7 @@ from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import Exchange
 from lightning_recorder.statistics.snapshot import NOTHING
 from lightning_recorder.watch import Reading, Replicas, StepSeries, WatchedRanks
-from lightning_recorder.watch.incident import write_finding
+from lightning_recorder.watch.incident import CHECKPOINT, write_finding
 
 __all__ = ["StepWatch", "add_watch"]
 
@@ -494,7 +494,7 @@ class StepWatch(RecorderCallback):
             trainer.should_stop = True
             path = self._incident_path(step)
             if path is not None:
-                trainer.save_checkpoint(path / "checkpoint.ckpt")
+                trainer.save_checkpoint(path / CHECKPOINT)
 
     @guarded
     @override

@@ -18,6 +18,7 @@ from lightning_recorder.insight import Diagnosis, Finding, check_rules
 from lightning_recorder.insight.exchange import ExaminedRun, to_junit, to_sarif
 from lightning_recorder.recordings import WATCH, Run, open_recording
 from lightning_recorder.recordings.examine import diagnose
+from lightning_recorder.records.file import STATES
 
 __all__ = ["bad_findings", "run"]
 
@@ -55,7 +56,8 @@ def run(arguments: Namespace, out: TextIO) -> int:
             lines = [*title, *_lines(diagnosis, examined[name], arguments, out)]
             out.write("\n" * bool(place) + "\n".join(lines) + "\n")
         for name in [each for each in runs if each not in examined]:
-            out.write(f"\n{printable(name, None)}:\nnothing was recorded\n")
+            what = "only a check: lightning-recorder view shows it" if runs[name].check else "nothing was recorded"
+            out.write(f"\n{printable(name, None)}:\n{what}\n")
     return int(any(each.bad for each in found.values()))
 
 
@@ -147,7 +149,11 @@ def _details(finding: Finding, run: Run, place: Callable[[Path], str], out: Text
     rows.append(("show", _command(finding, run, place(run.log_dir))))
     script = run.directory / "incidents" / f"step-{finding.first_step}" / "replay.py"
     if finding.rule == "non-finite" and script.exists():
-        rows.append(("again", printable(shlex.join(["python", place(script)]), None) + "  (runs the step again)"))
+        command = printable(shlex.join(["python", place(script)]), None)
+        if any((script.parent / each).exists() for each in STATES):
+            rows.append(("again", f"{command}  (runs the step again)"))
+        else:
+            rows.append(("again", f"{command} CHECKPOINT  (runs the step again, from a checkpoint before it)"))
     return [line for name, text in rows for line in _row(name, text, out)]
 
 

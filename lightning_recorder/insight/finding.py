@@ -258,13 +258,13 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
     The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
     records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
-    that knows no origin is left out if the records of the same step name a module. A spike of the loss or the gradients
-    comes after the findings of the records if one of them began before it, or may have begun between two records, since
-    that is probably the cause. So does a training that diverged, or a loss that is not finite, if the records show what
-    makes it so, and showed it before. If the records show a spike of the gradients at the same step, it is part of the
-    finding of the watch. A loss that falls without bound is left out if the one about the first bad value says so, or
-    the records show a wrong sign, and the values that are not finite are if the records show that the loss has no
-    target.
+    that knows no origin is left out if the records of the same step name a module, unless the loss rose before: the
+    module is then only where the divergence ended. A spike of the loss or the gradients comes after the findings of the
+    records if one of them began before it, or may have begun between two records, since that is probably the cause. So
+    does a training that diverged, or a loss that is not finite, if the records show what makes it so, and showed it
+    before. If the records show a spike of the gradients at the same step, it is part of the finding of the watch. A
+    loss that falls without bound is left out if the one about the first bad value says so, or the records show a wrong
+    sign, and the values that are not finite are if the records show that the loss has no target.
 
     Args:
         findings: The findings from records, ranked.
@@ -277,6 +277,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         if each.rule != NON_FINITE
         or each.module
         or ORIGIN_VALUES in each.numbers  # the code of the model itself, or the batch
+        or ROSE in each.numbers
         or min(named, default=math.inf) > each.first_step
     ]
     without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)

@@ -55,6 +55,7 @@ __all__ = [
     "LOGGED",
     "RECORDER",
     "RECORDS",
+    "STATES",
     "WATCH",
     "RecordWriter",
     "SchemaCache",
@@ -88,6 +89,9 @@ RECORDER = "recorder"
 
 RECORDS = "records"
 """The name of the folder, inside :data:`RECORDER`, that holds the record files."""
+
+STATES = ("parameters.safetensors", "checkpoint.ckpt")
+"""The names of the files, in the folder of an incident, of which either has the parameters from before its step."""
 
 WATCH = "watch"
 """The label of the loss and the gradient norm of every step."""

@@ -17,17 +17,18 @@ from lightning_recorder.dumps import can_hold, file_bytes, read_tensors, write_t
 from lightning_recorder.errors import DumpError, describe_error
 from lightning_recorder.insight import Finding, findings_to_json
 from lightning_recorder.internals.random_states import RandomStates
+from lightning_recorder.records.file import STATES
 from lightning_recorder.temporary import write_bytes
 from lightning_recorder.untrusted import is_finite, is_whole, read_json
 from lightning_recorder.watch.kept import KeptBatch
 
-__all__ = ["Incident", "read_incident", "write_finding", "write_incident"]
+__all__ = ["CHECKPOINT", "Incident", "read_incident", "write_finding", "write_incident"]
 
 _FORMAT = "lightning_recorder.incident/1"
 _ABOUT = "incident.json"
 _BATCH = "batch.safetensors"
 _RANDOM = "random.safetensors"
-_PARAMETERS = "parameters.safetensors"
+_PARAMETERS, CHECKPOINT = STATES
 FINDING = "finding.json"
 """The file with the finding, in the format of ``findings.json``."""
 
@@ -40,15 +41,18 @@ from before the step, or else from {checkpoint!r}.
 import sys
 from pathlib import Path
 
-from lightning_recorder.callbacks.reproduce import make_model, reproduce
+from lightning_recorder.callbacks.reproduce import make_model, need_parameters, reproduce
 from lightning_recorder.errors import RecorderError
 
 HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
+    checkpoint = sys.argv[1] if len(sys.argv) > 1 else None
     try:
+        need_parameters(HERE, checkpoint)
+        # This imports the program: keep its training under if __name__ == "__main__".
         model = make_model(HERE)  # replace this line if the model needs other arguments
-        reproduce(HERE, model, checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+        reproduce(HERE, model, checkpoint=checkpoint)
     except RecorderError as error:
         sys.exit(f"error: {{error}}")
 '''
@@ -80,8 +84,12 @@ def write_incident(
     graph: str,
     max_bytes: int,
     save_batch: bool,
+    has_script: bool,
 ) -> None:
-    """Write what is known about the step of a finding. Raise OSError if a file cannot be written."""
+    """Write what is known about the step of a finding. Raise OSError if a file cannot be written.
+
+    ``has_script`` says whether :func:`~lightning_recorder.callbacks.reproduce.reproduce` can run the step again.
+    """
     left_out: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     structure = None
@@ -112,8 +120,9 @@ def write_incident(
         _write_text(folder / "records.json", json.dumps(_finite(records), indent=1))
     if graph:
         _write_text(folder / "graph.txt", graph)
-    script = _SCRIPT.format(step=kept.step, parameters=_PARAMETERS, checkpoint="checkpoint.ckpt")
-    _write_text(folder / "replay.py", script.rstrip("\n"))
+    if has_script:
+        script = _SCRIPT.format(step=kept.step, parameters=_PARAMETERS, checkpoint=CHECKPOINT)
+        _write_text(folder / "replay.py", script.rstrip("\n"))
 
 
 def read_incident(folder: Path) -> Incident:

@@ -34,7 +34,7 @@ from lightning_recorder import (
     open_recording,
 )
 from lightning_recorder.callbacks import watch as watch_module
-from lightning_recorder.callbacks.reproduce import reproduce
+from lightning_recorder.callbacks.reproduce import need_parameters, reproduce
 from lightning_recorder.callbacks.watched_run import WatchedRun
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.insight import Finding
@@ -827,8 +827,14 @@ def test_a_script_without_parameters_says_how_to_get_them(tmp_path: Path) -> Non
     """Without parameters in the folder and without a checkpoint, the error names both ways to get them."""
     fit(FaultyDropout(), tmp_path, StepWatch(strict=True))
     folder = tmp_path / "recorder" / "incidents" / "step-5"
-    with pytest.raises(RecorderError, match=r"run `python replay\.py CHECKPOINT` .* StepWatch\(save_parameters=True\)"):
+    missing = r"run `python replay\.py CHECKPOINT` .* StepWatch\(save_parameters=True\)"
+    with pytest.raises(RecorderError, match=missing):
         reproduce(folder, FaultyDropout())
+    # It says so before it imports the program, which may train when it is imported.
+    script = (folder / "replay.py").read_text()
+    assert script.index("need_parameters(HERE, checkpoint)") < script.index("make_model(HERE)")
+    with pytest.raises(RecorderError, match=missing):
+        need_parameters(folder)
 
 
 class NaNDropout(nn.Dropout):

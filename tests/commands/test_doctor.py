@@ -150,8 +150,12 @@ def test_a_finding_of_the_watch(tmp_path: Path) -> None:
     assert "  again" not in run("doctor", tmp_path).out
     (folder / "replay.py").touch()
     lines = run("doctor", tmp_path).out.splitlines()
+    command = f"python {folder / 'replay.py'}"
+    assert f"  again   {command} CHECKPOINT  (runs the step again, from a checkpoint before it)" in lines
+    (folder / "parameters.safetensors").touch()
+    lines = run("doctor", tmp_path).out.splitlines()
     assert lines[0] == "critical: NaN first in the encoder"
-    assert f"  again   python {folder / 'replay.py'}  (runs the step again)" in lines
+    assert f"  again   {command}  (runs the step again)" in lines
     said = run(*shlex.split(next(each for each in lines if each.startswith("  show")))[2:])
     assert (said.status, "encoder.fc" in said.out) == (0, True)
 
@@ -172,6 +176,8 @@ def test_one_of_several_runs_has_no_records(runs: Path, tmp_path: Path) -> None:
     said = run("doctor", tmp_path)
     assert (said.status, said.out.splitlines()[0]) == (0, "healthy:")
     assert said.out.endswith("\n\ncrashed:\nnothing was recorded\n")
+    (tmp_path / "crashed" / "recorder" / "check.json").write_text('{"answers": []}')
+    assert run("doctor", tmp_path).out.endswith("\n\ncrashed:\nonly a check: lightning-recorder view shows it\n")
 
 
 def test_doctor_as_json(runs: Path) -> None:

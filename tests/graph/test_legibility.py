@@ -353,6 +353,37 @@ def test_a_picture_in_black_and_white() -> None:
         draw(net, X, style="print")  # type: ignore[arg-type]  # this is tested
 
 
+class Mixed(nn.Module):
+    """A block that uses the result of the block before it, and another tensor, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x * self.one(x) + other * self.two(other)
+
+
+class Mixer(nn.Module):
+    """Three equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixed() for _ in range(3)])
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, other)
+        return x
+
+
+def test_the_way_from_block_to_block_is_seen_without_color() -> None:
+    """On paper, the dot at which a block takes the result of the block before it is hollow."""
+    source = draw(Mixer(), (torch.ones(2, 4), torch.ones(2, 4)), style="paper").visual_graph.source
+    dots = [each for each in source.splitlines() if 'label=""' in each and "shape=circle" in each]
+    assert sorted(re.findall(r'fillcolor="(#\w+)"', "".join(dots))) == ["#000000", "#ffffff"]
+
+
 def test_sums_and_products_are_signs(tmp_path: Path) -> None:
     """The sum and the product of two tensors are signs in circles; those with a number keep their name and shape."""
     drawing = draw(Net(lambda net, x: (net.fc(x) + (x + 1)) * (x * 2), fc=linear()), X)

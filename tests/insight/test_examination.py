@@ -266,6 +266,15 @@ def test_what_made_a_training_diverge_is_named_before_it() -> None:
     ]
 
 
+@pytest.mark.parametrize("rises", [True, False])
+def test_a_rise_is_kept_where_the_records_name_a_module(rises: bool) -> None:
+    """A module in which a divergence ends does not replace the finding that the training diverged."""
+    (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
+    recorded = replace(large, rule="non-finite", severity="critical", module="head", first_step=5)
+    watched = replace(recorded, module="", numbers={ROSE: 1e6} if rises else {})
+    assert with_watched([recorded], [watched]) == [watched if rises else recorded]
+
+
 @pytest.mark.parametrize(("module", "first"), [("", "double-activation"), ("fc", "non-finite")])
 def test_what_a_loss_is_not_defined_for_is_named_before_its_nan(module: str, first: str) -> None:
     """A loss that gets the wrong kind of numbers is named before the NaN that arises in it, but not in a module."""

@@ -408,6 +408,9 @@ def test_findings_name_the_origin_with_a_step_function(tmp_path: Path) -> None:
     assert first.first_step == 2
     assert "row 19" in first.line
     assert "batch[0]" in first.line
+    # No script is promised that cannot run a step of a loop.
+    assert not (tmp_path / "recorder" / "incidents" / "step-2" / "replay.py").exists()
+    assert (tmp_path / "recorder" / "incidents" / "step-2" / "incident.json").exists()
 
 
 @pytest.mark.parametrize("has_function", [True, False])

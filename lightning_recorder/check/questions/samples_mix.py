@@ -63,8 +63,8 @@ def _wrong(bench: Bench, culprit: ModuleCall | None, numbers: dict[str, float], 
     """
     is_known = _is_known(bench)
     if culprit is None:
-        text = "samples mix between the modules, in the code of the step or of forward"
-        return Answer("look", f"{text}; mixup would be intended", numbers, line)
+        text = "as in mixup, samples mix between the modules, in the code of the step or of forward"
+        return Answer("look", text, numbers, line)
     text = f"{culprit.name} ({culprit.kind}) mixes samples: the prediction of one depends on the others in its batch"
     is_certain = is_known and bench.functions.is_automatic
     text += "" if is_known else ", if the first dimension is that of the samples"

@@ -51,6 +51,7 @@ LOOKS: dict[Kind, dict[str, str]] = {
     "port": {"fillcolor": "#5f5f5f", "color": "#5f5f5f", "shape": "circle", "style": "filled"},
 }
 _CHAIN = {"fillcolor": "#0072b2", "color": "#0072b2"}
+_CHAIN_ON_PAPER = {"fillcolor": "#ffffff", "width": "0.11", "height": "0.11"}
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
 _UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
@@ -154,7 +155,8 @@ class GraphvizStyler:
         looks = PAPER if self.paper else LOOKS
         if node.kind == "port":
             size = {"label": "", "width": "0.08", "height": "0.08", "fixedsize": "true", "tooltip": " "}
-            return {**looks["port"], **(_CHAIN if node.name == CHAIN and not self.paper else {}), **size}
+            chain = _CHAIN_ON_PAPER if self.paper else _CHAIN
+            return {**looks["port"], **size, **(chain if node.name == CHAIN else {})}
         color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
             **looks[node.kind],

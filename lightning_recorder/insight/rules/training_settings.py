@@ -391,6 +391,13 @@ def _drops(output: View, share: float) -> bool:
     return bool(len(steps)) and np.array_equal(steps, at) and bool((after > before + share).all())
 
 
+_WHY_CLEARED = (
+    "Gradients reach the outputs of modules, but no parameter has one when the optimizer steps. Something clears them "
+    "before that, or the parameters do not require gradients."
+)
+_NEXT_CLEARED = "Call zero_grad() before backward() or after step(), not between them. Look for requires_grad=False."
+
+
 @rule(
     "nothing-moves",
     "critical",
@@ -415,8 +422,9 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     rates = table.get("learning_rate")
     if records >= persistence and not any(each.any() for each in changes) and not (rates == 0).any():
         verdict = f"none of {len(updates)} parameters moves in {records} records: all updates are zero"
-        found = updates[0].found(verdict, "rms")
-        yield replace(found, module="", path="")
+        found = replace(updates[0].found(verdict, "rms"), module="", path="")
+        arrive = bool((np.nan_to_num(evidence.gradients.get("rms")) > 0).any())
+        yield replace(found, why=_WHY_CLEARED, next=_NEXT_CLEARED) if arrive else found
 
 
 @rule(

@@ -114,10 +114,11 @@ export class Recorder {
     return this.table(statistic)[row * this.sites.length + column] ?? NaN;
   }
 
-  /** False if a site is not in a record; one whose values are NaN is in it. A ratio to a weight of zero is no value. */
+  /** False if a site is not in a record; one whose values are NaN is in it. Of finite values, a statistic that is not finite was not
+   * measured, such as a ratio to a weight of zero. */
   seen(row: number, column: number, statistic = ""): boolean {
     if (this.group === "costs") return !Number.isNaN(this.value(statistic, row, column));
-    if (statistic === "update_ratio" && !Number.isFinite(this.value(statistic, row, column)) && !this.isBad(row, column)) return false;
+    if (this.statistics.includes("nan_count") && statistic && !Number.isFinite(this.value(statistic, row, column)) && !this.isBad(row, column)) return false;
     const counted = ["count", "nan_count"].find((each) => this.statistics.includes(each));
     return counted === undefined || !Number.isNaN(this.value(counted, row, column));
   }

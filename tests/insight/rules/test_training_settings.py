@@ -59,6 +59,17 @@ def test_nothing_moves(update: float | list[float], rate: float, gradient: float
     assert all(each.module == "" for each in found if each.rule == "nothing-moves")
 
 
+@pytest.mark.parametrize(("gradient", "cause"), [(0.1, "Gradients reach the outputs"), (0.0, "The loss does not")])
+def test_nothing_moves_although_gradients_arrive(gradient: float, cause: str) -> None:
+    """If the outputs of modules have gradients, the loss is not said to be independent of the parameters."""
+    weights: dict[str, Values] = {
+        "a/weight": {"rms": 0.5, "update_ratio": 0.0, "learning_rate": 0.1},
+        "a/weight.update": {"rms": 0.0},
+    }
+    found = run(gradients={"a": {"rms": gradient}}, parameters=weights)
+    assert [each.rule for each in found if each.why.startswith(cause)] == ["nothing-moves"]
+
+
 def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
     """A parameter that does not move is reported with the learning rate of its group."""
     weights = network("a", a=trained("a", ratio=0.0, update=0.0))
