@@ -631,7 +631,7 @@ def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
 
 def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
     """Yield the products of log-probabilities of actions and a difference that trains its own estimate."""
-    estimates = {step.made_by(step.sources(each)[0]) for each in step.operations if each.name in ELEMENTWISE}
+    estimates = {step.made_by(step.sources(each)[0]): each for each in step.operations if each.name in ELEMENTWISE}
     for node in step.operations:
         sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {-1} else []
         for one, other in _both(sources) if len(sources) == 2 else ():
@@ -639,6 +639,10 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             estimate = next((step.made_by(each) for each in terms if each.id in step.trained), None)
             is_baseline = len(terms) == 2 and sum(each.id in step.trained for each in terms) == 1
             if not is_baseline or estimate not in estimates or not _chosen(step, one):
+                continue
+            # The gradients of the estimate may be set to zero before its own optimizer makes a step.
+            passes = _optimizers(step, node), _optimizers(step, estimates[estimate])
+            if all(passes) and passes[0].isdisjoint(passes[1]):
                 continue
             while (estimate.name == "getitem" or keeps_values(estimate)) and step.sources(estimate):
                 estimate = step.sources(estimate)[0]
@@ -649,6 +653,12 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             )
             yield replace(found_in(evidence, name, verdict), why=_WHY_BASELINE, next=_NEXT_BASELINE)
             return
+
+
+def _optimizers(step: RecordedStep, term: Node) -> set[int]:
+    """Return the ids of the optimizers that use the gradients of a term of a loss."""
+    known = [each for each in step.graph.nodes if each.kind == "optimizer"]
+    return {each.id for each in known if any(term.id in _behind(step, source) for source in step.sources(each))}
 
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."

@@ -502,6 +502,25 @@ def test_an_actor_and_a_critic(
     assert [(each.rule, each.module) for each in found if each.rule in NAMES] == expected
 
 
+@pytest.mark.parametrize("is_separate", [True, False])
+def test_an_estimate_with_an_optimizer_of_its_own(is_separate: bool) -> None:
+    """Gradients of the estimate that are set to zero before its optimizer makes a step change nothing."""
+    model = ActorCritic()
+    actor, critic = torch.optim.SGD(model.actor.parameters(), 0.1), torch.optim.SGD(model.critic.parameters(), 0.1)
+    returns = rows[:, 0]
+    with GraphCapture(model, (rows, classes, returns)) as capture:
+        value = model.critic(rows).squeeze(-1)
+        chosen = model.actor(rows).log_softmax(-1).gather(1, classes[:, None])[:, 0]
+        (-(chosen * (returns - value)).mean()).backward(retain_graph=True)
+        actor.step()
+        if is_separate:
+            critic.zero_grad()
+        F.mse_loss(value, returns).backward()
+        critic.step()
+    found = examined({"critic.2": {"batch_spread": 0.8}}, graph=capture.graph()).findings()
+    assert [each.rule for each in found].count("no-stop-gradient") == (not is_separate)
+
+
 @pytest.mark.parametrize("is_teacher", [True, False])
 def test_probabilities_that_are_none_of_the_policy(is_teacher: bool) -> None:
     """A term with the probabilities of a teacher, or of other samples, is no entropy of the policy."""
