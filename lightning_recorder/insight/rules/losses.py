@@ -496,9 +496,9 @@ def focal_weight(evidence: Evidence) -> Iterator[Finding]:
                     return
             loss = step.made_by(other)
             is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
-            is_mean = is_mean and math.prod(shape_of(loss, 1) or (2,)) > 1  # not the loss of a single sample
             if (
                 is_mean
+                and math.prod(shape_of(loss, 1) or (2,)) > 1  # not the loss of a single sample
                 and one.id in step.trained
                 and any(
                     each.name == "exp" and step.sources(each)[:1] and step.sources(each)[0].name == "neg"
