@@ -174,10 +174,12 @@ class RecordedStep:
     def signs(self) -> dict[int, set[int]]:
         """The signs, 1 and -1, that the terms of a loss have in it, by the id of the operation.
 
-        A term reaches the loss through sums, means, changes of the shape and constant factors alone.
+        A term reaches the loss through sums, means, changes of the shape and constant factors alone. The signs are not
+        known if the backward pass begins with a given gradient.
         """
         found: dict[int, set[int]] = {}
-        todo = [(source, 1) for node in self.graph.nodes if node.kind == "backward" for source in self.sources(node)]
+        passes = [node for node in self.graph.nodes if node.kind == "backward" and not setting(node, "gradient")]
+        todo = [(source, 1) for node in passes for source in self.sources(node)]
         while todo:
             node, sign = todo.pop()
             if node.kind == "op" and sign not in found.setdefault(node.id, set()):

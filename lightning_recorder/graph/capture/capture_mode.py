@@ -95,7 +95,8 @@ class CaptureMode(TorchFunctionMode):
         """Call and record any function."""
         recording, guarded = self._recording, self._guarded
         if func is _BACKWARD[0] or func is _BACKWARD[1]:
-            node = guarded(recording.note_backward, args[:1] or kwargs.get("tensors"))
+            given = args[1:2] or (kwargs.get("gradient"), kwargs.get("grad_tensors"))
+            node = guarded(recording.note_backward, args[:1] or kwargs.get("tensors"), given)
             try:
                 return func(*args, **kwargs)
             except Exception:

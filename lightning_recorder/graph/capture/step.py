@@ -398,12 +398,14 @@ class StepRecording:
         first = [target] if type(target) is nn.Parameter and not self._origins.is_bound(target) else []
         return self._note("set_data", [*first, values], [target], (), start=start)
 
-    def note_backward(self, losses: Any) -> int:
-        """Record the beginning of a backward pass and return the id of its node."""
+    def note_backward(self, losses: Any, given: Any = ()) -> int:
+        """Record the beginning of a backward pass, possibly with given gradients, and return the id of its node."""
         self._origins.leave_custom()
         if self.costs is not None:
             self.costs.forget_saved()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
+        if tensors_in([given]):
+            self._builder.nodes[node].arguments = (("gradient", "given"),)
         self.gradients.note_backward(node)
         for origin, meta, place in self._origins.of_each(tensors_in([losses])):
             self._origins.connect(origin, node, meta, output=place)

@@ -34,7 +34,7 @@ _CHANGES = (
 """The functions that one block alone calls by mistake rather than by design."""
 _MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout")
 """The functions that move values to other places, such as into windows, or drop some."""
-_SUMS = ("add", "iadd", "radd")
+_SUMS = ("add", "iadd", "radd", "addcmul")
 _ARITHMETIC = (
     *(*_SUMS, "sub", "isub", "mul", "imul", "rmul", "div", "truediv", "itruediv", "pow", "square", "sqrt", "rsqrt"),
     *("reciprocal", "mean", "var", "std", "var_mean", "clamp", "norm", "normalize"),
@@ -316,6 +316,9 @@ def _has_bypass(step: RecordedStep, last: Node, projections: list[Node]) -> bool
         before = [each for each in step.sources(node) if each.kind not in ("parameter", "buffer")]
         # Beside what a layer made, a tensor of the batch is a mask.
         before = [each for each in before if "parameter" in step.roots[each.id]] or before
+        # The shift and the scale of a normalization may follow from a condition, and have one row for all positions.
+        shape = node.outputs[0].shape if node.outputs else ()
+        before = [each for each in before if each.outputs and each.outputs[0].shape == shape] or before
         if _is_of_norm(step, node, before):
             todo += [each for each in before if each.id not in seen]
             seen |= {each.id for each in before}

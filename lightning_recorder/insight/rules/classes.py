@@ -67,8 +67,8 @@ def class_ignored(evidence: Evidence, *, persistence: int = 4, most: float = 0.5
         if node.name not in ("cross_entropy", "nll_loss") or not text.isdigit() or not shape or len(shape) != 2:
             continue
         target = step.made_by(sources[1]) if len(sources) > 1 else node
-        is_of_samples = target.kind == "input" and target.outputs and target.outputs[0].shape == shape[:1]
-        if int(text) >= shape[1] or not is_of_samples:
+        # The targets of sequences may come without the dimension of time.
+        if int(text) >= shape[1] or target.kind != "input" or step.batch != shape[0]:
             continue
         names = (step.function_names.get(node.id, ""), step.owner(node))
         for view in _sides(evidence, "in.target.ignored"):

@@ -181,7 +181,9 @@ _NEXT_LIMIT = (
 def _limit(step: RecordedStep, power: Node) -> str | None:
     """Return the name of the activation without negative outputs that an exponential gets; None without any."""
     source = step.behind(power)
-    while source is not None and factor_of(source) is not None:
+    while source is not None and (factor := factor_of(source)) is not None:
+        if factor < 0:
+            return None
         source = step.behind(source)
     return source.name if source is not None and source.name in ("softplus", "relu", "sigmoid") else None
 

@@ -115,6 +115,11 @@ def _norms_of_entries(step: RecordedStep, node: Node) -> Shape | None:
     gradient = step.behind(node) if "norm" in node.name else None
     if gradient is None or gradient.kind != "backward" or sum(size > 1 for size in shape) < 2:
         return None
+    # A field has one value for each point, and the gradient of each of them has its own norm.
+    value = next(iter(step.sources(gradient)), gradient)
+    value = (step.behind(value) or value) if value.name == "sum" else value
+    if not value.outputs or math.prod(value.outputs[0].shape) == math.prod(shape):
+        return None
     ones = [each for each in step.users(node) if each.name in _DIFFERENCES and setting(each, "other") in ("1", "1.0")]
     squares = [user for each in ones for user in step.users(each) if user.name in _POWERS]
     return shape if any(step.signs.get(each.id) for each in squares) else None
@@ -272,15 +277,33 @@ def _lowered_entropy(step: RecordedStep) -> Node | None:
     products = [each for each in step.operations if each.name == "mul" and step.signs.get(each.id) == {-1}]
     pairs = [(each, *sources) for each in products if len(sources := step.sources(each)) == 2]
     # The policy's gradient: log-probabilities of the actions times numbers without a gradient.
-    if not any(_chosen(step, one) and other.id not in step.trained for _, *two in pairs for one, other in _both(two)):
-        return None
+    chosen = [
+        _logits(step, gathered)
+        for _, *two in pairs
+        for one, other in _both(two)
+        if (gathered := _chosen(step, one)) and other.id not in step.trained
+    ]
     for node, *two in pairs:
         for one, other in _both(two):
             while one.name in _CLAMPS and step.sources(one):
                 one = step.sources(one)[0]
-            if step.made_by(other).name == "softmax" and _is_log_probability(step, one):
+            if step.made_by(other).name != "softmax" or not _is_log_probability(step, one):
+                continue
+            # The probabilities of a teacher, and the outputs for other samples, make no entropy of the policy.
+            own = _logits(step, one)
+            if _is_same(step, own, _logits(step, other)) and any(_is_same(step, own, each) for each in chosen):
                 return node
     return None
+
+
+def _logits(step: RecordedStep, node: Node) -> Node:
+    """Return what the probabilities of a node, or their logarithms, are computed from."""
+    node = step.made_by(node)
+    while node.name in ("gather", "log", "add", *_CLAMPS) and (inner := step.behind(node)):
+        node = inner
+    while (node.name == "softmax" or _is_log_probability(step, node)) and (inner := step.behind(node)):
+        node = inner
+    return node
 
 
 def _both(two: list[Node]) -> list[tuple[Node, Node]]:
@@ -391,7 +414,9 @@ def _is_product_with_itself(step: RecordedStep, node: Node) -> bool:
     """Return True for the product of a matrix with itself transposed."""
     sources = [step.made_by(each) for each in step.sources(node)]
     is_product = node.name in ("matmul", "mm", "linear", "__matmul__")
-    return is_product and len(sources) == 2 and sources[0] is sources[1] and sources[0].kind == "op"
+    # The two parts of chunk, split and unbind are different vectors.
+    is_one = len(sources) == 2 and sources[0] is sources[1] and len(sources[0].outputs) == 1
+    return is_product and is_one and sources[0].kind == "op"
 
 
 @rule(
@@ -473,6 +498,7 @@ def focal_weight(evidence: Evidence) -> Iterator[Finding]:
             is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
             if (
                 is_mean
+                and math.prod(shape_of(loss, 1) or (2,)) > 1  # not the loss of a single sample
                 and one.id in step.trained
                 and any(
                     each.name == "exp" and step.sources(each)[:1] and step.sources(each)[0].name == "neg"
@@ -605,7 +631,7 @@ def _own_target(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
 
 def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
     """Yield the products of log-probabilities of actions and a difference that trains its own estimate."""
-    estimates = {step.made_by(step.sources(each)[0]) for each in step.operations if each.name in ELEMENTWISE}
+    estimates = {step.made_by(step.sources(each)[0]): each for each in step.operations if each.name in ELEMENTWISE}
     for node in step.operations:
         sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {-1} else []
         for one, other in _both(sources) if len(sources) == 2 else ():
@@ -613,6 +639,10 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             estimate = next((step.made_by(each) for each in terms if each.id in step.trained), None)
             is_baseline = len(terms) == 2 and sum(each.id in step.trained for each in terms) == 1
             if not is_baseline or estimate not in estimates or not _chosen(step, one):
+                continue
+            # The gradients of the estimate may be set to zero before its own optimizer makes a step.
+            passes = _optimizers(step, node), _optimizers(step, estimates[estimate])
+            if all(passes) and passes[0].isdisjoint(passes[1]):
                 continue
             while (estimate.name == "getitem" or keeps_values(estimate)) and step.sources(estimate):
                 estimate = step.sources(estimate)[0]
@@ -623,6 +653,12 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
             )
             yield replace(found_in(evidence, name, verdict), why=_WHY_BASELINE, next=_NEXT_BASELINE)
             return
+
+
+def _optimizers(step: RecordedStep, term: Node) -> set[int]:
+    """Return the ids of the optimizers that use the gradients of a term of a loss."""
+    known = [each for each in step.graph.nodes if each.kind == "optimizer"]
+    return {each.id for each in known if any(term.id in _behind(step, source) for source in step.sources(each))}
 
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."
@@ -712,6 +748,15 @@ def _common_origin(step: RecordedStep, node: Node, sources: list[Node]) -> Node 
             (each,) = inner
         origins.add(each)
     (origin,) = origins if len(origins) == 1 else (node,)
+    # A cross-entropy of a teacher with itself turns that of the student with the teacher into a divergence.
+    targets = {
+        each
+        for other in step.operations
+        if other.name in LOSSES and other.id in step.trained
+        for each in step.sources(other)[1:2]
+    }
+    if sources[1] in targets:
+        return None
     return origin if origin is not node and "parameter" in step.roots[origin.id] and step.owner(origin) else None
 
 

@@ -246,7 +246,8 @@ def _values_of(node: Node) -> int:
     usual="a weight that begins at 1",
     why="The output of a normalization is its weight times the normalized input. Zeros let nothing pass.",
     next="Initialize the weight of the normalization with ones.",
-    false_alarms="Normalizations that end a residual branch: only those whose output goes into layers alone count.",
+    false_alarms="Normalizations that end a residual branch: only those whose output goes into layers alone count. "
+    "Weights that are offsets from 1 are left out.",
     needs=("parameters", GRAPH),
     records=1,
     explains=dict.fromkeys(
@@ -265,7 +266,8 @@ def zero_norm(evidence: Evidence, *, least: float = 0.05, fewest: int = 4) -> It
             continue
         readers = [user.name for user in step.readers(node)]
         are_layers = bool(readers) and all(name == "linear" or name.startswith("conv") for name in readers)
-        if are_layers and each.rms[0] < least and bias[:1].max(initial=0.0) < least:
+        is_offset = any(source.kind == "op" for source in step.sources(node)[1:])  # such as 1 + weight
+        if are_layers and not is_offset and each.rms[0] < least and bias[:1].max(initial=0.0) < least:
             verdict = (
                 f"{each.name} begins at zero (rms {each.rms[0]:.2g} in the first record), so that the layers behind it "
                 "get hardly anything"

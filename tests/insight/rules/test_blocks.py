@@ -92,6 +92,29 @@ class Standardized(Written):
         return self.weight * (x - mean) / torch.sqrt(variance + 1e-5) + 0.1
 
 
+class Modulated(nn.Module):
+    """A layer norm whose scale and shift follow from a condition, as in a DiT."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.condition = nn.Parameter(torch.randn(2, 1, size))
+        self.make, self.norm = nn.Linear(size, 2 * size), nn.LayerNorm(size, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.make(self.condition).chunk(2, -1)
+        return self.modulate(self.norm(x), scale, shift)
+
+    def modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return x * (1 + scale) + shift
+
+
+class ModulatedInOne(Modulated):
+    """The same in one call."""
+
+    def modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.addcmul(shift, x, 1 + scale)
+
+
 class Model(nn.Module):
     def __init__(self, blocks: int = 4, **options: Any) -> None:
         super().__init__()
@@ -112,6 +135,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {**PRE, "is_gated": True, "norm": WrittenRMSNorm},
     "named by its root": {**PRE, "norm": Written},
     "named by its mean": {**PRE, "is_fused": False, "norm": Standardized},
+    "dit": {**PRE, "norm": Modulated},
+    "dit with addcmul": {**PRE, "norm": ModulatedInOne},
 }
 
 

@@ -129,13 +129,16 @@ def test_statistics_of_no_class() -> None:
     assert np.isnan(found[1:]).all()
 
 
-def of_an_ignored_class(ignored: int, share: float, target: Tensor | None = None, *, records: int = 4) -> Examination:
+def of_an_ignored_class(
+    ignored: int, share: float, target: Tensor | None = None, *, x: Tensor | None = None, records: int = 4
+) -> Examination:
     """Return a run with a share of targets that have the number to ignore."""
 
     def loss(y: Tensor, classes: Tensor) -> Tensor:
-        return F.cross_entropy(y, classes.flatten(), ignore_index=ignored)
+        return F.cross_entropy(y.flatten(0, -2), classes.flatten(), ignore_index=ignored)
 
-    found = Examination(capture_graph(Step(mlp(5), loss), rows, torch.arange(8) % 3 if target is None else target))
+    target = torch.arange(8) % 3 if target is None else target
+    found = Examination(capture_graph(Step(mlp(5), loss), rows if x is None else x, target))
     for number in range(records):
         sites: dict[tuple[str, str], dict[str, float]] = {("net.0", "out"): {}}
         sites["cross_entropy", "in.target.ignored"] = {"mean": share}
@@ -144,17 +147,21 @@ def of_an_ignored_class(ignored: int, share: float, target: Tensor | None = None
 
 
 @pytest.mark.parametrize(
-    ("ignored", "share", "target", "is_wrong"),
+    ("ignored", "share", "target", "x", "is_wrong"),
     [
-        (0, 0.1, None, True),
-        (-100, 0.1, None, False),
-        (7, 0.1, None, False),  # no class
-        (0, 0.0, None, False),
-        (0, 0.1, torch.arange(8).view(4, 2) % 3, False),  # of sequences
+        (0, 0.1, None, None, True),
+        (-100, 0.1, None, None, False),
+        (7, 0.1, None, None, False),  # no class
+        (0, 0.0, None, None, False),
+        (0, 0.1, torch.arange(8).view(4, 2) % 3, None, False),  # of sequences
+        (0, 0.1, None, rows.view(4, 2, 5), False),  # of sequences, one after the other
     ],
 )
-def test_a_class_that_is_ignored(ignored: int, share: float, target: Tensor | None, is_wrong: bool) -> None:
+def test_a_class_that_is_ignored(
+    ignored: int, share: float, target: Tensor | None, x: Tensor | None, is_wrong: bool
+) -> None:
     """ignore_index must not be one of the classes of samples; in sequences it may be the padding."""
-    found = [each for each in of_an_ignored_class(ignored, share, target).findings() if each.rule == "class-ignored"]
+    run = of_an_ignored_class(ignored, share, target, x=x)
+    found = [each for each in run.findings() if each.rule == "class-ignored"]
     names = [each.verdict.partition(" ignores ")[2] for each in found]
     assert names == ["class 0, one of 5 that the model predicts: 10% of the samples do not count"] * is_wrong

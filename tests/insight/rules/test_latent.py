@@ -222,6 +222,18 @@ def test_a_logarithm_of_the_variance_with_one_sign(kind: type[nn.Module]) -> Non
     assert found == [("latent-scale", "mean", ("scale",))] * (kind is not nn.Identity)
 
 
+def test_a_deviation_that_is_at_most_one() -> None:
+    """A softplus with a negative factor makes each standard deviation at most 1."""
+
+    def limit(scale: Tensor) -> Tensor:
+        return -1.0 * nn.functional.softplus(scale)
+
+    model = Training(
+        lambda mean, scale: divergence(mean, limit(scale)), lambda mean, scale: noise_times_scale(mean, limit(scale))
+    )
+    assert step_of(model) == []
+
+
 def test_a_softplus_that_is_the_scale() -> None:
     """A softplus may give the standard deviation itself, whose logarithm the loss has."""
 

@@ -414,6 +414,7 @@ def focal_of_samples(y: Tensor, target: Tensor) -> Tensor:
         (lambda y, t: focal(y, t, is_exchanged=True), "with a power of the same probability"),
         (focal, ""),
         (focal_of_samples, ""),
+        (lambda y, t: focal(y[:1], t[:1], of_mean=True), ""),  # sample by sample
         (lambda y, t: F.cross_entropy(y, t) * (1 + 0 * y.exp().mean()), ""),
         (lambda y, t: (y.softmax(1) * y.log_softmax(1)).sum(1).mean() + F.cross_entropy(y, t), ""),  # an entropy
     ],
@@ -427,16 +428,21 @@ def test_weights_of_a_focal_loss(loss: Loss, words: str) -> None:
 class Pairs(nn.Module):
     """A contrastive loss of the products of all pairs of vectors."""
 
-    def __init__(self, *, has_diagonal: bool, is_one_view: bool = True) -> None:
+    def __init__(self, *, has_diagonal: bool, is_one_view: bool = True, is_split: bool = False) -> None:
         super().__init__()
         self.net, self.has_diagonal, self.is_one_view = mlp(4), has_diagonal, is_one_view
+        self.is_split = is_split
 
     def forward(self, x: Tensor) -> Tensor:
         z = F.normalize(self.net(x), dim=1)
-        logits = z @ (z if self.is_one_view else F.normalize(self.net(x + 1), dim=1)).T / 0.1
+        if self.is_split:
+            z, other = z.chunk(2)
+        else:
+            other = z if self.is_one_view else F.normalize(self.net(x + 1), dim=1)
+        logits = z @ other.T / 0.1
         if not self.has_diagonal:
             logits = logits.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
-        return F.cross_entropy(logits, torch.arange(len(z)).roll(4))
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z) // 2))
 
 
 @pytest.mark.parametrize(
@@ -445,6 +451,7 @@ class Pairs(nn.Module):
         ({"has_diagonal": True}, True),
         ({"has_diagonal": False}, False),
         ({"has_diagonal": True, "is_one_view": False}, False),
+        ({"has_diagonal": True, "is_split": True}, False),
     ],
 )
 def test_products_of_vectors_with_themselves(options: dict[str, bool], is_wrong: bool) -> None:
@@ -495,6 +502,46 @@ def test_an_actor_and_a_critic(
     assert [(each.rule, each.module) for each in found if each.rule in NAMES] == expected
 
 
+@pytest.mark.parametrize("is_separate", [True, False])
+def test_an_estimate_with_an_optimizer_of_its_own(is_separate: bool) -> None:
+    """Gradients of the estimate that are set to zero before its optimizer makes a step change nothing."""
+    model = ActorCritic()
+    actor, critic = torch.optim.SGD(model.actor.parameters(), 0.1), torch.optim.SGD(model.critic.parameters(), 0.1)
+    returns = rows[:, 0]
+    with GraphCapture(model, (rows, classes, returns)) as capture:
+        value = model.critic(rows).squeeze(-1)
+        chosen = model.actor(rows).log_softmax(-1).gather(1, classes[:, None])[:, 0]
+        (-(chosen * (returns - value)).mean()).backward(retain_graph=True)
+        actor.step()
+        if is_separate:
+            critic.zero_grad()
+        F.mse_loss(value, returns).backward()
+        critic.step()
+    found = examined({"critic.2": {"batch_spread": 0.8}}, graph=capture.graph()).findings()
+    assert [each.rule for each in found].count("no-stop-gradient") == (not is_separate)
+
+
+@pytest.mark.parametrize("is_teacher", [True, False])
+def test_probabilities_that_are_none_of_the_policy(is_teacher: bool) -> None:
+    """A term with the probabilities of a teacher, or of other samples, is no entropy of the policy."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.teacher = mlp(3), mlp(3).requires_grad_(False)
+
+        def forward(self, x: Tensor, action: Tensor, rewards: Tensor) -> Tensor:
+            logs = self.net(x).log_softmax(1)
+            others = logs if is_teacher else self.net(x + 1).log_softmax(1)
+            given = self.teacher(x).softmax(1) if is_teacher else self.net(x + 1).softmax(1)
+            loss = -(logs.gather(1, action[:, None])[:, 0] * rewards).mean() - 0.1 * (given * others).sum(1).mean()
+            loss.backward()
+            return loss
+
+    found = Examination(capture_graph(Policy(), rows, classes, rows[:, 0])).findings()
+    assert [each for each in found if each.rule == "maximized-loss"] == []
+
+
 def test_an_entropy_that_is_meant_to_be_small() -> None:
     """Without the loss of a policy, a small entropy is an aim, as with samples that have no labels."""
 
@@ -524,6 +571,25 @@ def test_a_teacher_compared_with_itself(is_wrong: bool) -> None:
     assert brief(found) == [("warning", "compared-with-itself", "teacher.2")] * is_wrong
 
 
+def test_a_teacher_whose_entropy_is_subtracted() -> None:
+    """The entropy of a teacher makes a divergence of the cross-entropy of the student with it."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.teacher = mlp(3), mlp(3).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            t = self.teacher(x)
+            given = t.softmax(1)
+            loss = F.cross_entropy(self.net(x), given) - F.cross_entropy(t, given)
+            loss.backward()
+            return loss
+
+    found = [each for each in Examination(capture_graph(Distilled(), rows)).findings() if each.rule in NAMES]
+    assert found == []
+
+
 @pytest.mark.parametrize(("is_flat", "is_wrong"), [(False, True), (True, False)])
 def test_a_penalty_of_parts_of_a_gradient(is_flat: bool, is_wrong: bool) -> None:
     """The norm of a gradient must be that of a whole sample."""
@@ -547,3 +613,23 @@ def test_a_penalty_of_parts_of_a_gradient(is_flat: bool, is_wrong: bool) -> None
 
     found = Examination(capture_graph(Penalty(), torch.randn(8, 3, 4))).findings()
     assert [each.rule for each in found].count("loss-shapes") == is_wrong
+
+
+def test_a_gradient_of_a_field() -> None:
+    """A distance has a gradient at each point, whose norm is 1."""
+
+    class Distance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 7), nn.Softplus(), nn.Linear(7, 1))
+
+        def forward(self, points: Tensor) -> Tensor:
+            points = points.clone().requires_grad_()
+            distance = self.net(points)
+            (d,) = torch.autograd.grad(distance, points, torch.ones_like(distance), create_graph=True)
+            loss: Tensor = distance.abs().mean() + 0.1 * ((d.norm(2, dim=-1) - 1) ** 2).mean()
+            loss.backward()
+            return loss
+
+    found = Examination(capture_graph(Distance(), torch.randn(8, 6, 3))).findings()
+    assert [each for each in found if each.rule == "loss-shapes"] == []

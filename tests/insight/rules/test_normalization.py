@@ -169,12 +169,20 @@ def test_a_normalization_of_single_values(norm: nn.Module, is_wrong: bool) -> No
     assert [each.rule for each in found] == ["norm-of-two"] * is_wrong
 
 
+class OffsetNorm(nn.LayerNorm):
+    """A normalization whose weight is an offset from 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias)
+
+
 class Branch(nn.Module):
     """A normalization before a layer, or at the end of a residual branch."""
 
-    def __init__(self, size: int, *, ends: bool) -> None:
+    def __init__(self, size: int, *, ends: bool, is_offset: bool) -> None:
         super().__init__()
-        self.fc, self.norm, self.head = nn.Linear(size, size), nn.LayerNorm(size), nn.Linear(size, 3)
+        self.fc, self.head = nn.Linear(size, size), nn.Linear(size, 3)
+        self.norm = OffsetNorm(size) if is_offset else nn.LayerNorm(size)
         self.ends = ends
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +191,7 @@ class Branch(nn.Module):
         return output
 
 
-def of_a_norm(weight: float, *, size: int = 8, ends: bool = False) -> Examination:
+def of_a_norm(weight: float, *, size: int = 8, ends: bool = False, is_offset: bool = False) -> Examination:
     """Return a run whose normalization begins with a weight of some size."""
     known: dict[str, Values] = {
         **trained("fc"),
@@ -192,13 +200,16 @@ def of_a_norm(weight: float, *, size: int = 8, ends: bool = False) -> Examinatio
         **trained("head"),
     }
     shapes = {("norm", path): (size,) for path in ("weight", "bias")}
-    return examined(
-        {}, parameters=known, graph=capture_graph(Branch(size, ends=ends), torch.randn(4, size)), shapes=shapes
-    )
+    graph = capture_graph(Branch(size, ends=ends, is_offset=is_offset), torch.randn(4, size))
+    return examined({}, parameters=known, graph=graph, shapes=shapes)
 
 
-@pytest.mark.parametrize(("weight", "ends", "is_wrong"), [(0.0, False, True), (1.0, False, False), (0.0, True, False)])
-def test_a_normalization_that_begins_at_zero(weight: float, ends: bool, is_wrong: bool) -> None:
-    """A weight of zero before a layer is a finding; one that ends a residual branch is not."""
-    found = [each for each in of_a_norm(weight, ends=ends).findings() if each.rule == "zero-norm"]
+@pytest.mark.parametrize(
+    ("weight", "options", "is_wrong"),
+    [(0.0, {}, True), (1.0, {}, False), (0.0, {"ends": True}, False), (0.0, {"is_offset": True}, False)],
+)
+def test_a_normalization_that_begins_at_zero(weight: float, options: dict[str, bool], is_wrong: bool) -> None:
+    """A weight of zero before a layer is a finding; one that ends a residual branch, or is an offset, is not."""
+    run = of_a_norm(weight, **options)
+    found = [each for each in run.findings() if each.rule == "zero-norm"]
     assert brief(found) == [("warning", "zero-norm", "norm")] * is_wrong

@@ -341,16 +341,18 @@ def test_a_generator_that_helps_the_discriminator(label: float, sign: int, is_wr
     assert [(each.rule, each.module, each.others) for each in found] == [("generator-helps", "d.2", ("g",))] * is_wrong
 
 
-@pytest.mark.parametrize(("sign", "is_wrong"), [(1, True), (-1, False)])
-def test_a_generator_that_helps_the_critic(sign: int, is_wrong: bool) -> None:
-    """The generator must make those scores larger that the critic makes smaller."""
+@pytest.mark.parametrize(
+    ("sign", "gradient", "is_wrong"), [(1, None, True), (-1, None, False), (1, torch.tensor(-1.0), False)]
+)
+def test_a_generator_that_helps_the_critic(sign: int, gradient: Tensor | None, is_wrong: bool) -> None:
+    """The generator must make those scores larger that the critic makes smaller, also by a given gradient."""
 
     class Step(Adversaries):
         def forward(self, x: Tensor) -> Tensor:
             fake = self.g(torch.randn(8, 3))
             (self.d(fake.detach()).mean() - self.d(x).mean()).backward()
             loss: Tensor = sign * self.d(fake).mean()
-            loss.backward()
+            loss.backward(gradient)
             return loss
 
     found = [each for each in run({"d.2": {}}, graph=capture_graph(Step(), rows)) if each.rule in NAMES]
