@@ -279,6 +279,14 @@ class Evidence:
         """The parameters with at least two dimensions."""
         return [each for each in self.tensors if len(each.shape) >= 2]
 
+    @cached_property
+    def weights_of(self) -> dict[str, list[View]]:
+        """The weights of each module."""
+        found: dict[str, list[View]] = {}
+        for each in self.weights:
+            found.setdefault(each.module, []).append(each)
+        return found
+
     def medians(self, table: History, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""
         return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))

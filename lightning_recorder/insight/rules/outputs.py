@@ -95,7 +95,7 @@ def _feed(view: View, since: int, large: float) -> str:
     """Describe the input of a dead ReLU, or of the ReLU before a dead module: negative, or after a large update."""
     evidence, wiring = view.evidence, view.evidence.wiring
     update = ""
-    for feeds in (wiring.producers[call] for call, name in enumerate(wiring.calls) if name == view.module):
+    for feeds in (wiring.producers[call] for call in wiring.calls_of.get(view.module, ())):
         # A ReLU that is called several times is not dead as a whole.
         relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
         sources = [(each, "its input") for each in feeds]
@@ -113,7 +113,7 @@ def _feed(view: View, since: int, large: float) -> str:
 
 def _large_update(evidence: Evidence, name: str, until: int, large: float) -> str:
     """Describe the largest recorded update of a layer up to a step, if it was large relative to the weight."""
-    for each in (each for each in evidence.weights if each.module == name):
+    for each in evidence.weights_of.get(name, ()):
         ratios, steps = each.column("update_ratio")
         known = np.where((steps <= until) & np.isfinite(ratios), ratios, 0.0)
         if known.max(initial=0.0) >= large:
