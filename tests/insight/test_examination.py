@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,20 +76,21 @@ def test_rules_run_again_only_if_what_they_read_has_changed(monkeypatch: pytest.
         return find(evidence, ignored)
 
     engine = sys.modules["lightning_recorder.insight.examine"]  # the package has a function of this name
-    find = engine._findings
+    find: Callable[[Evidence, Collection[str]], list[Finding]] = engine._findings
     monkeypatch.setattr(engine, "_findings", counted)
     dead = {"act": {"rms": 1.0, "zero_fraction": 1.0}}
     one = examined(dead, graph=chain("fc", "act", act="ReLU"))
     frozen = {"parameters": {"modules": {"fc": {"fired": False, "why": "frozen", "type": "Linear"}}}}
     found: list[list[str]] = []
-    for change in (
+    changes: tuple[Callable[[], object], ...] = (
         lambda: None,
         lambda: one.add(record("activations", 99, {("act", "out"): {"zero_fraction": 0.0}})),
         lambda: setattr(one, "graph", chain("fc", "act", act="ReLU")),  # it is equal, but may have other lines of code
         lambda: setattr(one, "facts", replace(one.facts, coverage=frozen)),
         lambda: one.set_data(DataFacts(loader=LoaderFacts(workers=1))),
         lambda: setattr(one, "facts", replace(one.facts, ignored={"dead-output"})),
-    ):
+    )
+    for change in changes:
         change()
         first = one.findings()
         found.append([each.rule for each in first])
