@@ -7,7 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -431,10 +431,20 @@ class Graph:
             >>> Graph.from_json(graph.to_json()) == graph
             True
         """
-        nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
-        edges = [{key: value for key, value in asdict(edge).items() if value or key != "part"} for edge in self.edges]
+        # dataclasses.asdict copies each value deeply, which takes seconds for a large model.
+        nodes = [
+            _plain(node)
+            | {key: tuple(map(_plain, getattr(node, key))) for key in ("outputs", "inputs")}
+            | {"output_bytes": node.output_bytes}
+            for node in self.nodes
+        ]
+        edges = [
+            {key: value for key, value in _plain(edge).items() if value or key != "part"}
+            | {"tensor": edge.tensor and _plain(edge.tensor)}
+            for edge in self.edges
+        ]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
+        return {**about, "unused": _plain(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
@@ -465,6 +475,13 @@ class Graph:
         if not nodes or nodes[0].parent is not None or not ends <= there:
             raise ArgumentError("this is not a graph written by lightning_recorder: nodes are missing")
         return graph
+
+
+_FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in (TensorMeta, Node, Edge, Unused)}
+
+
+def _plain(one: TensorMeta | Node | Edge | Unused) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in _FIELDS[type(one)]}
 
 
 def _node(data: Mapping[str, Any]) -> Node:

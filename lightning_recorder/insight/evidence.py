@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,8 +199,7 @@ class Evidence:
     parameters: History  # the parameters, their gradients, updates and optimizer states
     validation: History  # the outputs in validation
     wiring: Wiring  # the modules and their edges
-    # the contents of the receipt: the missing modules of each recorder with the reasons
-    coverage: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[tuple[str, str], ...] = ()  # the modules without a record of their parameters, with the reason
     inputs: History = field(default_factory=_none)  # the inputs of modules in training, if they were recorded
     losses: History = field(default_factory=_none)  # the predictions and targets of losses in training
     # the heads of attention in training, with the statistics of :data:`HEAD_STATISTICS`; see :func:`parts_of`
@@ -280,18 +279,17 @@ class Evidence:
         """The parameters with at least two dimensions."""
         return [each for each in self.tensors if len(each.shape) >= 2]
 
+    @cached_property
+    def weights_of(self) -> dict[str, list[View]]:
+        """The weights of each module."""
+        found: dict[str, list[View]] = {}
+        for each in self.weights:
+            found.setdefault(each.module, []).append(each)
+        return found
+
     def medians(self, table: History, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""
         return dict(zip(table.places, medians(table.get(statistic)).tolist(), strict=True))
-
-    def missing(self, group: str) -> Iterator[tuple[str, str]]:
-        """Yield the modules without a record in the recorders of a group, with the reason."""
-        for label, receipt in self.coverage.items():
-            modules = receipt.get("modules") if isinstance(receipt, Mapping) else None
-            if label.partition("-")[0] == group and isinstance(modules, Mapping):
-                for name, about in modules.items():
-                    if isinstance(about, Mapping) and not about.get("fired", True):
-                        yield str(name), str(about.get("why", ""))
 
 
 def medians(values: Floats) -> Floats:

@@ -93,9 +93,11 @@ class RunHistory:
         """The predictions and targets of losses in training."""
         self.heads, self.experts = new_parts(HEAD_STATISTICS), new_parts(EXPERT_STATISTICS)
         """The heads of attention and the experts of routers in training."""
+        self._found: tuple[Graph | None, tuple[object, ...], list[Finding]] | None = None
 
     def add(self, record: Table) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
+        self._found = None
         # Targets may be anything: the rules about layers do not apply to them.
         group, stage = record.group, record.stage
         record, sides = record.without_losses()
@@ -120,6 +122,16 @@ class RunHistory:
             of_loss: The functions that are no layers.
         """
         return group_records({key: table.without(of_loss) for key, table in self._tables.items()})
+
+    def findings(self, evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
+        """Return the findings of evidence from these records: those of the last call if the rules read the same."""
+        graph = evidence.wiring.graph
+        read = evidence.data, evidence.wiring.types, evidence.missing, frozenset(ignored)
+        # Equal graphs may differ in what rules show, such as lines of code.
+        if self._found is None or self._found[0] is not graph or self._found[1] != read:
+            self._found = graph, read, _findings(evidence, ignored)
+            self.free()
+        return self._found[2]
 
     def free(self) -> None:
         """Free the arrays that rules have read."""
@@ -159,8 +171,7 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
     """
     facts = facts or RunFacts()
     evidence = evidence_of(history, graph, facts)
-    found = _findings(evidence, facts.ignored)
-    history.free()
+    found = history.findings(evidence, facts.ignored)
     watched = [each for each in facts.watched if each.rule not in facts.ignored]
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
     counts, known = history.counts(evidence.wiring.of_loss), {GRAPH: graph is not None, DATA: facts.data is not None}
@@ -183,7 +194,7 @@ def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Ev
         heads=history.heads,
         experts=history.experts,
         wiring=Wiring(names, graph, {**_types(facts.coverage), **facts.types}),
-        coverage=facts.coverage,
+        missing=tuple(_missing(facts.coverage)),
         data=facts.data or DataFacts(),
     ).of_model()
 
@@ -221,6 +232,16 @@ def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
         for name, about in items
         if isinstance(about, Mapping) and "type" in about
     }
+
+
+def _missing(coverage: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the modules without a record in the recorders of parameters, with the reason."""
+    for label, receipt in coverage.items():
+        modules = receipt.get("modules") if isinstance(receipt, Mapping) else None
+        if label.partition("-")[0] == "parameters" and isinstance(modules, Mapping):
+            for name, about in modules.items():
+                if isinstance(about, Mapping) and not about.get("fired", True):
+                    yield str(name), str(about.get("why", ""))
 
 
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AnySet
+from functools import cached_property, lru_cache, partial
 
 from lightning_recorder.functions import function_of, function_sites, is_of_loss
 from lightning_recorder.graph.model import Graph, Node
@@ -14,6 +15,8 @@ __all__ = ["INPUT", "Wiring", "families", "is_position"]
 
 INPUT = "(input)"
 """The producer of what comes from outside of the model."""
+
+_REMEMBERED = 16  # modules whose neighbors are kept: one cause may explain what many modules show
 
 
 class Wiring:
@@ -124,13 +127,23 @@ class Wiring:
                 found[each].append(name)
         return found
 
-    def downstream(self, name: str) -> set[str]:
-        """Return the modules that a module feeds, directly or through others, and itself."""
-        return _reach(name, self.outputs)
+    @cached_property
+    def calls_of(self) -> dict[str, list[int]]:
+        """The calls of each module, in the order of time."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for call, name in enumerate(self.calls):
+            found[name].append(call)
+        return dict(found)
 
-    def upstream(self, name: str) -> set[str]:
-        """Return the modules that feed a module, directly or through others, and itself."""
-        return _reach(name, self.inputs)
+    @cached_property
+    def downstream(self) -> Callable[[str], AnySet[str]]:
+        """A function that returns the modules that a module feeds, directly or through others, and itself."""
+        return lru_cache(_REMEMBERED)(partial(_reach, edges=self.outputs))
+
+    @cached_property
+    def upstream(self) -> Callable[[str], AnySet[str]]:
+        """A function that returns the modules that feed a module, directly or through others, and itself."""
+        return lru_cache(_REMEMBERED)(partial(_reach, edges=self.inputs))
 
     def is_plain(self, blocks: Sequence[str]) -> bool:
         """Return True if the blocks of a chain have the same neighbors outside of it, but for the first and the last.
@@ -210,7 +223,7 @@ def _parent(node: Node) -> int:
     return -1 if node.parent is None else node.parent
 
 
-def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
+def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> AnySet[str]:
     found, todo = {name}, [name]
     while todo:
         for each in edges.get(todo.pop(), ()):

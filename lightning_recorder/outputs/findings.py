@@ -277,8 +277,11 @@ class RunFindings:
 
     def _examined(self) -> Diagnosis:
         # The graph and the receipt change during the run. A resumed run has the graph of the first one.
-        run = self._run
-        graph = self._graph() or (None if run is None else run.graph)
+        run, graph = self._run, self._graph()
+        if run is not None and graph is not None:
+            run.set_graph(graph)
+        elif run is not None:
+            graph = run.graph
         facts = RunFacts(self._coverage(), self._types, self._ignored, self._watched, self._data)
         return examine(self._history, graph, facts)
 

@@ -221,7 +221,7 @@ class Run:
         self.directory = directory
         self._most_records = most_records
         self._series: dict[str, Series] | None = None
-        self._graph: tuple[tuple[int, int], Graph] | None = None  # with the version of its file
+        self._graph: tuple[tuple[int, int] | None, Graph] | None = None  # with the version of its file
 
     @property
     def log_dir(self) -> Path:
@@ -295,16 +295,23 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
-        path = self.directory / "graph.json"
-        about = path.stat() if path.exists() else None
-        version = None if about is None else (about.st_mtime_ns, about.st_size)
+        version = self._version_of_graph()
         # A large graph takes a second to read, and examining and showing a run both need it.
         if version is None or self._graph is None or self._graph[0] != version:
-            graph = self._read_graph(path)
+            graph = self._read_graph()
             self._graph = None if graph is None or version is None else (version, graph)
         return None if self._graph is None else self._graph[1]
 
-    def _read_graph(self, path: Path) -> Graph | None:
+    def set_graph(self, graph: Graph) -> None:
+        """Set the graph that this process has written, so that its file is read only if it changes."""
+        self._graph = self._version_of_graph(), graph
+
+    def _version_of_graph(self) -> tuple[int, int] | None:
+        path = self.directory / "graph.json"
+        about = path.stat() if path.exists() else None
+        return None if about is None else (about.st_mtime_ns, about.st_size)
+
+    def _read_graph(self) -> Graph | None:
         data = self._json("graph.json")
         if data is None:
             return None
@@ -314,6 +321,7 @@ class Run:
             graph = Graph.from_json(data)
             _check_graph(graph)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+            path = self.directory / "graph.json"
             raise DumpError(f"{path} is not a graph written by lightning_recorder: {describe_error(error)}") from error
         return graph
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_recorder import default_recorders
+from lightning_recorder import Outputs, default_recorders
 from tests.benchmarks.__main__ import peak_memory_mib
 from tests.benchmarks.fits import Model, quiet
 from tests.benchmarks.models import Case
@@ -63,7 +63,7 @@ def end_of_fit(modules: int, records: int) -> tuple[float, float]:
         trainer = Trainer(
             max_epochs=1,
             accelerator="cpu",
-            callbacks=[end, *default_recorders(every_n_train_steps=1)],
+            callbacks=[end, *default_recorders(every_n_train_steps=1, outputs=Outputs(report=True))],  # at any speed
             logger=TensorBoardLogger(Path(folder)),
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from lightning_recorder.outputs import RunFindings, pipeline
 from lightning_recorder.outputs.findings import REPORT
 from lightning_recorder.page import page_data
 from lightning_recorder.recordings.examine import records_of
+from lightning_recorder.recordings.recording import Run
 from tests.sinks.events import read_events
 
 QUIET = Outputs(plots=False, dumps=False)
@@ -283,6 +285,36 @@ def test_the_report_has_the_findings_and_all_records(tmp_path: Path) -> None:
     (expected,) = page_data(open_recording(tmp_path).runs)["runs"]
     assert {**found["runs"][0], "name": expected["name"]} == expected
     assert found["runs"][0]["findings"][0]["module"] == "act"
+
+
+def test_the_end_of_a_fit_examines_once_and_reads_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All recorders, the findings and the report share one examination and the graph in memory."""
+    done: list[str] = []
+
+    def counted(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def function(*arguments: object) -> object:
+            done.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, function)
+
+    class End(Callback):
+        @override
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            InStep().on_train_batch_start(trainer)
+            done.clear()
+
+    counted(sys.modules["lightning_recorder.insight.examine"], "_findings")
+    counted(Run, "_read_graph")
+    callbacks = [InStep(), End(), *recorders(replace(QUIET, report=True))]
+    make_trainer(tmp_path, callbacks, limit_train_batches=STEPS - 2).fit(Net(fault="dead"), batches())
+    assert done == ["_findings"]
+    assert '"module": "act"' in (report_of(tmp_path).parent / "findings.json").read_text()
+    assert report_of(tmp_path).exists()
+    assert open_recording(tmp_path).graph is not None
+    assert done == ["_findings", "_read_graph"]
 
 
 @pytest.mark.parametrize(("seconds", "is_written"), [(20.0, False), (30.0, True)])

@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -103,6 +104,17 @@ def test_json_is_self_describing() -> None:
     assert json.loads(json.dumps(data["edges"])) == [
         {"source": 0, "target": 1, "multiplicity": 2, "tensor": None, "across": [], "outputs": []}
     ]
+
+
+def test_json_of_recorded_graphs() -> None:
+    """The JSON of a graph is what ``dataclasses.asdict`` returns, with all fields in their order."""
+    for graph in (nested(), collapse(nested(), 1), fold_repeats(capture_graph(stack(4), X))):
+        data = graph.to_json()
+        nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in graph.nodes]
+        edges = [{key: value for key, value in asdict(edge).items() if value or key != "part"} for edge in graph.edges]
+        assert json.dumps(data["nodes"]) == json.dumps(nodes)
+        assert json.dumps(data["edges"]) == json.dumps(edges)
+        assert json.dumps(data["unused"]) == json.dumps(asdict(graph.unused))
 
 
 ROOT = {"id": 0, "kind": "module", "name": "", "parent": None, "depth": 0, "outputs": []}

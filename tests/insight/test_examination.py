@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +18,21 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import (
     ROSE,
     STATISTICS,
+    Finding,
     RunFacts,
     findings_from_json,
     findings_to_json,
     with_watched,
 )
+from lightning_recorder.insight.data_facts import DataFacts, LoaderFacts
+from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import rows_of
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.records.history import History
 from lightning_recorder.records.table import Schema, Table
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
-from tests.insight.records import Examination, Values, brief, chain, record, run, trained
+from tests.insight.records import Examination, Values, brief, chain, examined, record, run, trained
 from tests.recordings.runs import record_run
 
 NAMES = ("a", "act", "b", "head")
@@ -60,6 +65,42 @@ def test_findings_can_be_asked_at_any_time() -> None:
         one.findings()
         other.add(each)
     assert one.findings() == other.findings() != []
+
+
+def test_rules_run_again_only_if_what_they_read_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New records, another graph, receipt, choice of rules or data are examined; the same evidence is not, twice."""
+    seen: list[Evidence] = []
+
+    def counted(evidence: Evidence, ignored: Collection[str]) -> list[Finding]:
+        seen.append(evidence)
+        return find(evidence, ignored)
+
+    engine = sys.modules["lightning_recorder.insight.examine"]  # the package has a function of this name
+    find: Callable[[Evidence, Collection[str]], list[Finding]] = engine._findings
+    monkeypatch.setattr(engine, "_findings", counted)
+    dead = {"act": {"rms": 1.0, "zero_fraction": 1.0}}
+    one = examined(dead, graph=chain("fc", "act", act="ReLU"))
+    frozen = {"parameters": {"modules": {"fc": {"fired": False, "why": "frozen", "type": "Linear"}}}}
+    found: list[list[str]] = []
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: None,
+        lambda: one.add(record("activations", 99, {("act", "out"): {"zero_fraction": 0.0}})),
+        lambda: setattr(one, "graph", chain("fc", "act", act="ReLU")),  # it is equal, but may have other lines of code
+        lambda: setattr(one, "facts", replace(one.facts, coverage=frozen)),
+        lambda: one.set_data(DataFacts(loader=LoaderFacts(workers=1))),
+        lambda: setattr(one, "facts", replace(one.facts, ignored={"dead-output"})),
+    )
+    for change in changes:
+        change()
+        first = one.findings()
+        found.append([each.rule for each in first])
+        assert len(seen) == len(found)
+        timing = {label: {**receipt, "recording_ms": 1.0} for label, receipt in one.facts.coverage.items()}
+        one.facts = replace(one.facts, coverage=timing)
+        assert one.findings() == first
+        assert len(seen) == len(found)
+    assert found[0] == ["dead-output"]
+    assert found[1] == []
 
 
 def test_a_repeated_step_is_replaced() -> None:

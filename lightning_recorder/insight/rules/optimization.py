@@ -36,7 +36,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
     """Yield the parameters with a gradient that no optimizer has."""
     trained = {site.name for site in evidence.gradients.places}
     updated = {each.module for each in evidence.tensors if each.update}
-    for name, why in evidence.missing("parameters"):  # as known after the first record
+    for name, why in evidence.missing:  # as known after the first record
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
@@ -118,7 +118,7 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         # Some methods of fine-tuning train the biases alone.
         is_few = len(parts) < share * (len(parts) + len(evidence.tensors))
         yield found if is_few else replace(found, severity="note", why="Fine-tuning of a part of the parameters.")
-    names = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
+    names = [name for name, why in evidence.missing if why.startswith("frozen")]
     in_optimizer = {each.module for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}
     if not names or not in_optimizer:

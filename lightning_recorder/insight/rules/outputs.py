@@ -95,8 +95,7 @@ def _feed(view: View, since: int, large: float) -> str:
     """Describe the input of a dead ReLU, or of the ReLU before a dead module: negative, or after a large update."""
     evidence, wiring = view.evidence, view.evidence.wiring
     update = ""
-    for call, name in enumerate(wiring.calls):
-        feeds = wiring.producers[call] if name == view.module else frozenset()
+    for feeds in (wiring.producers[call] for call in wiring.calls_of.get(view.module, ())):
         # A ReLU that is called several times is not dead as a whole.
         relus = [each for each in feeds if each >= 0 and evidence.type_of(wiring.calls[each]) in _RELUS]
         sources = [(each, "its input") for each in feeds]
@@ -114,10 +113,10 @@ def _feed(view: View, since: int, large: float) -> str:
 
 def _large_update(evidence: Evidence, name: str, until: int, large: float) -> str:
     """Describe the largest recorded update of a layer up to a step, if it was large relative to the weight."""
-    for each in evidence.weights:
+    for each in evidence.weights_of.get(name, ()):
         ratios, steps = each.column("update_ratio")
         known = np.where((steps <= until) & np.isfinite(ratios), ratios, 0.0)
-        if each.module == name and known.max(initial=0.0) >= large:
+        if known.max(initial=0.0) >= large:
             rates = each.learning_rate
             at = f" at learning rate {np.median(rates):.3g}" if len(rates) else ""
             return f", after step {steps[known.argmax()]} changed {each.name} by {known.max():.0%}{at}"

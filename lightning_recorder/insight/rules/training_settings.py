@@ -256,7 +256,7 @@ def eval_mode(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding]:
     if len(table) < persistence:
         return
     trained = {each.module for each in evidence.tensors if each.gradient}
-    frozen = {name for name, why in evidence.missing("parameters") if why.startswith("frozen")}
+    frozen = {name for name, why in evidence.missing if why.startswith("frozen")}
     last = table.get("eval_mode")[-persistence:] == 1.0
     found = [
         site.name
