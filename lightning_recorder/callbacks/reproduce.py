@@ -62,7 +62,7 @@ def save_incident(
         graph=_graph_up_to(trainer, discovery.finding.module),
         max_bytes=max_bytes,
         save_batch=save_batch,
-        has_script=isinstance(pl_module, LightningModule),  # the loop of another model is in its program
+        has_script=hasattr(type(pl_module), "training_step"),  # the loop of another model is in its program
     )
 
 

@@ -361,7 +361,8 @@ class Mixed(nn.Module):
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        return x * self.one(x) + other * self.two(other)
+        mixed: Tensor = x * self.one(x) + other * self.two(other)
+        return mixed
 
 
 class Mixer(nn.Module):

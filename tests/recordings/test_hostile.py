@@ -66,7 +66,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_finding((log_dir / FINDING).parent, finding)
     kept = KeptBatch([torch.ones(2, 6), {"name": "a"}], 1, 1, 0, RandomStates(), [], [])
     write_incident(
-        (log_dir / INCIDENT).parent, ABOUT, kept, state={}, records={}, graph="", max_bytes=2**20, save_batch=True
+        (log_dir / INCIDENT).parent,
+        ABOUT,
+        kept,
+        state={},
+        records={},
+        graph="",
+        max_bytes=2**20,
+        save_batch=True,
+        has_script=True,
     )
     return log_dir
 
