@@ -534,8 +534,8 @@ def test_probabilities_that_are_none_of_the_policy(is_teacher: bool) -> None:
             logs = self.net(x).log_softmax(1)
             others = logs if is_teacher else self.net(x + 1).log_softmax(1)
             given = self.teacher(x).softmax(1) if is_teacher else self.net(x + 1).softmax(1)
-            policy: Tensor = (logs.gather(1, action[:, None])[:, 0] * rewards).mean()
-            loss = -policy - 0.1 * (given * others).sum(1).mean()
+            policy = (logs.gather(1, action[:, None])[:, 0] * rewards).mean()
+            loss: Tensor = -policy - 0.1 * (given * others).sum(1).mean()
             loss.backward()
             return loss
 
