@@ -295,7 +295,7 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
-        version = self._version_of_graph()
+        version = self._state_of_graph()
         # A large graph takes a second to read, and examining and showing a run both need it.
         if version is None or self._graph is None or self._graph[0] != version:
             graph = self._read_graph()
@@ -304,9 +304,9 @@ class Run:
 
     def set_graph(self, graph: Graph) -> None:
         """Set the graph that this process has written, so that its file is read only if it changes."""
-        self._graph = self._version_of_graph(), graph
+        self._graph = self._state_of_graph(), graph
 
-    def _version_of_graph(self) -> tuple[int, int] | None:
+    def _state_of_graph(self) -> tuple[int, int] | None:
         path = self.directory / "graph.json"
         about = path.stat() if path.exists() else None
         return None if about is None else (about.st_mtime_ns, about.st_size)
