@@ -284,7 +284,7 @@ def _lines_of(
     paths = [[site.path + part.suffix for part in parts] for site in sites]
     own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
     ranked = standing_out(np.array(own))
-    order = [*ranked, *(place for place in range(len(sites)) if place not in set(ranked))]
+    order = list(dict.fromkeys([*ranked, *range(len(sites))]))
     longest = max(len(site.name) + len(site.path) for site in sites)
     width = max((shutil.get_terminal_size().columns - longest - 6) // len(parts) - _NUMBERS, _NARROWEST)
     ends = ("last", "min", "max", "")

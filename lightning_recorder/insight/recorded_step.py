@@ -79,6 +79,16 @@ class RecordedStep:
         """Return the nodes that a node takes tensors from, in the order of its arguments."""
         return [self.graph[edge.source] for edge in self.graph.into(node)]
 
+    def ancestors(self, node: Node) -> set[int]:
+        """Return the ids of the nodes that a node depends on."""
+        found, todo = set[int](), [node]
+        while todo:
+            for source in self.sources(todo.pop()):
+                if source.id not in found:
+                    found.add(source.id)
+                    todo.append(source)
+        return found
+
     def users(self, node: Node) -> list[Node]:
         """Return the nodes that take the output of a node, without the losses' backward passes."""
         return [user for user in self._users.get(node.id, ()) if user.kind == "op"]

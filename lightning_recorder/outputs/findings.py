@@ -176,6 +176,7 @@ class RunFindings:
         self._last_step = max(self._last_step, finding.last_step)
         if _key(finding) in known:
             self._watched[known[_key(finding)]] = finding
+            self._current_of = (0, 0)
             return
         self._watched.append(finding)
         self.named |= {finding.layer} - {""}

@@ -278,7 +278,9 @@ class Series:
     def _matching(self, key: object) -> list[Site]:
         if isinstance(key, str):
             return [site for site in self._part.sites if key == (site.path if is_batch(*site) else site.name)]
-        return [site for site in self._part.sites if site == key]
+        # Looked up, since a model may have tens of thousands of sites, and `show` and `diff` ask for each.
+        is_site = isinstance(key, tuple) and all(isinstance(each, str) for each in key)
+        return [Site(*key)] if is_site and key in self._part.sites else []
 
     def frame(self) -> Any:
         """Convert the series to a ``pandas.DataFrame`` in long form, with one row per step and site.

@@ -31,6 +31,7 @@ from lightning_recorder import (
     open_recording,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import RunFindings, pipeline
 from lightning_recorder.outputs.findings import REPORT
 from lightning_recorder.page import page_data
@@ -315,6 +316,15 @@ def test_the_end_of_a_fit_examines_once_and_reads_no_graph(tmp_path: Path, monke
     assert report_of(tmp_path).exists()
     assert open_recording(tmp_path).graph is not None
     assert done == ["_findings", "_read_graph"]
+
+
+def test_a_finding_that_replaces_another_one_is_shown() -> None:
+    """The findings so far have what the watch has said last about the same place."""
+    findings = RunFindings(None, log=print, types={}, graph=lambda: None)
+    words: dict[str, Any] = {"usual": "1", "why": "so", "next": "look"}
+    for verdict in ("the loss rose", "the loss rose again"):
+        findings.report(Finding("spike", "warning", "", "", 1, 1, 1, verdict=verdict, **words))
+        assert [each.verdict for each in findings.current()] == [verdict]
 
 
 @pytest.mark.parametrize(("seconds", "is_written"), [(20.0, False), (30.0, True)])

@@ -56,6 +56,25 @@ def test_every_number_comes_back(recorded: tuple[Path, Expected]) -> None:
                 assert bits(one.statistic("rms")[index].item()) == bits(seen.scalars["rms"])
 
 
+def test_a_site_is_looked_up(recorded: tuple[Path, Expected]) -> None:
+    """A site is found without a comparison with the others, as there may be tens of thousands."""
+    compared: list[object] = []
+
+    class Key(Site):
+        __slots__ = ()
+        __hash__ = Site.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return super().__eq__(other)
+
+    series = open_recording(recorded[0])["activations"]
+    assert series[Key(*SITES[-1])].name == "head"
+    assert Key("head", "nothing") not in series
+    assert (["head"], "out") not in series
+    assert len(compared) <= 1
+
+
 def test_what_a_series_says(recorded: tuple[Path, Expected]) -> None:
     """A series has the stages, epochs, statistics and sessions that were written, and no skipped records."""
     series = open_recording(recorded[0])["activations"]

@@ -243,10 +243,11 @@ class _Fold:
         for node in () if again else shared.intersection(parts):
             if nodes[node].repeats == 1:
                 nodes[node] = replace(nodes[node], shared=True)
-        inside = [node for node in order if node in private or node in set(parts)]
+        members = {*private, *parts}
+        inside = [node for node in order if node in members]
         self._graph.children[group] = inside
         self._graph.children[parent or 0] = [
-            group if node == inside[0] else node for node in order if node == inside[0] or node not in set(inside)
+            group if node == inside[0] else node for node in order if node == inside[0] or node not in members
         ]
         for node in inside:
             nodes[node] = replace(nodes[node], parent=group)

@@ -51,7 +51,7 @@ def all_ignored(evidence: Evidence, *, persistence: int = 2) -> Iterator[Finding
     "class-ignored",
     statistic="share of the targets of cross_entropy or nll_loss that are ignore_index, if each sample has one target",
     usual="0, or a number that is no class, such as -100",
-    why="ignore_index is one of the classes, so that its samples do not count and the model never predicts it.",
+    why="ignore_index is one of the classes, so its samples do not count: nothing teaches the model to predict it.",
     next="Leave out ignore_index, or mark the samples to ignore with a number that is no class.",
     false_alarms="Targets of sequences and images, where the number may stand for padding or unknown pixels, are left "
     "out.",

@@ -481,48 +481,38 @@ def focal_weight(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     for node in step.operations:
         sources = step.sources(node) if node.name in ("mul", "__mul__", "__rmul__") else []
-        for one, other in _both(sources) if len(sources) == 2 else ():
-            power, logarithm = step.made_by(one), step.made_by(other)
-            is_power = power.name in ("pow", "__pow__", "square") and logarithm.name == "log"
-            inner = [step.behind(each) for each in (power, logarithm)] if is_power else []
-            if len(inner) == 2 and inner[0] and inner[1] and node.id in step.trained:
-                known = {step.graph[each].name for each in _behind(step, inner[1])} | {inner[1].name}
-                if known & {"sigmoid", "softmax"} and _is_same(step, inner[0], inner[1]):
-                    verdict = (
-                        f"the loss in {step.place(node)} weights the logarithm of a probability with a power of the "
-                        "same probability: what is predicted well weighs most"
-                    )
-                    yield found_in(evidence, step.owner(node), verdict)
-                    return
-            loss = step.made_by(other)
-            is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
-            if (
-                is_mean
-                and math.prod(shape_of(loss, 1) or (2,)) > 1  # not the loss of a single sample
-                and one.id in step.trained
-                and any(
-                    each.name == "exp" and step.sources(each)[:1] and step.sources(each)[0].name == "neg"
-                    for each in (step.graph[place] for place in _behind(step, one))
-                )
-                and loss.id in _behind(step, one)
-            ):
-                verdict = (
-                    f"the weight of the loss in {step.place(node)} is computed from the mean {loss.name} of the batch, "
-                    "so that all samples have the same weight"
-                )
+        if len(sources) != 2 or node.id not in step.trained:
+            continue
+        for weight, term in _both(sources):
+            what = _weight_of_mean(step, weight, term)
+            if _is_power_of_same(step, weight, term):
+                what = "a power of the probability whose logarithm it multiplies: what is predicted well weighs most"
+            if what:
+                verdict = f"the weight of the loss in {step.place(node)} is {what}"
                 yield found_in(evidence, step.owner(node), verdict)
                 return
 
 
-def _behind(step: RecordedStep, node: Node) -> set[int]:
-    """Return the ids of the operations that a node follows from."""
-    found, todo = set(), [node]
-    while todo:
-        for each in step.sources(todo.pop()):
-            if each.kind == "op" and each.id not in found:
-                found.add(each.id)
-                todo.append(each)
-    return found
+def _is_power_of_same(step: RecordedStep, weight: Node, term: Node) -> bool:
+    """Return True for a power of a probability and the logarithm of the same."""
+    power, logarithm = step.made_by(weight), step.made_by(term)
+    one, other = step.behind(power), step.behind(logarithm)
+    if power.name not in ("pow", "__pow__", "square") or logarithm.name != "log" or one is None or other is None:
+        return False
+    names = {step.graph[each].name for each in step.ancestors(other)} | {other.name}
+    return bool(names & {"sigmoid", "softmax"}) and _is_same(step, one, other)
+
+
+def _weight_of_mean(step: RecordedStep, weight: Node, term: Node) -> str:
+    """Describe a weight, computed with p = exp(-loss), if that loss is the mean of several samples; empty otherwise."""
+    loss = step.made_by(term)
+    is_mean = loss.name in LOSSES and loss.outputs and not loss.outputs[0].shape and shape_of(loss)
+    if not is_mean or math.prod(shape_of(loss, 1) or (2,)) <= 1 or weight.id not in step.trained:
+        return ""
+    before = [step.graph[each] for each in step.ancestors(weight)]
+    exponents = [source.name for each in before if each.name == "exp" for source in step.sources(each)]
+    is_of_mean = loss in before and "neg" in exponents
+    return f"computed from the mean {loss.name} of the batch: all samples have the same" if is_of_mean else ""
 
 
 @rule(
@@ -658,7 +648,7 @@ def _own_baseline(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
 def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     """Return the ids of the optimizers that use the gradients of a term of a loss."""
     known = [each for each in step.graph.nodes if each.kind == "optimizer"]
-    return {each.id for each in known if any(term.id in _behind(step, source) for source in step.sources(each))}
+    return {each.id for each in known if any(term.id in step.ancestors(source) for source in step.sources(each))}
 
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."

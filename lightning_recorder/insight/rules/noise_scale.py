@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -125,8 +126,8 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
     verdict = f"the gradient noise scale is {scale}; a step has {batches * samples:,}"
     if len(known) > 1:
         least, most = (
-            f"{name} ({{:.3g}}, between {{:.3g}} and {{:.3g}})".format(*known[name])
-            for name in (min(known, key=known.__getitem__), max(known, key=known.__getitem__))
+            f"{name} ({each.value:.3g}, between {each.low:.3g} and {each.high:.3g})"
+            for name, each in (choose(known.items(), key=itemgetter(1)) for choose in (min, max))
         )
         verdict += f". It is least in {least} and greatest in {most}"
     view = evidence.view(evidence.parameters, "")

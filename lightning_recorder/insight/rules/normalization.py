@@ -104,9 +104,9 @@ def running_statistics(
             yield View(evidence, evidence.parameters, site).found(verdict, "mean")
             continue
         feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
-        calls = evidence.wiring.calls
+        calls = evidence.wiring.calls_of
         # The record of a layer that is called more often than the norm has the outputs of the other calls, too.
-        if len(feeds) != 1 or feeds[0] == INPUT or calls.count(feeds[0]) > max(calls.count(site.name), 1):
+        if len(feeds) != 1 or feeds[0] == INPUT or len(calls.get(feeds[0], ())) > max(len(calls.get(site.name, ())), 1):
             continue
         steps, distances = _distances(evidence, site.name, evidence.output(feeds[0]))
         if len(steps) < 2 * persistence or steps[-1] < first_step:

@@ -404,7 +404,7 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
         tokens, logits = step.made_by(sources[1]), step.made_by(sources[0])
         readers = list(step.readers(tokens)) if tokens.kind == "input" else []
         is_read = bool(readers) and all(each is node or each.name == "embedding" for each in readers)
-        if is_read and len(readers) > 1 and logits.name == "linear" and tokens.id in _ancestors(step, logits):
+        if is_read and len(readers) > 1 and logits.name == "linear" and tokens.id in step.ancestors(logits):
             verdict = (
                 f"the targets of cross_entropy in {step.place(node)} are the tokens that the model reads at the same "
                 "positions: it learns to copy them"
@@ -468,7 +468,7 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
             label = float(next(iter(signs)))
         if source is None or label is None:
             continue
-        known = [evidence.graph[each] for each in _ancestors(step, node)]
+        known = [evidence.graph[each] for each in step.ancestors(node)]
         before = {each.name.rpartition(".")[0] for each in known if each.kind == "parameter"}
         layer = (step.behind(source) or source) if source.name == "sigmoid" else source
         if node.name != "mean" or layer.name in ("linear", "conv2d"):
@@ -496,14 +496,3 @@ def generator_helps(evidence: Evidence) -> Iterator[Finding]:
             found_one = replace(found_in(evidence, name, verdict), others=tuple(sorted(generator)))
             yield replace(found_one, next="Change the sign of the generator's loss.") if kind else found_one
             return
-
-
-def _ancestors(step: RecordedStep, node: Node) -> set[int]:
-    """Return the ids of the nodes that a node depends on."""
-    found, todo = set(), [node]
-    while todo:
-        for source in step.sources(todo.pop()):
-            if source.id not in found:
-                found.add(source.id)
-                todo.append(source)
-    return found

@@ -411,7 +411,7 @@ def focal_of_samples(y: Tensor, target: Tensor) -> Tensor:
     ("loss", "words"),
     [
         (lambda y, t: focal(y, t, of_mean=True), "is computed from the mean cross_entropy of the batch"),
-        (lambda y, t: focal(y, t, is_exchanged=True), "with a power of the same probability"),
+        (lambda y, t: focal(y, t, is_exchanged=True), "a power of the probability whose logarithm"),
         (focal, ""),
         (focal_of_samples, ""),
         (lambda y, t: focal(y[:1], t[:1], of_mean=True), ""),  # sample by sample
