@@ -103,6 +103,7 @@ _put: Any = object.__setattr__
 _MISSING = object()
 
 
+# Two forms, because the classes of a tuple would be joined to ``object``, of which every value is one.
 @overload
 def is_a(value: object, kinds: type[Value]) -> TypeIs[Value]: ...
 @overload
