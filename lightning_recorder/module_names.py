@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, named_modules_of, named_parameters_of
+from lightning_recorder.internals.module_tree import (
+    ModuleMap,
+    attributes_of,
+    children_of,
+    is_a,
+    named_modules_of,
+    named_parameters_of,
+    plain_dict,
+    tables_of,
+)
 
 __all__ = [
     "default_modules",
     "is_metric",
     "is_never_called",
+    "modules_in_containers",
     "named_submodules",
     "own_parameters",
     "without_wrappers",
@@ -25,8 +37,14 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OPAQUE = (nn.MultiheadAttention,)
 
 
-def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+def named_submodules(
+    module: nn.Module, *, remove_duplicate: bool = True, with_lent: bool = False
+) -> dict[str, nn.Module]:
     """Return the modules of ``named_modules()``, including the root, by their names in the user's code.
+
+    ``with_lent`` adds the modules that are not registered although their parameters are. A model of Keras has its
+    layers in a list, and their parameters in a dictionary of its own. They are named by their place, such as
+    ``model._layers[1]``.
 
     Name segments inserted by ``torch.compile``, FSDP and ``checkpoint_wrapper`` are removed. A wrapper and the module
     it wraps then share a name; the wrapped module is returned, since hooks on both would fire twice for each call.
@@ -37,7 +55,8 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
         >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
         [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
     """
-    return without_wrappers(dict(named_modules_of(module, remove_duplicate=remove_duplicate)))
+    found = without_wrappers(dict(named_modules_of(module, remove_duplicate=remove_duplicate)))
+    return found | _lent_modules(found) if with_lent else found
 
 
 def without_wrappers(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -69,7 +88,7 @@ def default_modules(module: nn.Module) -> list[str]:
     """
     found: ModuleMap[str] = ModuleMap()
     closed: list[str] = []  # modules below which nothing is recorded
-    for name, each in named_submodules(module, remove_duplicate=False).items():
+    for name, each in named_submodules(module, remove_duplicate=False, with_lent=True).items():
         if not name or each in found or is_never_called(each) or any(name.startswith(prefix) for prefix in closed):
             continue
         if is_metric(each):
@@ -126,3 +145,81 @@ def is_never_called(module: nn.Module) -> bool:
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return is_a(module, containers) and type(module).forward is nn.Module.forward
+
+
+def _lent_modules(registered: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that are not registered although their parameters are.
+
+    Those without parameters in the same container count as well. A container with any other module is ignored, such as
+    a list that hides a teacher.
+    """
+    known = {id(each) for each in registered.values()}
+    lent: dict[str, nn.Module] = {}
+    parameters: set[int] = set()
+    around = registered
+    while around:
+        containers: dict[str, dict[str, nn.Module]] = {}
+        for name, each in modules_in_containers(around):
+            if id(each) not in known:
+                containers.setdefault(name.rpartition("[")[0], {}).update(
+                    (f"{name}.{path}" if path else name, inner) for path, inner in named_submodules(each).items()
+                )
+        if containers and not parameters:
+            parameters = _own_parameters_of(registered.values())
+        around = {}
+        for modules in containers.values():
+            own = _own_parameters_of(modules.values())
+            if own and own <= parameters:
+                around |= {name: each for name, each in modules.items() if id(each) not in known}
+                known |= {id(each) for each in modules.values()}
+        lent |= around
+    return lent
+
+
+def _own_parameters_of(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that the modules register themselves."""
+    return {id(each) for module in modules for each in tables_of(module)[0].values() if each is not None}
+
+
+def modules_in_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
+    for name, module in registered.items():
+        if issubclass(type(module), torch.jit.ScriptModule):
+            continue
+        attributes = attributes_of(module)
+        if not any(issubclass(type(attributes[each]), _CONTAINERS) for each in attributes.keys() - _OWN):
+            continue  # the usual case
+        for attribute, value in attributes.items():
+            if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:
+                continue
+            for suffix, each in _modules_in(value):
+                yield f"{name}.{attribute}{suffix}".removeprefix("."), each
+
+
+# The attributes in which a module keeps its registered objects, including hooks.
+_OWN = frozenset(vars(nn.Module()))
+
+
+_CONTAINERS = (list, tuple, dict)
+
+# A longer container holds data of a model rather than layers.
+_MOST_NESTED = 1000
+
+
+def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    pairs = _pairs(value)
+    nested = nested and len(pairs) <= _MOST_NESTED
+    for key, each in pairs:
+        if is_a(each, nn.Module):
+            yield f"[{key!r}]", each
+        elif nested and is_a(each, _CONTAINERS) and len(_pairs(each)) <= _MOST_NESTED:
+            yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
+
+
+def _pairs(value: object) -> list[tuple[object, Any]]:
+    """Return the indices or keys of a container with its entries, read without the methods of its class."""
+    if is_a(value, dict):
+        return list(plain_dict(value).items())
+    if is_a(value, list):
+        return list(enumerate(list.__iter__(value)))
+    return list(enumerate(tuple.__iter__(value))) if is_a(value, tuple) else []

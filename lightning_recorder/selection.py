@@ -261,7 +261,7 @@ class _Tree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self.modules = named_submodules(root, remove_duplicate=False)
+        self.modules = named_submodules(root, remove_duplicate=False, with_lent=True)
         self.names: ModuleMap[list[str]] = ModuleMap()
         for name, each in self.modules.items():
             self.names.setdefault(each, []).append(name)

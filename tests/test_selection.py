@@ -57,6 +57,25 @@ class Net(nn.Module):
         self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
 
 
+class Lender(nn.Module):
+    """A model that has its layers in lists and registers their parameters, as one of Keras does.
+
+    Args:
+        trains: Register the parameters.
+        teacher: A further module in the same list.
+    """
+
+    def __init__(self, *, trains: bool = True, teacher: nn.Module | None = None) -> None:
+        super().__init__()
+        inner = nn.Module()
+        inner.layers = [nn.Linear(8, 8)]
+        inner.layers[0].register_module("act", nn.ReLU())
+        inner.weights = nn.ParameterList(inner.layers[0].parameters())
+        self.layers = [nn.Linear(4, 8), nn.ReLU(), inner, *([teacher] if teacher is not None else [])]
+        parameters = [*self.layers[0].parameters(), *inner.weights]
+        self.weights = nn.ParameterList(parameters if trains else ())
+
+
 NET = Net()
 
 
@@ -986,3 +1005,17 @@ def test_a_generator_can_be_resolved_again() -> None:
     """Patterns from a generator are stored, so that a second model can be resolved."""
     selection = Selection(name for name in ("a", "b"))
     assert [list(selection.resolve(grow("a", "b"))) for _ in range(2)] == [["a", "b"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Lender(), ["layers[0]", "layers[1]", "layers[2].layers[0]", "layers[2].layers[0].act"]),
+        (Lender(trains=False), []),
+        (Lender(teacher=nn.Linear(1, 1)), []),
+    ],
+)
+def test_modules_whose_parameters_are_registered_elsewhere(model: nn.Module, names: list[str]) -> None:
+    """Layers in a list are modules of the model if it trains their parameters; a teacher in the list hides them."""
+    assert [name for name in default_modules(model) if "[" in name and not name.endswith("layers[2]")] == names
+    assert not any("[" in name for name in named_submodules(model))

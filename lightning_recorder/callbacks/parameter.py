@@ -213,10 +213,12 @@ def _owners(root: nn.Module) -> ModuleSet:
 
     Unlike for activations, the root is included: its parameters can be read without knowing what a call of it means.
     """
-    named = named_submodules(root, remove_duplicate=False)
+    registered = named_submodules(root, remove_duplicate=False)
+    named = named_submodules(root, remove_duplicate=False, with_lent=True)
     found = ModuleSet()
     seen: set[int] = set()
-    for name in ["", *default_modules(root)]:
+    # A model of Keras registers the parameters of its layers, which are not registered but use them.
+    for name in sorted(["", *default_modules(root)], key=registered.__contains__):
         own = {id(parameter) for _, parameter in own_parameters(named[name])}
         if own - seen:
             found.add(named[name])

@@ -412,12 +412,8 @@ class WatchedSamples:
         found = sample_numbers(batch, self._values) if self._values else None
         if found is None:
             return None
-        classes = _classes(batch)
-        is_one_each = type(classes) is Tensor and classes.dtype in _INTEGERS and classes.shape == found.shape[1:]
-        if not is_one_each:
-            return found
-        classes = classes.detach().to(found.device, torch.int64)
-        return torch.cat([found, classes.unsqueeze(0)])
+        classes = _numbers_of(_classes(batch), found.shape[1])
+        return found if classes is None else torch.cat([found, classes.to(found.device).unsqueeze(0)])
 
     def _add_values(self, numbers: np.ndarray[Any, Any]) -> None:
         if self._loader is not None and len(numbers):
@@ -639,6 +635,26 @@ def _classes(batch: Any) -> Any:
         return batch[1] if len(batch) == 2 else None
     found = dict(iter_tensors(batch, "", unknown=ignore_unknown))
     return next((found[f".{name}"] for name in _NAMES_OF_CLASSES if f".{name}" in found), None)
+
+
+def _numbers_of(classes: Any, samples: int) -> Tensor | None:
+    """Return the number of the class of each sample, given as integers, as 0.0 and 1.0, or one-hot; -1 for others."""
+    if type(classes) is not Tensor or classes.shape[:1] != (samples,):
+        return None
+    classes = classes.detach()
+    if classes.dtype in _INTEGERS:
+        return classes.to(torch.int64) if classes.dim() == 1 else None
+    if not classes.is_floating_point() or classes.dim() > 2 or not classes.numel():
+        return None
+    rows = classes.reshape(samples, -1)
+    ones = rows == 1
+    are_classes = (ones | (rows == 0)).all(1)
+    if rows.shape[1] == 1:
+        numbers = ones[:, 0].to(torch.int64)
+    else:
+        are_classes &= ones.sum(1) == 1
+        numbers = ones.to(torch.uint8).argmax(1)
+    return torch.where(are_classes, numbers, -1)
 
 
 def _versions(batch: Any) -> int | None:

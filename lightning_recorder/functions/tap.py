@@ -71,7 +71,7 @@ class ChosenFunctions:
         wanted = [kind if isinstance(kind, str) else kind.__name__ for kind in types or ()]
         self._types = None if types is None else {kind.rpartition(".")[2] for kind in wanted}
         self._excluded = [compile_glob(name).fullmatch for name in exclude or ()]
-        modules = named_submodules(root)
+        modules = named_submodules(root, with_lent=True)
         self._taken = modules.keys()
         self._modules: ModuleMap[str] = ModuleMap()
         closed = tuple(f"{name}." for name, each in modules.items() if is_metric(each))

@@ -285,6 +285,9 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
         return False
     if "any" in where or not cause.module:
         return True
+    # What a layer returns is what the function at its end does.
+    if cause.rule == effect.rule and effect.module.rpartition(".")[0] == cause.module:
+        return True
     wiring = evidence.wiring
     # A zero stops the gradients of the factors that it is multiplied with.
     partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}

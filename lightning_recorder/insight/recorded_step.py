@@ -144,20 +144,23 @@ class RecordedStep:
 
     @cached_property
     def probabilities(self) -> dict[int, Node]:
-        """The node that makes the probabilities of each cross-entropy that is written out, by the id of its product.
+        """The node that makes the probabilities of each cross-entropy that is written out, by the id of its last part.
 
-        It is the sum of the targets times the logarithm of the probabilities, which may be divided by their sum. That
-        of two classes also has the logarithm of the opposite, and is left out.
+        It is the sum of the targets times the logarithm of the probabilities, which may be divided by their sum, or
+        nll_loss of that logarithm. That of two classes also has the logarithm of the opposite, and is left out.
         """
+        logarithms = {last: self.made_by(side) for last, (side, _) in self.comparisons.items()}
+        logarithms = {last: each for last, each in logarithms.items() if "mul" in self.graph[last].name}
+        losses = ((node.id, self.behind(node)) for node in self.operations if node.name == "nll_loss")
+        logarithms |= {last: each for last, each in losses if each is not None}
         found = {}
-        for product, (prediction, _) in self.comparisons.items():
-            source = self.made_by(prediction)
+        for last, source in logarithms.items():
             behind = self.behind(source) if source.name == "log" else None
             if behind is not None and behind.name in ("div", "__truediv__"):
                 behind = self.behind(behind) or behind
-            is_product = behind is not None and behind.kind == "op" and "mul" in self.graph[product].name
-            if behind is not None and is_product and not any("sub" in user.name for user in self.readers(behind)):
-                found[product] = behind
+            is_made = behind is not None and behind.kind == "op"
+            if behind is not None and is_made and not any("sub" in user.name for user in self.readers(behind)):
+                found[last] = behind
         return found
 
     @cached_property

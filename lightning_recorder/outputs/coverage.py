@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_recorder.functions import function_of
-from lightning_recorder.internals.module_tree import is_a, is_training, modules_of
+from lightning_recorder.internals.module_tree import is_a, is_training
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
@@ -183,7 +183,7 @@ class Coverage:
         return "backward passes no longer reach it" if parameter.requires_grad else "frozen, requires_grad is False"
 
     def _is_part(self, name: str) -> bool:
-        return any(each is self.modules[name] for each in modules_of(self.root))
+        return any(each is self.modules[name] for each in named_submodules(self.root, with_lent=True).values())
 
     def without_gradients(self, sites: Collection[Site]) -> list[str]:
         """Return the names of the recorded parameters that had no gradient in any recorded step."""

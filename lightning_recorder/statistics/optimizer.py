@@ -21,7 +21,7 @@ from lightning_recorder.internals.module_tree import modules_of, stored_attribut
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.module_names import own_parameters
+from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
@@ -372,6 +372,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
         theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         present = None if self.root is None else {id(each) for each in modules_of(self.root)}
+        if self.root is not None and present is not None and not present.issuperset(map(id, self._modules.values())):
+            present = {id(each) for each in named_submodules(self.root, with_lent=True).values()}
         found = []
         for name, module in self._modules.items():
             # The optimizer may still have the parameters of a module that was replaced.

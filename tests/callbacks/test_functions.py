@@ -241,3 +241,49 @@ def test_a_recorded_step_calls_the_mode_for_the_functions_of_the_program(
     )
     assert "tests.callbacks.test_functions" in callers
     assert not [each for each in callers if each.startswith("lightning_recorder")]
+
+
+class Dense(nn.Module):
+    """A layer with its activation, as in Keras."""
+
+    def __init__(self, inputs: int, outputs: int, activation: Function) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Parameter(torch.randn(inputs, outputs) * 0.1), nn.Parameter(torch.zeros(outputs))
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x @ self.kernel + self.bias)
+
+
+class OfLayers(Net):
+    """A model that has its layers in a list, and registers their parameters only.
+
+    Args:
+        bias: The bias of the second layer.
+    """
+
+    def __init__(self, bias: float) -> None:
+        super().__init__(torch.relu)
+        del self.first, self.second, self.head
+        self.layers = [Dense(64, 16, torch.relu), Dense(16, 16, torch.relu), Dense(16, 10, lambda x: x)]
+        self.variables = nn.ParameterList([each for layer in self.layers for each in layer.parameters()])
+        nn.init.constant_(self.layers[1].bias, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functools.reduce(lambda x, layer: layer(x), self.layers, x.flatten(1))
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(0.0, []), (-20.0, [("dead-output", "layers[1]")])])
+def test_layers_in_a_list_are_recorded_with_their_functions(
+    tmp_path: Path, bias: float, expected: list[tuple[str, str]]
+) -> None:
+    """Layers whose parameters the model registers elsewhere are recorded, and one fault is one finding."""
+    seed_everything(3, verbose=False)
+    receipt, findings = fit(tmp_path, OfLayers(bias), *recorders())
+    layers = ["layers[0]", "layers[1]", "layers[2]"]
+    fired = {
+        label: [name for name, each in about["modules"].items() if each["fired"]] for label, about in receipt.items()
+    }
+    assert fired["parameters"] == layers
+    assert {*layers, "layers[0].relu", "layers[1].relu"} <= {*fired["activations"]} & {*fired["gradients"]}
+    assert [(each["rule"], each["module"]) for each in findings if each["severity"] != "note"] == expected

@@ -64,10 +64,29 @@ def dataset(samples: int = 640, seed: int = 0) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=random_numbers))
 
 
-def sorted_by_class() -> TensorDataset:
+def sorted_by_class(form: Callable[[Tensor], Tensor] = lambda classes: classes) -> TensorDataset:
     x, classes = dataset().tensors
     order = classes.argsort()
-    return TensorDataset(x[order], classes[order])
+    return TensorDataset(x[order], form(classes[order]))
+
+
+def one_hot(classes: Tensor) -> Tensor:
+    return F.one_hot(classes, CLASSES).float()
+
+
+def binary(classes: Tensor) -> Tensor:
+    return one_hot(classes // 2)[:, 1:2]
+
+
+def sizes(classes: Tensor) -> Tensor:
+    return classes[:, None] / 4
+
+
+class Binary(Net):
+    """A regression of the first output."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(batch[0])[:, :1], batch[1])
 
 
 class Two(Net):
@@ -358,7 +377,9 @@ def fit(
     )
     trained = model()
     trainer.fit(trained, train, validation)
-    return open_recording(folder).run if model in (Net, Two, OfAttributes) and trainer.is_global_zero else trained
+    return (
+        open_recording(folder).run if model in (Net, Two, Binary, OfAttributes) and trainer.is_global_zero else trained
+    )
 
 
 def findings(run: Any) -> list[tuple[str, str, str]]:
@@ -384,6 +405,8 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "few-shot": lambda: {"train": DataLoader(dataset(), batch_sampler=Drawn(episodes, 20))},
     "endless stream": lambda: {"train": DataLoader(Stream(repeats=True), 16), "limit_train_batches": 50},
+    "sorted sizes": lambda: {"train": DataLoader(sorted_by_class(sizes), 32), "model": Binary},
+    "one-hot": lambda: {"train": DataLoader(sorted_by_class(one_hot), 32, shuffle=True)},
     "overfit": lambda: {"train": DataLoader(dataset(), 32), "overfit_batches": 1, "max_epochs": 20},
     "one batch": lambda: {"train": DataLoader(dataset(32), 32), "max_epochs": 20},
     "copies": lambda: {"train": DataLoader(Reused(copies=True), 32, shuffle=True)},
@@ -471,6 +494,22 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         },
         "validation-in-training",
         "42% of the samples of validation are also samples of training",
+    ),
+    "sorted one-hot classes": (
+        lambda: {"train": DataLoader(sorted_by_class(one_hot), 32)},
+        "sorted-by-class",
+        (
+            "the samples are sorted by class: in epoch 0, the class changes 3 times in 640 samples of 4 classes; the "
+            "sampler is SequentialSampler"
+        ),
+    ),
+    "sorted numbers 0.0 and 1.0": (
+        lambda: {"train": DataLoader(sorted_by_class(binary), 32), "model": Binary},
+        "sorted-by-class",
+        (
+            "the samples are sorted by class: in epoch 0, the class changes 1 times in 640 samples of 2 classes; the "
+            "sampler is SequentialSampler"
+        ),
     ),
     "sorted": (
         lambda: {"train": DataLoader(sorted_by_class(), 32)},

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.internals.module_tree import (
-    attributes_of,
-    is_a,
     is_scripted,
     is_training,
     modules_of,
@@ -23,11 +20,10 @@ from lightning_recorder.internals.module_tree import (
     named_parameters_of,
     own_parameters_of,
     parameters_of,
-    plain_dict,
     tables_of,
 )
 from lightning_recorder.internals.storage import is_uninitialized
-from lightning_recorder.module_names import named_submodules
+from lightning_recorder.module_names import modules_in_containers, named_submodules
 
 __all__ = ["FUSED", "ModelNames", "count", "count_below", "count_own", "is_fused", "is_opaque", "note_used"]
 
@@ -148,7 +144,7 @@ class ModelNames:
             self._introduce(name, each)
         self._registered = list(self._names.values())
         self._own = list(self._tensors.values())
-        for name, each in list(_in_plain_containers(registered)):
+        for name, each in list(modules_in_containers(registered)):
             if self.of(each) is None:
                 self._welcome(name, each)
 
@@ -272,50 +268,6 @@ class ModelNames:
         for path, each in named_submodules(module).items():
             if self.of(each) is None:
                 self._introduce(f"{unique}.{path}" if path else unique, each)
-
-
-def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
-    for name, module in registered.items():
-        if issubclass(type(module), torch.jit.ScriptModule):
-            continue
-        attributes = attributes_of(module)
-        if not any(issubclass(type(attributes[each]), _CONTAINERS) for each in attributes.keys() - _OWN):
-            continue  # the usual case
-        for attribute, value in attributes.items():
-            if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:
-                continue
-            for suffix, each in _modules_in(value):
-                yield f"{name}.{attribute}{suffix}".removeprefix("."), each
-
-
-# The attributes in which a module keeps its registered objects, including hooks.
-_OWN = frozenset(vars(nn.Module()))
-
-
-_CONTAINERS = (list, tuple, dict)
-
-# A longer container holds data of a model rather than layers.
-_MOST_NESTED = 1000
-
-
-def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    pairs = _pairs(value)
-    nested = nested and len(pairs) <= _MOST_NESTED
-    for key, each in pairs:
-        if is_a(each, nn.Module):
-            yield f"[{key!r}]", each
-        elif nested and is_a(each, _CONTAINERS) and len(_pairs(each)) <= _MOST_NESTED:
-            yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
-
-
-def _pairs(value: object) -> list[tuple[object, Any]]:
-    """Return the indices or keys of a container with its entries, read without the methods of its class."""
-    if is_a(value, dict):
-        return list(plain_dict(value).items())
-    if is_a(value, list):
-        return list(enumerate(list.__iter__(value)))
-    return list(enumerate(tuple.__iter__(value))) if is_a(value, tuple) else []
 
 
 def is_fused(module: nn.Module) -> bool:

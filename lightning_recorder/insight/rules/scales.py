@@ -16,6 +16,7 @@ from lightning_recorder.names import is_batch
 from lightning_recorder.records.table import Floats
 
 _EVERYTHING_AFTER = ("downstream", "same")
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 _WHY_TINY = "The inputs are scaled twice, such as pixels that are divided by 255 again, or are in a large unit."
 _NEXT_TINY = "Normalize the inputs to mean 0 and standard deviation 1, once."
 _WHY_LIMITED = "max_norm scales down each row of the embedding whose norm is larger, at each call."
@@ -35,9 +36,13 @@ def _weight_gain(weight: View) -> float | None:
 
 def _root_of_inputs(weight: View) -> float:
     kind, shape = weight.kind, weight.shape
+    if "Embedding" in kind:
+        return 1.0
+    if weight.path.endswith("kernel"):  # of Keras, with the outputs last
+        return float(np.sqrt(np.prod(shape[:-1])))
     # transformers' Conv1D and transposed convolutions have the inputs first.
     first = kind == "Conv1D" or "Transpose" in kind
-    return float(np.sqrt(1 if "Embedding" in kind else shape[0] if first else int(np.prod(shape[1:]))))
+    return float(np.sqrt(shape[0] if first else np.prod(shape[1:])))
 
 
 @rule(
@@ -70,7 +75,8 @@ def _root_of_inputs(weight: View) -> float:
 def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
     """Yield the weights of new layers that are far larger than usual initializations."""
     for each in evidence.weights:
-        gain = _weight_gain(each) if "weight" in each.path else None  # other matrices are not multiplied
+        is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # other matrices are not
+        gain = _weight_gain(each) if is_multiplied else None
         if gain is not None and gain > (most_of_last if each.is_last else most):
             verdict = f"{each.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
             yield each.found(verdict, "rms", gain=gain)
@@ -149,6 +155,7 @@ def norm_growth(
             "unlike-siblings",
             "exploding-gradient",
             "vanishing-gradient",
+            "gradient-spike",
             "gradient-step",
             "dead-output",
             "sudden-change",
@@ -191,16 +198,18 @@ def input_scale(
 
 
 def _large_batches(evidence: Evidence, most: float) -> Iterator[Finding]:
-    """Yield the large tensors of the batch that a linear layer takes whose output is not recorded."""
+    """Yield the large tensors of the batch that a layer takes whose input is not estimated from its output."""
     step = step_of(evidence)
     for node in step.operations:
-        sources = [step.made_by(each) for each in step.sources(node)[:1]] if node.name == "linear" else []
-        if not sources or sources[0].kind != "input" or evidence.output(step.owner(node)):
+        sources = [step.made_by(each) for each in step.sources(node)[:1]] if node.name in _LAYERS else []
+        owner = step.owner(node)
+        is_estimated = evidence.output(owner) and _weight_gain(evidence.parameter(owner, "weight")) is not None
+        if not sources or sources[0].kind != "input" or is_estimated:
             continue
         batch = evidence.view(evidence.losses, "", sources[0].name)
         if "float" in batch.dtype and len(batch.rms) and np.median(batch.rms) > most:
             scale = float(np.median(batch.rms))
-            verdict = f"{sources[0].name}, the input of {step.owner(node)}, has rms {scale:.3g}"
+            verdict = f"{sources[0].name}, the input of {owner}, has rms {scale:.3g}"
             yield batch.found(verdict, "rms", input_rms=scale)
             return
 

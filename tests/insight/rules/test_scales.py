@@ -77,6 +77,33 @@ def test_a_recorded_input_that_is_too_large_is_measured() -> None:
     assert found.path == "in[0]"
 
 
+@pytest.mark.parametrize(("path", "alarm"), [("kernel", True), ("weight", False)])
+def test_weights_of_keras_have_their_outputs_last(path: str, alarm: bool) -> None:
+    """A kernel of 100 inputs and 4 outputs scales its input tenfold at rms 1, a weight of that shape twice."""
+    parameters = {
+        name.replace("weight", path): each for name, each in network("a", "b", a=trained("a", rms=1.0)).items()
+    }
+    found = run(None, None, parameters, graph=chain("a", "b"), shapes={("a", path): (100, 4)})
+    assert brief(found) == [("warning", "weights-too-large", "a")] * alarm
+
+
+@pytest.mark.parametrize(("weight", "path"), [("kernel", "batch[0]"), ("weight", "out")])
+def test_a_large_batch_of_a_layer_with_a_weight_of_another_name(weight: str, path: str) -> None:
+    """The scale of the batch is measured where it cannot be estimated from the output and the weight of the layer."""
+    nodes = (
+        Node(0, "module", "", None, 0),
+        Node(1, "input", "batch[0]", 0, 1),
+        Node(2, "module", "a", 0, 1, "Dense"),
+        Node(3, "op", "conv2d", 2, 2),
+    )
+    graph = Graph(nodes, (Edge(1, 3),))
+    parameters: dict[str, Values] = {f"a/{weight}": {"rms": 1e-3}, f"a/{weight}.grad": {}, f"a/{weight}.update": {}}
+    examination = examined({"a": {"rms": 1.0}}, None, parameters, graph=graph, shapes={("a", weight): (4, 16)})
+    for step in range(0, 80, 10):
+        examination.add(record("activations", step, {("", "batch[0]"): {"rms": 150.0}}, recorder="batch"))
+    assert [each.path for each in examination.findings() if each.rule == "input-scale"] == [path]
+
+
 def of_tiny_inputs(ratio: float, zeros: float = 0.0, batch: Mapping[str, float] | None = None) -> list[Finding]:
     """Return the findings of a run by the first weight's gradient against its bias's, and the values of the batch."""
     grads = [1e-3 * ratio * (1 + row / 10) for row in range(8)]
