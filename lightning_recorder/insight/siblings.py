@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +94,21 @@ def families_of(evidence: Evidence, table: History, values: Mapping[Site, float]
     for path, keys in by_path.items():
         for names in families(keys, fewest):
             family = [Site(name, path) for name in names]
+            if _is_loop(evidence, names):
+                continue
             yield from (group for group in _of_one_class(evidence, family) if len(group) >= fewest)
+
+
+def _is_loop(evidence: Evidence, names: Sequence[str]) -> bool:
+    """Return True for calls of one function that use fewer weights than there are calls, as in a recurrence."""
+    if not evidence.wiring.has_graph or len({name.partition("#")[0] for name in names}) > 1:
+        return False
+    around, graph = names[0].rpartition(".")[0], evidence.graph
+    matrices = (
+        each for each in graph.nodes if each.kind == "parameter" and each.outputs and len(each.outputs[0].shape) > 1
+    )
+    used = [each for each in matrices if around in {outer.name for outer in graph.ancestors(each)}]
+    return len(used) < len(names)
 
 
 def _of_one_class(evidence: Evidence, family: list[Site]) -> list[list[Site]]:

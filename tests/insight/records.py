@@ -96,6 +96,7 @@ def examined(
     validation: Mapping[str, Values] | None = None,
     inputs: Mapping[str, Values] | None = None,
     targets: Mapping[str, Values] | None = None,
+    predictions: Mapping[str, Values] | None = None,
     records: int = 8,
     every: int = 10,
     graph: Graph | None = None,
@@ -107,11 +108,12 @@ def examined(
 ) -> Examination:
     """Return the examination of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
 
-    ``inputs`` are the first inputs of the modules, and ``targets`` those of losses.
+    ``inputs`` are the first inputs of the modules, and ``targets`` and ``predictions`` those of losses.
     """
     examination = Examination(graph, coverage)
     outputs = {(name, "out"): each for name, each in (activations or {}).items()}
     outputs |= {(name, "in.target"): each for name, each in (targets or {}).items()}
+    outputs |= {(name, "in.prediction"): each for name, each in (predictions or {}).items()}
     groups = (
         ("activations", "train", {(name, "in[0]"): each for name, each in (inputs or {}).items()} | outputs),
         ("gradients", "train", {(name, "out"): each for name, each in (gradients or {}).items()}),

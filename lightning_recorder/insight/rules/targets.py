@@ -36,27 +36,39 @@ _RANGES = {  # of the outputs of functions
 
 @rule(
     "target-scale",
-    statistic="mean error of a regression, from the gradient of its last bias, against the rms of the predictions",
+    statistic="rms of the targets of a regression, and its mean error from the gradient of its last bias, against the "
+    "rms of the predictions",
     usual="below 1 after the first records",
     why="The targets are far larger than what the last layer returns, so that training spends its steps on their mean.",
     next="Standardize the targets, or set the bias of the last layer to their mean.",
     false_alarms="Predictions on the way to their mean: the first records do not count, nor do runs of fewer than 8. "
-    "Predictions close to 0 whose mean error changes its sign are left out.",
-    needs=("activations", "parameters", GRAPH),
+    "Predictions close to 0 whose mean error changes its sign are left out, and so are targets with an rms below 50.",
+    needs=("activations", GRAPH),
     records=8,
     explains=dict.fromkeys(
         ("exploding-gradient", "weight-drift", "sudden-change", "learning-rate-outlier", "scale-jump"), _ANY
     ),
 )
 def target_scale(
-    evidence: Evidence, *, persistence: int = 4, ratio: float = 10.0, records: int = 8
+    evidence: Evidence, *, persistence: int = 4, ratio: float = 10.0, records: int = 8, large: float = 50.0
 ) -> Iterator[Finding]:
-    """Yield a finding if the mean error of a regression stays far larger than its predictions.
+    """Yield a finding if the targets of a regression, or its mean error, stay far larger than its predictions.
 
     The gradient of the last bias under a mean squared error of K outputs is 2/K times the mean error of each.
     """
     step = step_of(evidence)
     for node in step.operations:
+        prediction, target = sides_of(evidence, step, node) if node.name in _SQUARED else (None, None)
+        if prediction and target and min(len(prediction.rms), len(target.rms)) >= records:
+            given, predicted = target.rms[-persistence:], prediction.rms[-persistence:]
+            # A last layer that begins at zero reaches small targets, such as noise, only later.
+            if (given >= np.maximum(large, ratio * predicted)).all():
+                verdict = (
+                    f"the targets of {node.name} in {step.place(node)} have rms {given[-1]:.3g} in the latest record, "
+                    f"and the predictions {predicted[-1]:.3g}"
+                )
+                yield target.found(verdict, "rms", target=float(given[-1]), rms=float(predicted[-1]))
+                return
         layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]
         shape = shape_of(node)

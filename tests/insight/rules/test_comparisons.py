@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight.rules import comparisons
 from lightning_recorder.reductions import Histogram
@@ -549,3 +552,26 @@ def test_an_input_that_differs_in_the_only_validation(first: float, second: floa
     sites = {("a", "out"): {"rms": first}, ("b", "out"): {"rms": second}}
     examination.add(record("activations", 70, sites, stage="validate"))
     assert [each.module for each in examination.findings() if each.rule == "train-differs"] == modules
+
+
+class Unrolled(nn.Module):
+    """Six steps of a function with the same weight or with one of their own."""
+
+    def __init__(self, weights: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.eye(4) for _ in range(weights)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in range(6):
+            x = torch.tanh(x @ self.weights[step % len(self.weights)])
+        return x
+
+
+@pytest.mark.parametrize(("weights", "alarm"), [(6, True), (1, False)])
+def test_steps_of_a_recurrence_are_no_blocks(weights: int, alarm: bool) -> None:
+    """Gradients that shrink through calls with weights of their own are a finding; through time they are not."""
+    graph = capture_graph(nn.Sequential(Unrolled(weights)), torch.ones(2, 4))
+    names = ["0.tanh", *(f"0.tanh#{number}" for number in range(2, 7))]
+    gradients: dict[str, Values] = {name: {"rms": 4.0**place} for place, name in enumerate(names)}
+    found = [each.rule for each in run(None, gradients, graph=graph) if each.rule == "block-trend"]
+    assert found == ["block-trend"] * alarm

@@ -130,6 +130,12 @@ def _() -> Iterator[Evidence]:
     for ratios in runs:
         bias: dict[str, Values] = {"net.2/bias": {}, "net.2/bias.grad": {"rms": ratios}}
         yield case({"net.2": {"rms": 1.0}}, None, bias, graph=graph, records=len(ratios))
+    for target, prediction in ((75.0, 1.0), (37.0, 1.0), (150.0, 10.0), (150.0, 20.0)):
+        sides: dict[str, Any] = {
+            "targets": {"mse_loss": {"rms": target}},
+            "predictions": {"mse_loss": {"rms": prediction}},
+        }
+        yield case(**sides, graph=graph)
 
 
 def with_targets(

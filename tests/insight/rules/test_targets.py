@@ -184,6 +184,20 @@ def test_targets_that_are_far_away(outputs: int) -> None:
     assert errors(30.0, 1, flips=True) == []  # the noise of small batches around predictions close to 0
 
 
+@pytest.mark.parametrize(
+    ("target", "prediction", "records", "is_wrong"),
+    [(60.0, 5.0, 8, True), (60.0, 7.0, 8, False), (40.0, 0.1, 8, False), (60.0, 5.0, 7, False)],
+)
+def test_recorded_targets_that_are_far_away(target: float, prediction: float, records: int, is_wrong: bool) -> None:
+    """Targets that are large, and ten times the predictions, are a finding for any error and reduction."""
+    graph = capture_graph(Step(mlp(1), lambda y, t: F.l1_loss(y, t, reduction="sum")), rows, torch.randn(8, 1))
+    sides: dict[str, Any] = {"targets": {"l1_loss": {"rms": target}}, "predictions": {"l1_loss": {"rms": prediction}}}
+    layers: dict[str, Values] = {"net.2": {"rms": prediction}}
+    found = [each for each in run(layers, **sides, graph=graph, records=records) if each.rule == "target-scale"]
+    assert brief(found) == [("warning", "target-scale", "l1_loss")] * is_wrong
+    assert all(each.verdict.endswith("rms 60 in the latest record, and the predictions 5") for each in found)
+
+
 def test_the_error_is_not_known_if_the_gradient_has_other_parts() -> None:
     """Another reduction, a factor or a second term of the loss changes the gradient."""
     assert errors(30.0, loss=lambda y, target: F.mse_loss(y, target, reduction="sum")) == []
