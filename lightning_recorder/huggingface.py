@@ -92,7 +92,7 @@ class RecorderCallback(TrainerCallback):
             log_dir=folder,
             every_n_steps=max(1, int(args.logging_steps)) if args.logging_steps >= 1 else 50,
             scaler=self._scaler,
-            loggers=[each for each in (_wandb(),) if each is not None and _reports(args, "wandb")],
+            loggers=[each for each in (_wandb(),) if each is not None and "wandb" in (args.report_to or ())],
             tensorboard=writer is not None or self._log_dir is not None,
             step_function=_step_of(trainer, model) if is_check() and trainer is not None else None,
             **self._options,
@@ -304,10 +304,6 @@ def _saved_state(state: Any) -> dict[str, Any]:
 
 def _callbacks(trainer: Any) -> list[Any]:
     return list(getattr(getattr(trainer, "callback_handler", None), "callbacks", ()))
-
-
-def _reports(args: Any, name: str) -> bool:
-    return name in (args.report_to or ())
 
 
 class WandbLogger(SimpleNamespace):

@@ -150,7 +150,7 @@ class StepActions:
             if self._is_left_out:
                 self._scaler_state = _scaler_state(self._trainer)
                 if not _leaves_alone(optimizer):
-                    self._untouched = _Saved([optimizer], parameters=True)
+                    self._untouched = _Saved([optimizer])
                 if reading is not None and reading.batches:
                     _set_back(reading.batches[0])
         self._count += 1
@@ -195,7 +195,7 @@ class StepActions:
         """Keep the state after some steps, and the one before, which is used: the cause may be some steps back."""
         with pause_recording():
             buffers = [each for _, each in named_buffers_of(self._pl_module)]
-            saved = _Saved(self._trainer.optimizers, parameters=True, buffers=buffers)
+            saved = _Saved(self._trainer.optimizers, buffers)
         self._good = [*self._good[-1:], (steps, saved)]
 
     def _note(self, rank: int, finding: Finding | None, loss: float) -> None:
@@ -218,16 +218,16 @@ class StepActions:
 
 
 class _Saved:
-    """A copy of the states of optimizers and, on request, of the parameters that they change and of buffers."""
+    """A copy of the states of optimizers, of the parameters that they change, and of buffers."""
 
-    def __init__(self, optimizers: Iterable[Any], *, parameters: bool, buffers: Iterable[Tensor] = ()) -> None:
+    def __init__(self, optimizers: Iterable[Any], buffers: Iterable[Tensor] = ()) -> None:
         self._optimizers = [
             (each, _copied(each.state), [_settings(group) for group in each.param_groups]) for each in optimizers
         ]
         changed = [
             each for optimizer, _, _ in self._optimizers for group in optimizer.param_groups for each in group["params"]
         ]
-        self._values = [(each, each.detach().clone()) for each in [*(changed if parameters else ()), *buffers]]
+        self._values = [(each, each.detach().clone()) for each in [*changed, *buffers]]
 
     def restore(self, but: tuple[str, ...] = ()) -> None:
         """Set everything back, except for some settings of groups of parameters."""

@@ -9,7 +9,6 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.preserve_state import same_random_numbers
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Strategy",
     "Trainer",
     "is_overridden",
-    "need_lightning",
     "rank_zero_info",
 ]
 
@@ -94,11 +92,3 @@ else:
             _log.addHandler(logging.StreamHandler())
             _log.setLevel(logging.INFO)
         _log.info(message)
-
-
-def need_lightning(what: str) -> None:
-    """Raise RecorderError if Lightning is not installed."""
-    if not HAS_LIGHTNING:
-        raise RecorderError(
-            f"{what} needs Lightning: pip install lightning. Without it, record a loop with lightning_recorder.Monitor"
-        )

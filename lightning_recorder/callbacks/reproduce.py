@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
-from lightning_recorder.callbacks.lightning import Callback, LightningModule, Trainer, need_lightning
+from lightning_recorder.callbacks.lightning import HAS_LIGHTNING, Callback, LightningModule, Trainer
 from lightning_recorder.callbacks.replay import Replay, replay
 from lightning_recorder.callbacks.run_settings import logged_hparams
 from lightning_recorder.callbacks.trainer import device_of
@@ -37,6 +37,10 @@ from lightning_recorder.watch.verdict import finding_of_origin
 __all__ = ["make_model", "need_parameters", "reproduce", "save_incident"]
 
 _MOST_NODES = 400  # of the graph, as text
+_NO_LIGHTNING = (
+    "running an incident again needs Lightning: pip install lightning. Without it, record a loop with "
+    "lightning_recorder.Monitor"
+)
 
 
 def save_incident(
@@ -193,7 +197,8 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
     Raises:
         RecorderError: If there are no parameters, the batch was not written, or the files do not fit the model.
     """
-    need_lightning("running an incident again")
+    if not HAS_LIGHTNING:
+        raise RecorderError(_NO_LIGHTNING)
     folder = Path(folder)
     incident = read_incident(folder)
     again = _Again(incident)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_recorder.callbacks.arguments import in_words
 from lightning_recorder.callbacks.base import fixed_in_run
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.evaluation import EvaluationCallback
+from lightning_recorder.callbacks.evaluation_hooks import EvaluationCallback
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer
 from lightning_recorder.callbacks.messages import Silence, why_no_due_validation, why_no_files

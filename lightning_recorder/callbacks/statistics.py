@@ -17,8 +17,7 @@ from lightning_recorder.callbacks.arguments import (
     checked_reductions,
     checked_statistics,
 )
-from lightning_recorder.callbacks.evaluation import never_fused
-from lightning_recorder.callbacks.findings import end_findings, findings_of
+from lightning_recorder.callbacks.evaluation_hooks import never_fused
 from lightning_recorder.callbacks.guard import BATCH_HOOKS, guarded
 from lightning_recorder.callbacks.labels import check_tags
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
@@ -33,6 +32,7 @@ from lightning_recorder.callbacks.messages import (
 from lightning_recorder.callbacks.output_options import Outputs, consumers, drawing_time_of
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_settings
+from lightning_recorder.callbacks.shared_findings import end_findings, findings_of
 from lightning_recorder.callbacks.trainer import (
     LossScale,
     calls_closure_once,

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.actions import ACTIONS, StepActions
 from lightning_recorder.callbacks.base import RecorderCallback
-from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.lightning import FSDPStrategy, LightningModule, Trainer
 from lightning_recorder.callbacks.reproduce import save_incident
+from lightning_recorder.callbacks.shared_findings import end_findings, findings_of
 from lightning_recorder.callbacks.trainer import (
     are_ranks_even,
     decline,

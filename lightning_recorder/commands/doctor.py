@@ -17,7 +17,7 @@ from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.insight import Diagnosis, Finding, check_rules
 from lightning_recorder.insight.exchange import ExaminedRun, to_junit, to_sarif
 from lightning_recorder.recordings import WATCH, Run, open_recording
-from lightning_recorder.recordings.examine import diagnose
+from lightning_recorder.recordings.diagnose import diagnose
 from lightning_recorder.records.file import STATES
 
 __all__ = ["bad_findings", "run"]

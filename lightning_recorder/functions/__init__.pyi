@@ -1,9 +1,7 @@
-from .batches import BatchTap
-from .graph_sites import function_sites, is_of_loss
-from .known import KNOWN
+from .batch_tap import BatchTap
 from .losses import sides_of_loss
-from .table import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORE_KINDS, SCORES, function_of
-from .tap import ChosenFunctions, FunctionGradientTap, FunctionOutputTap
+from .table import DEFAULT_KINDS, FUNCTIONS, KINDS, SCORE_KINDS, SCORES, function_of, function_sites, is_of_loss
+from .tap import KNOWN, ChosenFunctions, FunctionGradientTap, FunctionOutputTap
 
 __all__ = [
     "DEFAULT_KINDS",

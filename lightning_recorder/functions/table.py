@@ -1,10 +1,14 @@
-"""The torch functions that can be recorded, each with the class of the module that computes the same."""
+"""The torch functions that can be recorded: the modules that compute the same, and their sites in a graph."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from lightning_recorder.graph.model import Graph, Node
 
 __all__ = [
     "DEFAULT_KINDS",
@@ -17,6 +21,8 @@ __all__ = [
     "FunctionKind",
     "base_name",
     "function_of",
+    "function_sites",
+    "is_of_loss",
     "site_name",
 ]
 
@@ -196,3 +202,24 @@ def site_name(around: str, function: str, number: int, taken: Container[str]) ->
     if bare in taken:
         bare += "()"
     return bare if number == 1 else f"{bare}#{min(number, _MOST_CALLS)}"
+
+
+def function_sites(graph: Graph) -> dict[int, str]:
+    """Return the name of the site of each function that can be recorded, by the id of its node."""
+    taken = {node.name for node in graph.nodes if node.kind == "module"}
+    counts: Counter[tuple[int, str]] = Counter()
+    found = {}
+    for node in graph.nodes:
+        if node.kind == "op" and node.name in FUNCTIONS and node.parent is not None:
+            around = graph[node.parent]
+            # A module of torch that is made where it is called has the name of its class.
+            if around.parent is not None and around.name == around.type_name and around.name in TYPES:
+                around = graph[around.parent]
+            counts[around.id, node.name] += 1
+            found[node.id] = site_name(around.name, node.name, counts[around.id, node.name], taken)
+    return found
+
+
+def is_of_loss(node: Node) -> bool:
+    """Return True for a function that belongs to the computation of the loss, and not to a layer of the model."""
+    return FUNCTIONS[node.name].kind == "losses" or node.scope.startswith("loss")

@@ -7,11 +7,11 @@ import sys
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from threading import get_ident
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from lightning_recorder.errors import RecordingError, describe_error, warn
 from lightning_recorder.functions.attention import scores_of_call
-from lightning_recorder.functions.known import KNOWN
 from lightning_recorder.functions.losses import classes_of_loss, padding_of, share_of_next, sides_of_loss, some_of
 from lightning_recorder.functions.routers import RouterReader
 from lightning_recorder.functions.table import FUNCTIONS, SCORE_KINDS, SCORED, SCORES, TYPES, site_name
-from lightning_recorder.graph.capture.function_calls import find_caller
+from lightning_recorder.graph.capture.function_calls import find_caller, function_name
 from lightning_recorder.graph.capture.modules import FUSED
 from lightning_recorder.internals.autograd import (
     CALL_OF_FUNCTION,
@@ -42,7 +41,23 @@ from lightning_recorder.module_names import is_metric, named_submodules
 from lightning_recorder.names import compile_glob
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
 
-__all__ = ["ChosenFunctions", "FunctionGradientTap", "FunctionOutputTap"]
+__all__ = ["KNOWN", "ChosenFunctions", "FunctionGradientTap", "FunctionOutputTap"]
+
+
+def _known() -> dict[Callable[..., Any], str]:
+    """Return the name of each function of torch, each method of a tensor, and those that work in place."""
+    found = {}
+    for name in (*FUNCTIONS, "expit", "logsigmoid", "_threshold"):
+        for spelled in (name, f"{name}_"):
+            for place in (torch.nn.functional, torch, Tensor, torch.special):
+                function = getattr(place, spelled, None)
+                if callable(function) and function_name(function) in FUNCTIONS:
+                    found[function] = function_name(function)
+    return found
+
+
+KNOWN: Mapping[Callable[..., Any], str] = MappingProxyType(_known())
+"""The name of each function and method in :data:`FUNCTIONS`."""
 
 
 class ChosenFunctions:

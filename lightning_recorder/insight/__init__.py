@@ -4,7 +4,6 @@ from lightning_recorder.insight.evidence import STATISTICS
 from lightning_recorder.insight.examine import RunFacts, RunHistory, check_rules, examine
 from lightning_recorder.insight.finding import (
     ACTED,
-    FINDINGS_FORMAT,
     NON_FINITE,
     ORIGIN_VALUES,
     ROSE,
@@ -22,7 +21,6 @@ from lightning_recorder.insight.rules import RULES
 
 __all__ = [
     "ACTED",
-    "FINDINGS_FORMAT",
     "NON_FINITE",
     "ORIGIN_VALUES",
     "ROSE",

@@ -27,7 +27,7 @@ from lightning_recorder.errors import ArgumentError, RecordingError, check_calla
 from lightning_recorder.internals.autograd import version_of
 from lightning_recorder.internals.module_tree import parameters_of
 from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.loops.trainer import LoopTrainer, TensorBoardLogger, as_root, free_folder
+from lightning_recorder.loops.loop_trainer import LoopTrainer, TensorBoardLogger, as_root, free_folder
 from lightning_recorder.sinks import Sink, TensorBoardSink
 from lightning_recorder.switch import CHECK_ONLY, is_check, is_switched_off, setting
 

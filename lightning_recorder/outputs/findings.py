@@ -31,7 +31,7 @@ from lightning_recorder.insight.rules.noise_scale import NOISE_SCALE
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.receipt import write_receipt
 from lightning_recorder.recordings import records_path
-from lightning_recorder.recordings.examine import diagnose
+from lightning_recorder.recordings.diagnose import diagnose
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.records.file import FINDINGS, RECORDS, calls_of
 from lightning_recorder.records.table import Table

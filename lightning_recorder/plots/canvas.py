@@ -86,12 +86,12 @@ class Canvas:
         mask, left, top = _letters(text, px, bold, anchor)
         self._picture.paste(color, (round(x) + left, round(y) + top), mask)
 
-    def upright_text(self, x: float, y: float, text: str, *, px: int = TEXT_PX, color: str = INK) -> None:
+    def upright_text(self, x: float, y: float, text: str) -> None:
         """Draw a line of text rotated by 90°, reading upwards and centered on a point."""
         from PIL import Image as Pictures
 
-        turned = _letters(text, px, False, "mm")[0].transpose(Pictures.Transpose.ROTATE_90)
-        self._picture.paste(color, (round(x - turned.width / 2), round(y - turned.height / 2)), turned)
+        turned = _letters(text, TEXT_PX, False, "mm")[0].transpose(Pictures.Transpose.ROTATE_90)
+        self._picture.paste(INK, (round(x - turned.width / 2), round(y - turned.height / 2)), turned)
 
     def image(self, left: int, top: int, pixels: Image) -> None:
         """Paste pixels, ``[height, width, 3]``."""
@@ -379,7 +379,7 @@ def _shortened_after_number(name: str, room: float, *, px: int, head: float = _S
     return kept + shortened(name[len(kept) :], room - width, px=px, head=head, ending=ending)
 
 
-def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:
+def wrapped(text: str, room: float) -> list[str]:
     """Break a text between words into lines that fit; shorten a word that is too long for a line.
 
     Example:
@@ -389,10 +389,10 @@ def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:
     lines: list[str] = []
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
-        if lines and text_width(longer, px) <= room:
+        if lines and text_width(longer, DETAIL_PX) <= room:
             lines[-1] = longer
         else:
-            lines.append(shortened(word, room, px=px))
+            lines.append(shortened(word, room))
     return lines
 
 

@@ -19,6 +19,7 @@ __all__ = ["DrawingProcess"]
 
 _SCRIPT = "import sys; from lightning_recorder.plots.process import main; main(sys.argv[1])"
 _NICENESS = 10
+_TIMEOUT_S = 300.0  # after which the process is killed
 
 
 class DrawingProcess:
@@ -30,18 +31,17 @@ class DrawingProcess:
     Args:
         function: A function of this package that can be pickled by its name.
         arguments: Its arguments.
-        timeout_s: Seconds after which :meth:`done` kills the process.
 
     Raises:
         OSError: If the process cannot be started.
         Exception: If an argument cannot be pickled.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> None:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not sys.executable:
             raise OSError("the path of the Python interpreter is unknown")
         content = pickle.dumps((function, arguments))
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + _TIMEOUT_S
         folder = TemporaryFolder()
         self._result = folder.path / "result"
         try:

@@ -370,7 +370,7 @@ class Run:
         Raises:
             DumpError: If a file of the run is damaged.
         """
-        from lightning_recorder.recordings.examine import diagnose
+        from lightning_recorder.recordings.diagnose import diagnose
 
         return diagnose(self)
 

@@ -12,12 +12,11 @@ from lightning_recorder.records.counts import (
 from lightning_recorder.records.histogram import Histogram
 from lightning_recorder.reductions.bank import StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.batch_spread import BatchSpread
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.compact import Collected, CompactStates, compacted
 from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
-from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.exponent_histogram import ExponentHistogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
 from lightning_recorder.reductions.number_formats import FormatErrors, MassiveValues
@@ -25,6 +24,7 @@ from lightning_recorder.reductions.precision import PrecisionShares
 from lightning_recorder.reductions.reservoir import Reservoir
 from lightning_recorder.reductions.row import SCALAR_STATISTICS
 from lightning_recorder.reductions.scalars import (
+    BatchSpread,
     Extrema,
     HigherMoments,
     NearZero,

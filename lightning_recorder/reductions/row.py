@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.reductions.base import Reduction, ScalarReduction
-from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.exponent_histogram import ExponentHistogram
 from lightning_recorder.reductions.scalars import Extrema, RunningMoments, Tallies
 from lightning_recorder.reductions.values import Values
 

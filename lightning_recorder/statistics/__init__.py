@@ -14,13 +14,11 @@ from lightning_recorder.statistics.rank_merging import Exchange, Merged, Pending
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import SiteStates
-from lightning_recorder.statistics.snapshot import RANK_STATISTICS, SETTINGS, SHOWN_STATISTICS, Record, Snapshot
+from lightning_recorder.statistics.snapshot import SHOWN_STATISTICS, Record, Snapshot
 
 __all__ = [
     "EVERY_PARAMETER_PART",
     "PARAMETER_PARTS",
-    "RANK_STATISTICS",
-    "SETTINGS",
     "SHOWN_STATISTICS",
     "BaseStatisticsRecorder",
     "EvaluationRecorder",

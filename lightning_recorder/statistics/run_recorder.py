@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,52 @@ from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.run_phase import RunPhase, RunWindow
 from lightning_recorder.statistics.snapshot import NOTHING, Record
 
 __all__ = ["RunPhase", "RunRecorder"]
+
+
+class RunPhase(Enum):
+    """The phases of a :class:`RunRecorder`, which documents the transitions."""
+
+    IDLE = "idle"
+    """The current step is not recorded, and there are no unwritten statistics. :meth:`RunRecorder.end_batch` is not
+    needed.
+    """
+    WAITING = "waiting"
+    """No step is being recorded, and there are no hooks. :meth:`RunRecorder.end_batch` must still be called, because
+    the window may have unwritten statistics and end with this step.
+    """
+    ARMED = "armed"
+    """No step is being recorded, but the next one is due. The hooks may still be registered, but are paused."""
+    RECORDING = "recording"
+    """A step is being recorded. There are hooks if this rank records."""
+    ENDED = "ended"
+    """The run has ended, and its state is final."""
+
+
+@dataclass
+class RunWindow:
+    """The recorded steps since the last record."""
+
+    steps: int = 0
+    """The number of steps whose statistics are in the states. The same on all ranks."""
+    has_overflow: bool = False
+    """True if a step overflowed. The same on all ranks."""
+    is_covered: bool = False
+    """True if the hooks were registered in one of the steps."""
+    is_merged: bool = False
+    """True if this rank holds the statistics of all ranks, from a checkpoint."""
+
+    @property
+    def has_states(self) -> bool:
+        """True if this rank may hold statistics; False if recording was disabled in all steps."""
+        return self.is_covered or self.is_merged
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to write in a record. The same on all ranks."""
+        return not self.steps and not self.has_overflow
 
 
 class RunRecorder(RankMergingRecorder):

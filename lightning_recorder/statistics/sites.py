@@ -22,10 +22,10 @@ from lightning_recorder.reductions import (
     compacted,
 )
 from lightning_recorder.reductions.base import is_foreign
-from lightning_recorder.reductions.batch_spread import MOST_COLUMNS, MOST_ROWS, BatchSpread, has_spread
 from lightning_recorder.reductions.compact import RecycledRows
 from lightning_recorder.reductions.kernels.fused import add_spread, is_fast, may_become_available
 from lightning_recorder.reductions.kernels.fused_cuda import add_tensor_on_device
+from lightning_recorder.reductions.scalars import BatchSpread, has_spread
 from lightning_recorder.reductions.scores import ExpertScores, HeadScores
 from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.statistics.snapshot import Snapshot, are_scalars_enough
@@ -159,7 +159,7 @@ class SiteStates:
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         self._calls[site] = self._calls.get(site, 0) + 1
         if self._spread_place is not None and has_spread(values.plain):
-            self._banks[self._spread_place].add(site, values)
+            self._add_spread(self._banks[self._spread_place], site, values.plain)
         if not extra:
             return
         for place in self._extra_places:
@@ -209,9 +209,13 @@ class SiteStates:
         row = self._spread_rows.get(site)
         if row is None:
             row = bank.row(site, tensor.device)
+            if row is None and tensor.is_cpu:
+                with pause_recording():
+                    bank.put(site, bank.reduction.initial())
+                row = bank.row(site, tensor.device)
             if row is not None:
                 self._spread_rows[site] = row
-        if row is None or not add_spread(row, tensor, MOST_ROWS, MOST_COLUMNS):
+        if row is None or not add_spread(row, tensor):
             with pause_recording():
                 bank.add(site, Values(tensor.detach()))
 

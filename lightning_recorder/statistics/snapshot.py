@@ -18,8 +18,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.records.classes import CLASS_COUNTS, class_scalars
 from lightning_recorder.records.counts import SparseCounts
 from lightning_recorder.records.table import Table, make_schema
-from lightning_recorder.reductions import SCALAR_STATISTICS, Collected, CompactStates, Reduction, row_state
-from lightning_recorder.reductions.batch_spread import BatchSpread
+from lightning_recorder.reductions import SCALAR_STATISTICS, BatchSpread, Collected, CompactStates, Reduction, row_state
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
 from lightning_recorder.reductions.user import Results
 from lightning_recorder.statistics.user_states import UserSnapshot
@@ -129,11 +128,8 @@ class Snapshot:
             if has.any():
                 table = table.with_column(name, np.array([math.nan if each is None else each for each in given]), has)
         for place, groups in list(enumerate(self.groups))[1:]:
-            found = {
-                site: (scalars, tensors)
-                for site, scalars, tensors in self._summaries(place, groups)
-                if site not in self.left_out[place]
-            }
+            summaries, left_out = self._summaries(place, groups), self.left_out[place]
+            found = {site: (scalars, tensors) for site, scalars, tensors in summaries if site not in left_out}
             table = _extended(table, found)
         for place, user in enumerate(self.users, start=len(self.groups)):
             results = self._user_results(place, user)

@@ -6,8 +6,8 @@ from lightning_recorder.watch.kept_parameters import KeptParameters, ParameterCo
 from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
 from lightning_recorder.watch.readings import LoggedReading, Reading, ReadingQueue
 from lightning_recorder.watch.replicas import Replicas, WatchedRanks
-from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
+from lightning_recorder.watch.step_series import StepSeries
 
 __all__ = [
     "CommunicationError",

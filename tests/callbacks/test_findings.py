@@ -35,7 +35,7 @@ from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import RunFindings, pipeline
 from lightning_recorder.outputs.findings import REPORT
 from lightning_recorder.page import page_data
-from lightning_recorder.recordings.examine import records_of
+from lightning_recorder.recordings.diagnose import records_of
 from lightning_recorder.recordings.recording import Run
 from tests.sinks.events import read_events
 

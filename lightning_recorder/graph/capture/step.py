@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
 from lightning_recorder.graph.capture.call_arguments import Given, plain_arguments
 from lightning_recorder.graph.capture.called_modules import CalledModules
-from lightning_recorder.graph.capture.costs import Costs
 from lightning_recorder.graph.capture.fast_path import FastPath
 from lightning_recorder.graph.capture.find_unused import find_unused
 from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, count, is_fused, is_opaque, note_used
+from lightning_recorder.graph.capture.operation_costs import Costs
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import VMAPPED, Graph, TensorMeta

@@ -38,6 +38,7 @@ from lightning_recorder.errors import describe_error
 from lightning_recorder.internals.threads import compute_alone
 from lightning_recorder.reductions.kernels.self_test import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, Part
+from lightning_recorder.reductions.scalars import SPREAD_VALUES
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, is_dense, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
@@ -222,11 +223,10 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
     return True
 
 
-def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int) -> bool:
+def add_spread(state: Tensor, tensor: Tensor) -> bool:
     """Add the sums of squares of a matrix to a state of :class:`BatchSpread`, if the compiled function supports it.
 
-    The state is ``[2]`` float64. Of the matrix, ``most_rows`` rows and ``most_columns`` columns, at most 256, are read
-    at regular distances. Return True if the state was updated; False without any change.
+    The state is ``[2]`` float64. Return True if it was updated; False without any change.
     """
     kind = _FLOATS.get(tensor.dtype)
     if _Loaded.spread is None or kind is None or type(tensor) not in PLAIN_TYPES:
@@ -242,7 +242,7 @@ def add_spread(state: Tensor, tensor: Tensor, most_rows: int, most_columns: int)
     if not pointer:  # zeros without memory, which autograd creates
         return False
     rows, columns = tensor.shape
-    down, along = -(-rows // most_rows), -(-columns // most_columns)
+    down, along = (-(-size // most) for size, most in zip(tensor.shape, SPREAD_VALUES, strict=True))
     _Loaded.spread(pointer, rows, columns, down, along, kind, state.data_ptr())
     return True
 

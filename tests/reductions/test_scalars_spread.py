@@ -17,7 +17,10 @@ from tests.reductions.laws import reduced
 
 def spread(*tensors: Tensor) -> float:
     """Return the spread of a stream."""
-    return float(reduced(BatchSpread, *tensors).compute()["batch_spread"])
+    states, site = SiteStates(spread=True), Site("a", "out")
+    for tensor in tensors:
+        states.add(site, tensor)
+    return float(states.snapshot(["a"]).statistics()[site].scalars.get("batch_spread", math.nan))
 
 
 def exact(tensor: Tensor) -> float:
@@ -56,7 +59,7 @@ def test_equal_rows_have_no_spread() -> None:
 )
 def test_other_tensors_have_none(tensor: Tensor) -> None:
     """Only matrices of floats with several rows have a spread."""
-    assert math.isnan(spread(tensor))
+    assert math.isnan(float(reduced(BatchSpread, tensor).compute()["batch_spread"]))
 
 
 def test_values_that_are_not_finite_do_not_count() -> None:
@@ -80,7 +83,7 @@ def test_states_merge_by_addition() -> None:
     one, other = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
     merged = reduced(BatchSpread, one)
     merged.merge(reduced(BatchSpread, other))
-    assert float(merged.compute()["batch_spread"]) == spread(one, other)
+    assert merged.compute() == reduced(BatchSpread, one, other).compute()
 
 
 def test_sites_have_a_spread_if_it_is_wanted() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_recorder.records.histogram import between_edges
 from lightning_recorder.reductions import ExponentHistogram
-from lightning_recorder.reductions.histogram import quantiles_of
+from lightning_recorder.reductions.exponent_histogram import quantiles_of
 from tests.reductions.reference import bin_of, bins_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, tensors
 from tests.reductions.test_base import NoReading
