@@ -104,7 +104,6 @@ def configured(callbacks: Sequence[Callback], hook: Callable[[], object] | None 
     return Configured(callbacks, hook)
 
 
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("logger", LOGGERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_survives_every_copy_at_any_time(kind: str, logger: str, tmp_path: Path) -> None:

@@ -158,7 +158,6 @@ def failing_in(kind: Any, hook: str, *, at: int = 2) -> Any:
     return type(kind.__name__, (kind,), {hook: guarded(broken), "__module__": kind.__module__})
 
 
-@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("kind", "hook"), IN_HOOKS)
 def test_a_fault_in_a_hook_is_one_warning(
     kind: Any, hook: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
@@ -220,7 +219,6 @@ def failing_inside(kind: Any, place: str) -> Any:
     return type(kind.__name__, (kind,), {"_make_recorder": _make_recorder, "__module__": kind.__module__})
 
 
-@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("kind", DIFFERENT)
 @pytest.mark.parametrize("place", INSIDE)
 def test_a_fault_inside_is_one_warning(
@@ -277,7 +275,6 @@ PATCHED: list[tuple[Any, str, Callable[[Any], bool]]] = [
 ]
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("owner", "name", "is_meant"), PATCHED, ids=[f"{owner.__name__}.{name}" for owner, name, _ in PATCHED]
 )
