@@ -21,11 +21,14 @@ settings.load_profile("repeatable")
 # The processor time of a test in seconds, on average, by the beginning of the path of its file; the longest one counts.
 _SECONDS = {
     "": 0.1,
+    "tests/benchmarks/test_gpu.py": 1.8,
     "tests/callbacks/": 0.25,
-    "tests/callbacks/test_any_program.py": 0.8,
+    "tests/callbacks/test_any_program.py": 0.6,
     "tests/callbacks/test_compiled": 1.0,
     "tests/callbacks/test_distributed.py": 0.8,
+    "tests/callbacks/test_full_disk.py": 0.6,
     "tests/callbacks/test_noninterference.py": 1.4,
+    "tests/callbacks/test_sick_layer.py": 3.0,
     "tests/check/": 0.3,
     "tests/dumps/test_killed.py": 3.0,
     "tests/graph/test_legibility.py": 0.4,

@@ -320,7 +320,8 @@ def test_the_forecast_of_the_files_holds(kind: Any, every: int, logger: Any, tmp
 
 def forecast_and_size(recorder: Any, tmp_path: Path) -> tuple[int, int]:
     """Train 1,000 steps with pictures. Return the bytes that the receipt forecasts, and the size of the files."""
-    loader = DataLoader([BATCH] * 1000, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    batches: Any = [BATCH] * 1000  # a list is a dataset
+    loader = DataLoader(batches, batch_size=None)
     trainer = fit(Still(), tmp_path, [recorder], loader=loader, logger=True, log_every_n_steps=1)
     folder = Path(str(trainer.log_dir), "recorder")
     size = sum(path.stat().st_size for path in [*folder.glob("events.*"), *folder.glob(f"records/{recorder.group}*")])
