@@ -42,7 +42,7 @@ _SECONDS = {
 }
 
 # The processor time in seconds that the quick cases of a test may take together. One case is quick in any case.
-_QUICK_SECONDS = 0.5
+_QUICK_SECONDS = 0.25
 
 
 @pytest.fixture(scope="session", autouse=True)
