@@ -86,12 +86,16 @@ def tests(session: nox.Session) -> None:
     # Processes that the tests start import the package again, so its bytecode is written even if the caller forbids it.
     # torch.compile would start a process for each core, which imports torch, to compile a few small functions.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    # mypy uses one core for minutes, so it runs beside the doctests, which use the other one, and the first tests.
+
+    def check() -> None:
+        session.run("mypy", silent=True)  # shows its output if it fails
+        session.run("python", "-m", "pytest", *doctests, silent=True)
+
+    # mypy and the doctests use one core, so they run beside the tests, which would otherwise wait for them.
     with ThreadPoolExecutor() as beside:
-        types = beside.submit(session.run, "mypy", silent=True)  # shows its output if it fails
-        session.run("python", "-m", "pytest", *doctests)
+        checked = beside.submit(check)
         session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env=environment)
-    types.result()
+    checked.result()
 
 
 @nox.session

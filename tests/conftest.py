@@ -21,11 +21,14 @@ settings.load_profile("repeatable")
 # The processor time of a test in seconds, on average, by the beginning of the path of its file; the longest one counts.
 _SECONDS = {
     "": 0.1,
+    "tests/benchmarks/test_gpu.py": 1.8,
     "tests/callbacks/": 0.25,
-    "tests/callbacks/test_any_program.py": 0.8,
+    "tests/callbacks/test_any_program.py": 0.6,
     "tests/callbacks/test_compiled": 1.0,
     "tests/callbacks/test_distributed.py": 0.8,
+    "tests/callbacks/test_full_disk.py": 0.6,
     "tests/callbacks/test_noninterference.py": 1.4,
+    "tests/callbacks/test_sick_layer.py": 3.0,
     "tests/check/": 0.3,
     "tests/dumps/test_killed.py": 3.0,
     "tests/graph/test_legibility.py": 0.4,
@@ -37,6 +40,9 @@ _SECONDS = {
     "tests/test_examples.py": 3.0,
     "tests/test_packaging.py": 4.0,
 }
+
+# The processor time in seconds that the quick cases of a test may take together. One case is quick in any case.
+_QUICK_SECONDS = 0.25
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,12 +78,14 @@ def _new_disks() -> None:
     begin_run()
 
 
+def seconds(file: str) -> float:
+    """Return the processor time of a test of a file."""
+    return _SECONDS[max((each for each in _SECONDS if file.startswith(each)), key=len)]
+
+
 def shares(tests: Mapping[str, int], processes: int) -> dict[str, int]:
     """Return the process of each file, given its number of tests, so that all processes have about as much to do."""
-    costs = {
-        file: count * _SECONDS[max((each for each in _SECONDS if file.startswith(each)), key=len)]
-        for file, count in tests.items()
-    }
+    costs = {file: count * seconds(file) for file, count in tests.items()}
     busy = [0.0] * processes
     places = {}
     for file in sorted(costs, key=lambda file: -costs[file]):
@@ -109,20 +117,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of tests with ``quick_cases`` as slow, except for the given number."""
+    """Mark as slow all cases of a test but the quick ones."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("quick_cases") is not None:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
+    for test, found in cases.items():
         marker = found[0].get_closest_marker("quick_cases")
-        assert marker is not None
-        # Equal objects have equal texts, and texts can always be hashed.
-        values = [[(name, repr(value)) for name, value in item.callspec.params.items()] for item in found]
-        quick = spread_cases(values, marker.args[0])
+        # A product has the same object in all of its cases. Not every object can be hashed.
+        values = [
+            [(name, value if isinstance(value, (str, float, int)) else id(value)) for name, value in params.items()]
+            for params in (item.callspec.params for item in found)
+        ]
+        quick = quick_cases(test, values, None if marker is None else marker.args[0])
         for place, item in enumerate(found):
             if place not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def quick_cases(test: str, cases: Sequence[Sequence[Hashable]], number: int | None = None) -> set[int]:
+    """Return the places of the quick cases of a test: so many, by default as many as the limit of their time allows."""
+    if number is None:
+        number = max(1, int(_QUICK_SECONDS / seconds(test)))
+    return set(range(len(cases))) if len(cases) <= number else spread_cases(cases, number)
 
 
 def spread_cases(cases: Sequence[Sequence[Hashable]], number: int) -> set[int]:

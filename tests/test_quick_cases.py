@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.conftest import shares, spread_cases
+from tests.conftest import quick_cases, shares, spread_cases
 from tests.pairs import covering, pairs, pairwise
 
 
@@ -30,6 +30,21 @@ def test_cases_without_common_values_are_evenly_spread() -> None:
     """The cases of a single parameter lie at equal distances, and all are chosen if there are too few."""
     assert spread_cases([[place] for place in range(12)], 4) == {0, 3, 6, 9}
     assert spread_cases([[place] for place in range(2)], 4) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("file", "marked", "number"),
+    [
+        ("tests/test_any.py", None, 2),
+        ("tests/callbacks/test_any.py", None, 1),
+        ("tests/taps/test_any.py", None, 12),
+        ("tests/insight/test_corpus.py", None, 1),
+        ("tests/callbacks/test_any.py", 3, 3),
+    ],
+)
+def test_quick_cases_take_a_quarter_of_a_second(file: str, marked: int | None, number: int) -> None:
+    """So many cases are quick as take 0.25 s by the cost of their file, or as the marker says; at least one."""
+    assert len(quick_cases(f"{file}::test_something", [[place] for place in range(12)], marked)) == number
 
 
 @pytest.mark.parametrize(("sizes", "most"), [((32, 3, 7), 224), ((5, 5, 5), 28), ((2, 2, 2, 2, 2), 6), ((4, 3), 12)])

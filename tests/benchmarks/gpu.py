@@ -25,20 +25,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, MemorySink, Outputs, StepWatch
 from lightning_recorder.reductions.kernels import fused, fused_cuda
 from lightning_recorder.reductions.kernels.self_test import empty_row
 from lightning_recorder.reductions.values import Values
 from tests.watch.nets import BATCHES, NETS, Planted, batches, calls, plant
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 __all__ = ["PARTS", "Part", "Report", "Row", "markdown", "run_all", "take_over"]
 
@@ -134,6 +136,8 @@ class Gpt2(nn.Module):
     """GPT-2, which gives its loss."""
 
     def __init__(self, config: GPT2Config) -> None:
+        from transformers import GPT2LMHeadModel  # most parts run without its import, which takes seconds
+
         super().__init__()
         self.net = GPT2LMHeadModel(config)
 
@@ -202,6 +206,8 @@ def gpt2(options: Options) -> Trained:
 def _gpt2(options: Options, layers: int, width: int, heads: int, words: int, count: int, length: int) -> Trained:
     if options.tiny:
         layers, width, heads, words, count, length = 1, 32, 2, 50, 2, 16
+    from transformers import GPT2Config
+
     config = GPT2Config(
         vocab_size=words,
         n_positions=length,
@@ -318,7 +324,9 @@ def ratios(
         seed_everything(0, verbose=False)
         models[style] = model = make(options)
         if compiled:
-            model.net = torch.compile(model.net)  # type: ignore[assignment]  # a module again
+            # The code of a backend takes longer than all tiny steps.
+            backend = "eager" if options.tiny else "inductor"
+            model.net = torch.compile(model.net, backend=backend)  # type: ignore[assignment]  # a module again
     found: dict[str, list[Timer]] = {style: [] for style in models}
     for _ in range(rounds):
         for style, model in models.items():

@@ -487,16 +487,29 @@ def test_default_recorders_record(tmp_path: Path) -> None:
 
 
 TRANSFORMERS = """
-import sys
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+def train(folder, is_wrong=False):
+    set_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=16))
+    rows = torch.randint(0, 40, (8, 8))
+    about = {"per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 2, "report_to": [], "use_cpu": True}
+    data = [{"input_ids": each, "labels": torch.full((8,), -100) if is_wrong else each} for each in rows]
+    Trainer(model, TrainingArguments(output_dir=folder, **about), train_dataset=data).train()
+    torch.save(model.state_dict(), folder + "/model.pt")
+
+import os
 import torch
-set_seed(1)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=16))
-rows = torch.randint(0, 40, (8, 8))
-about = {"per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 2, "report_to": [], "use_cpu": True}
-arguments = TrainingArguments(output_dir=sys.argv[1], **about)
-Trainer(model, arguments, train_dataset=[{"input_ids": each, "labels": each} for each in rows]).train()
-torch.save(model.state_dict(), sys.argv[1] + "/model.pt")
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from lightning_recorder.entry_point import see_other_trainers
+train("plain")
+for value, *given in ("on", "on"), ("off", "off"), ("check-only", "right"), ("check-only", "wrong", True):
+    os.environ["LIGHTNING_RECORDER"] = value
+    see_other_trainers()
+    try:
+        train(*given)
+        end = "trained"
+    except SystemExit as exit:
+        end = exit.code
+    print(f"\\nthe end of {given[0]}: {end}", flush=True)
 """
 
 LOOP = """
@@ -508,37 +521,43 @@ optimizer.step()
 """
 
 
-def program(code: str, folder: Path, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
-    """Run a program with a command of the package: a new interpreter, in which the imports take seconds."""
+def program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program with ``lightning-recorder run``: a new interpreter, in which the imports take seconds."""
     (folder / "train.py").write_text(code)
     site = write_entry_points(folder / "site")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    line = [sys.executable, "-m", "lightning_recorder", command, "train.py", *arguments]
+    line = [sys.executable, "-m", "lightning_recorder", "run", "train.py"]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def forked(code: str, folder: Path, *arguments: str, value: str) -> tuple[int, str]:
+def forked(code: str, folder: Path, value: str) -> tuple[int, str]:
     """Run a program as the commands do, with a value of the variable, in a fork; return its status and its output."""
     begin = "from lightning_recorder.entry_point import see_other_trainers\nsee_other_trainers()\n"
-    (status,), log = forks.run("-c", begin + code, *arguments, folder=folder, variables={"LIGHTNING_RECORDER": value})
+    (status,), log = forks.run("-c", begin + code, folder=folder, variables={"LIGHTNING_RECORDER": value})
     return status, log
 
 
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder and the output of programs of transformers, in one process, which imports it once."""
+    folder = tmp_path_factory.mktemp("transformers")
+    return folder, forks.output_of("-c", TRANSFORMERS, folder=folder)
+
+
 @pytest.mark.slow
-def test_the_trainer_of_transformers_is_recorded(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_is_recorded(transformers: tuple[Path, str]) -> None:
     """A program that does not mention this package has records, a graph and the same model to the bit."""
-    program(TRANSFORMERS, tmp_path, "on")
-    status, log = forked(TRANSFORMERS, tmp_path, "off", value="off")
-    assert status == 0, log
-    assert folders(tmp_path) == ["on/recordings/version_0"]
-    run = open_recording(tmp_path / "on/recordings/version_0").run
+    folder, log = transformers
+    assert ("the end of on: trained" in log, "the end of off: trained" in log) == (True, True), log
+    assert folders(folder) == ["on/recordings/version_0"]
+    run = open_recording(folder / "on/recordings/version_0").run
     assert run.graph is not None
     assert run["activations"].steps
-    plain, recorded = (torch.load(tmp_path / each / "model.pt", weights_only=True) for each in ("off", "on"))
-    assert all(torch.equal(value, recorded[name]) for name, value in plain.items())
-    assert not list(tmp_path.glob("on/checkpoint-*/recorder*"))
+    plain, *others = (torch.load(folder / each / "model.pt", weights_only=True) for each in ("plain", "on", "off"))
+    assert all(torch.equal(value, other[name]) for other in others for name, value in plain.items())
+    assert not list(folder.glob("on/checkpoint-*/recorder*"))
 
 
 @pytest.mark.slow
@@ -548,24 +567,23 @@ def test_a_plain_loop_is_told_the_five_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_transformers_is_checked(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_is_checked(transformers: tuple[Path, str]) -> None:
     """The questions are answered, and a program of transformers ends before its first step, with the right status."""
-    wrong = TRANSFORMERS.replace('"labels": each}', '"labels": torch.full((8,), -100)}')
-    (tmp_path / "wrong").mkdir()
-    status, log = forked(wrong, tmp_path / "wrong", "out", value=CHECK_ONLY)
-    for is_wrong, said in (False, program(TRANSFORMERS, tmp_path, "out", command="check").stdout), (True, log):
+    folder, log = transformers
+    right, wrong = log.partition("the end of off: trained")[2].partition("the end of right: 0\n")[::2]
+    assert wrong.endswith("the end of wrong: 1\n"), log
+    for is_wrong, said in (False, right), (True, wrong):
         assert ("WRONG      Does the loss use its target? All targets are ignored" in said) == is_wrong
         # Without targets, there is nothing to be seen.
         is_seen = "Does the past see the future? Predictions do not depend on later elements." in said
         assert is_seen != is_wrong
-    assert status == 1, log
-    assert not list(tmp_path.rglob("model.pt"))
+    assert {path.parent.name for path in folder.rglob("model.pt")} == {"plain", "on", "off"}
 
 
 @pytest.mark.slow
 def test_a_plain_loop_is_not_checked(tmp_path: Path) -> None:
     """A loop ends at its first step with status 2, so that CI does not take silence for a check that passed."""
-    status, log = forked(LOOP + "print('trained')\n", tmp_path, value=CHECK_ONLY)
+    status, log = forked(LOOP + "print('trained')\n", tmp_path, CHECK_ONLY)
     assert status == 2, log
     assert "nothing is checked" in log
     assert "trained" not in log
@@ -583,6 +601,6 @@ def test_a_plain_loop_is_not_checked(tmp_path: Path) -> None:
 )
 def test_programs_that_need_no_line_are_told_nothing(code: str, is_told: bool, tmp_path: Path) -> None:
     """Only a program with an optimizer and without a monitor has a message."""
-    status, log = forked(code, tmp_path, value="on")
+    status, log = forked(code, tmp_path, "on")
     assert status == 0, log
     assert ("with monitor.step(batch):" in log, log == "") == (is_told, not is_told)

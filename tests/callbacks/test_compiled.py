@@ -141,7 +141,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return train
 
 
-@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, runs: Runs) -> None:
@@ -159,7 +158,6 @@ def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, 
     assert recorded.hooks == []
 
 
-@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_training_is_bitwise_the_same(how: str, backend: str, runs: Runs) -> None:
@@ -187,10 +185,9 @@ def test_steps_without_a_record_run_the_compiled_code(how: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
-@pytest.mark.parametrize("how", HOWS)
-def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
+def test_code_of_inductor_is_compiled_once(tmp_path: Path) -> None:
     """With torch's own backend there is also one graph, and training continues with it."""
-    _, given = compiled(how, "inductor")
+    _, given = compiled("submodule", "inductor")
     sink = MemorySink()
     fit(given, tmp_path, recorders(sink), logger=False)
     assert list(sink.scalars["activations/encoder.norm/rms"]) == [0, 2, 5]
@@ -199,7 +196,6 @@ def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
     assert dict(counters["recompiles"]) == {}
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("how", "fails", "own"),
     pairwise(["fit", "submodule"], [False, True], ["default", "eager_on_recompile", "fail_on_recompile"]),

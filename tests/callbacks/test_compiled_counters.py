@@ -44,7 +44,6 @@ def check_intervals(how: str, backend: str, folder: Path) -> None:
         assert hooks_left(model) == []
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", list(NETS))
 def test_each_interval(how: str, tmp_path: Path) -> None:
     """Recorded steps need one graph, unrecorded steps another one, and neither is compiled if it does not occur."""
@@ -53,10 +52,9 @@ def test_each_interval(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
-@pytest.mark.parametrize("how", ["regional", "checkpoint"])
-def test_each_interval_with_inductor(how: str, tmp_path: Path) -> None:
+def test_each_interval_with_inductor(tmp_path: Path) -> None:
     """The same holds for torch's own backend."""
-    check_intervals(how, "inductor", tmp_path)
+    check_intervals("checkpoint", "inductor", tmp_path)
 
 
 _PROGRAM = """

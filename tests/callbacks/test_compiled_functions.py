@@ -154,7 +154,6 @@ def test_parameters_are_recorded_beside_compiled_code(logged: Callable[[], list[
     assert logged() == []
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("group", KINDS)
 def test_with_skip_functions_stay_compiled(group: str, logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """With ``skip``, a run is bitwise the bare compiled run and compiles nothing more; with ``eager`` it differs."""

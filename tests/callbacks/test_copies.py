@@ -104,10 +104,25 @@ def configured(callbacks: Sequence[Callback], hook: Callable[[], object] | None 
     return Configured(callbacks, hook)
 
 
-@pytest.mark.quick_cases(5)
-@pytest.mark.parametrize("logger", LOGGERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_callback_survives_every_copy_at_any_time(kind: str, logger: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Configured:
+    """Return the model of a run without callbacks."""
+    model = configured([])
+    fit(model, tmp_path_factory.mktemp("bare"), logger=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "logger"),
+    [
+        ("activations", "tensorboard"),
+        ("gradients", "csv"),
+        ("parameters", "none"),
+        ("graph", "csv"),
+        ("tensors", "tensorboard"),
+    ],
+)
+def test_a_callback_survives_every_copy_at_any_time(kind: str, logger: str, bare: Configured, tmp_path: Path) -> None:
     """A copy before, during or after a fit has the arguments and no run state, and the run continues."""
     callback, fresh = KINDS[kind](), yaml.dump(KINDS[kind]())
     most = len(pickle.dumps(KINDS[kind]())) + 100
@@ -128,8 +143,6 @@ def test_a_callback_survives_every_copy_at_any_time(kind: str, logger: str, tmp_
             assert yaml.dump(each) == fresh, name
             assert len(pickle.dumps(each)) < most, name
     assert hooks_left(model) == []
-    bare = configured([])
-    fit(bare, tmp_path / "bare", logger=False)
     assert torch.equal(torch.stack(model.losses), torch.stack(bare.losses))
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]  # there is one
     loaded = Configured.load_from_checkpoint(path, weights_only=False)

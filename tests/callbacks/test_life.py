@@ -383,7 +383,6 @@ for average, options in {"WeightAveraging": {}, "EMAWeightAveraging": {"decay": 
         )
 
 
-@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("life", LIVES)
 def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> None:
     """In every way of running, each optimizer step has one record of exactly its batches."""
@@ -642,7 +641,6 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
 SAMPLED = [*((sampling, 2) for sampling in SAMPLINGS), ("every_n_train_steps", 1), ("all", 1)]
 
 
-@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("sampling", "accumulate"), SAMPLED)
 def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) -> None:
     """The schedule arguments are combined, on the axis of ``self.log``, for each kind of recorder."""
@@ -1046,7 +1044,6 @@ def failing(hook: str, error: BaseException) -> Net:
 AMID = ["training_step", "backward", "optimizer_step", "on_train_batch_end", "validation_step", "on_train_epoch_end"]
 
 
-@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize(("hook", "accumulate"), [*((hook, 1) for hook in HOOKS), *((hook, 4) for hook in AMID)])
 def test_a_failing_hook_leaves_nothing_behind(hook: str, accumulate: int, tmp_path: Path) -> None:
     """Wherever a model raises, its own error propagates, and hooks and stance are as before."""

@@ -161,7 +161,6 @@ def test_dumps_lie_beside_its_checkpoints(tmp_path: Path) -> None:
     assert float(dump.tensors["second/mean"]) == latest.scalars["mean"]
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("reduce", ["step", 5, "epoch"])
 def test_a_run_resumes_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None:

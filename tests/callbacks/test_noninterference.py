@@ -377,7 +377,6 @@ MODELS: list[tuple[type[Classifier], dict[str, Any]]] = [
 RUNS = [(make, options, reduce) for make, options in MODELS for reduce in ("step", "epoch")]
 
 
-@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize(
     ("make", "options", "reduce"),
     # Each way to reduce occurs with each model and with each option.

@@ -76,7 +76,6 @@ CASES: list[tuple[type[Classifier], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("kind", "options"),
     CASES,

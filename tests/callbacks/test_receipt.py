@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_recorder import (
@@ -281,11 +282,14 @@ def test_the_bytes_of_state_are_those_of_the_recorder(
     assert held == sum(each.untyped_storage().nbytes() for each in tensors)
 
 
+BATCH = next(iter(digits()))
+
+
 class Still(Small):
     """A model whose steps are all the same: the batch is always the first one, and the learning rate is zero."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        images, classes = next(iter(digits()))
+        images, classes = BATCH
         return nn.functional.cross_entropy(self(images), classes)  # self.log would add to the event files
 
     def configure_optimizers(self) -> Any:
@@ -316,7 +320,9 @@ def test_the_forecast_of_the_files_holds(kind: Any, every: int, logger: Any, tmp
 
 def forecast_and_size(recorder: Any, tmp_path: Path) -> tuple[int, int]:
     """Train 1,000 steps with pictures. Return the bytes that the receipt forecasts, and the size of the files."""
-    trainer = go(tmp_path, [recorder], model=Still(), logger=True, max_epochs=250)
+    batches: Any = [BATCH] * 1000  # a list is a dataset
+    loader = DataLoader(batches, batch_size=None)
+    trainer = fit(Still(), tmp_path, [recorder], loader=loader, logger=True, log_every_n_steps=1)
     folder = Path(str(trainer.log_dir), "recorder")
     size = sum(path.stat().st_size for path in [*folder.glob("events.*"), *folder.glob(f"records/{recorder.group}*")])
     about = json.loads((folder / "receipt.json").read_text())[recorder.group]

@@ -109,7 +109,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
     return make
 
 
-@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(
     ("computed_by", "case", "step"),
     [
@@ -177,7 +176,6 @@ def test_the_learning_rate_of_an_unfinished_record_is_kept(step: int, tmp_path: 
     ]
 
 
-@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
 @pytest.mark.parametrize(
     ("hook", "batch"), [("on_validation_end", 2), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
@@ -469,7 +467,6 @@ def failed(kind: str, folder: Path, failed_at: int, **options: Any) -> Path:
 ignore_search = pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=:UserWarning")
 
 
-@pytest.mark.quick_cases(2)
 @ignore_search
 @pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])
@@ -484,7 +481,6 @@ def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) ->
     assert shown(sink) == later
 
 
-@pytest.mark.quick_cases(2)
 @ignore_search
 @pytest.mark.parametrize("reduce", [3, "epoch"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])

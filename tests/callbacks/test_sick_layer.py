@@ -19,7 +19,7 @@ from lightning_recorder.commands import main
 from tests.callbacks.models import digits, events, fit
 from tests.plots.test_unusual import drawn_texts
 
-BLOCKS = 24
+BLOCKS = 12  # with more layers than a picture or a chart shows
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Deep(LightningModule):
-    """A transformer of 24 blocks."""
+    """A transformer of many blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +98,21 @@ SICK: dict[Callable[[Any], None], set[str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, 3, 12, 23])
-@pytest.mark.parametrize("disease", SICK)
+@pytest.mark.parametrize(
+    ("disease", "place"),
+    [
+        (explode, 0),
+        (explode, 6),
+        (die, 3),
+        (die, 11),
+        (vanish, 6),
+        (vanish, 11),
+        (saturate, 0),
+        (saturate, 3),
+        (shift, 3),
+        (shift, 6),
+    ],
+)
 def test_the_sick_layer_is_seen_first(
     disease: Callable[[Any], None], place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,15 +166,14 @@ def unlink(model: Deep, block: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [3, 12])
 @pytest.mark.parametrize(
-    ("disease", "named", "row", "epochs"),
+    ("disease", "named", "row", "epochs", "place"),
     [
-        (freeze, ".fc1", ".fc1", 4),
-        (freeze, ".fc1", ".fc1", 1),
-        (spoil, ".fc1", ".fc1", 4),
-        (unlink, "", ".norm1", 4),
-        (unlink, "", ".norm1", 1),
+        (freeze, ".fc1", ".fc1", 4, 3),
+        (freeze, ".fc1", ".fc1", 1, 6),
+        (spoil, ".fc1", ".fc1", 4, 6),
+        (unlink, "", ".norm1", 4, 6),
+        (unlink, "", ".norm1", 1, 3),
     ],
 )
 def test_the_layer_of_a_finding_is_seen_first(

@@ -306,7 +306,6 @@ def _differs(net: str, option: str) -> bool:
 SAME = [(net, option, depth) for net in CASES for option in OPTIONS for depth in (1, 2, 3) if not _differs(net, option)]
 
 
-@pytest.mark.quick_cases(60)
 @pytest.mark.parametrize(("net", "option", "depth"), covering(SAME, [pairs(each) for each in SAME]))
 def test_same_picture(net: str, option: str, depth: int) -> None:
     """With the same options, both drawings have the same labels and the same edges between each pair of labels."""

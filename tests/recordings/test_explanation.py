@@ -65,7 +65,6 @@ def forget_the_statistics(net: nn.Module) -> None:
     net.get_buffer("blocks.0.act.running_var").zero_()
 
 
-@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -43,7 +43,6 @@ def check(kind: str, name: str, call: int, value: float, backward: bool, at: int
     assert (finding.numbers["batch"], finding.numbers["call"]) == (at, call)
 
 
-@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("kind", NETS)
 def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
     """The finding names the module, the call, the direction, the kind of value, the step and the batch."""
@@ -56,7 +55,6 @@ def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
         check(kind, name, call, value, backward, at, tmp_path)
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("late", [1, 2, 3])
 @pytest.mark.parametrize("kind", NETS)
 def test_each_planted_value_is_named_where_values_arrive_late(
