@@ -359,7 +359,7 @@ class WatchedRun:
 
     def _after(self, batch: Reading | int) -> str:
         """Return the words after a batch: that it is the last one, which often has fewer rows, and the rank."""
-        index = batch if isinstance(batch, int) else next(iter(batch.indices), 0)
+        index = batch if isinstance(batch, int) else max(batch.indices, default=0)
         is_last = 1 < self._trainer.num_training_batches == index + 1
         return (", the last of each epoch" if is_last else "") + self._rank
 
@@ -393,7 +393,6 @@ class WatchedRun:
         return verdict.finding_of_spike(
             spikes,
             reading,
-            next(iter(reading.indices), 0),
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
             is_low=self._spikes["loss"].is_low(reading.values[0]),
