@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_recorder.functions import function_of
-from lightning_recorder.internals.module_tree import is_a, is_training, modules_of
+from lightning_recorder.internals.module_tree import class_attribute, class_name, is_a, is_training, modules_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
@@ -69,7 +69,7 @@ class Coverage:
     def types(self) -> dict[str, str]:
         """The class names of the selected modules, including the skipped ones."""
         skipped = {name: self.root.get_submodule(name) for name in self.skipped}
-        return {name: type(module).__name__ for name, module in {**self.modules, **skipped}.items()}
+        return {name: class_name(type(module)) for name, module in {**self.modules, **skipped}.items()}
 
     def functions_in(self, names: Iterable[str]) -> list[str]:
         """Return the torch functions among recorded names."""
@@ -103,7 +103,7 @@ class Coverage:
         """Return True if the module is a loss that was selected by default and is never called."""
         module = self.modules.get(name)
         attribute = name.rpartition(".")[2].lower()
-        named_loss = type(module).__name__.endswith("Loss") or attribute.startswith(("loss", "criterion"))
+        named_loss = class_name(type(module)).endswith("Loss") or attribute.startswith(("loss", "criterion"))
         is_loss = is_a(module, _Loss) or named_loss or attribute.endswith("_loss")
         return self.is_default and name not in self.called and is_loss and not list(own_parameters(self.modules[name]))
 
@@ -140,7 +140,7 @@ class Coverage:
             if sharing:
                 return f"shared: never called, its parameters are those of {sharing}"
             return "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
-        if name in self.modules and type(self.modules[name]).__call__ is not nn.Module.__call__:
+        if name in self.modules and class_attribute(type(self.modules[name]), "__call__") is not nn.Module.__call__:
             return f"bypassed: {type(self.modules[name]).__name__} overrides __call__, so its hooks are not called"
         return "never called: no recorded step called it"
 

@@ -15,6 +15,7 @@ from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.internals.module_tree import (
     attributes_of,
+    class_name,
     is_a,
     is_scripted,
     is_training,
@@ -168,7 +169,7 @@ class ModelNames:
         wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
         if is_scripted(module) or wraps:
             return None
-        self._welcome(type(module).__name__, module)
+        self._welcome(class_name(type(module)), module)
         return self.of(module)
 
     def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
