@@ -22,7 +22,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import NON_FINITE, SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
+from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of, takes_hooks
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.module_names import named_submodules
@@ -134,7 +134,9 @@ class WatchedRun:
         if every_module:
             compiled = compiled_modules(pl_module)
             modules = named_submodules(pl_module).items()
-            self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
+            self._flags = ModuleFlags(
+                {name: each for name, each in modules if name and each not in compiled and takes_hooks(each)}
+            )
         self._step = _Step(has_ended=True)
         self._logged = LoggedValues(trainer, device, series.add_logged, is_on_host=self._is_on_host)
 

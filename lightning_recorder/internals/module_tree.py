@@ -43,6 +43,7 @@ __all__ = [
     "stored_attribute",
     "table_of",
     "tables_of",
+    "takes_hooks",
 ]
 
 
@@ -124,6 +125,11 @@ def is_a(value: object, kinds: Any) -> bool:
 def is_scripted(module: object) -> bool:
     """Return True for a TorchScript module."""
     return issubclass(type(module), torch.jit.ScriptModule)
+
+
+def takes_hooks(module: object) -> bool:
+    """Return False for a TorchScript module, unless it is the whole of a trace, whose call begins in Python."""
+    return not is_scripted(module) or issubclass(type(module), torch.jit.TopLevelTracedModule)
 
 
 def is_training(module: nn.Module) -> bool:
