@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_recorder.errors import ArgumentError, InputError, InputTypeError, check_integer
 from lightning_recorder.internals.module_tree import buffers_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
+from lightning_recorder.structure import ignore_unknown, iter_tensors
 
 __all__ = [
     "arguments",
@@ -163,6 +164,8 @@ def shapes_in(input_size: Any, name: str) -> list[tuple[int, ...]]:
     for size in sizes:
         # An empty list is not a list of shapes; an empty tuple is the shape of a scalar.
         valid = isinstance(size, (tuple, list)) and size != []
+        if any(True for _ in iter_tensors(input_size, unknown=ignore_unknown)):
+            raise InputTypeError(f"{name} takes shapes, got tensors: write input_data=… for the inputs themselves")
         if not valid or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
             raise (ArgumentError if valid else InputTypeError)(
                 f"{name} takes a shape, as in (1, 3), or a list of shapes, none negative; got {input_size!r}"

@@ -12,10 +12,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_recorder.internals.module_tree import (
     ModuleMap,
     attributes_of,
+    bases_of,
     children_of,
+    class_name,
     is_a,
     named_modules_of,
     named_parameters_of,
+    package_of,
     plain_dict,
     tables_of,
 )
@@ -133,8 +136,8 @@ def _owns_parameters(module: nn.Module) -> bool:
 def is_metric(module: nn.Module) -> bool:
     """Return True if the module is a torchmetrics metric; torchmetrics need not be installed."""
     return any(
-        base.__name__ in ("Metric", "MetricCollection") and base.__module__.partition(".")[0] == "torchmetrics"
-        for base in type(module).__mro__
+        class_name(base) in ("Metric", "MetricCollection") and package_of(base) == "torchmetrics"
+        for base in bases_of(type(module))
     )
 
 

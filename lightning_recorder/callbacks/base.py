@@ -30,7 +30,7 @@ from lightning_recorder.callbacks.trainer import (
 )
 from lightning_recorder.errors import DumpError, check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.internals.module_tree import ModuleSet
+from lightning_recorder.internals.module_tree import ModuleSet, takes_hooks
 from lightning_recorder.page import summary_html
 from lightning_recorder.portable import Lost, Portable, unwrap
 from lightning_recorder.recordings import open_recording
@@ -147,10 +147,16 @@ class RecorderCallback(GuardedCallback):
         """Return why a run, which no exception ended, recorded nothing; nothing if it has. Called on rank 0."""
         return ()
 
-    def _skip_compiled(self, pl_module: LightningModule, modules: dict[str, nn.Module]) -> list[str]:
-        """Remove compiled modules if they are to be skipped, and return their names."""
+    def _skip_modules(
+        self, pl_module: LightningModule, modules: dict[str, nn.Module], *, without_hooks: bool = True
+    ) -> list[str]:
+        """Remove the modules that take no hooks, and compiled ones if they are to be skipped; return their names."""
         compiled = compiled_modules(pl_module) if self.compiled == "skip" else ModuleSet()
-        skipped = [name for name, module in modules.items() if module in compiled]
+        skipped = [
+            name
+            for name, module in modules.items()
+            if module in compiled or (without_hooks and not takes_hooks(module))
+        ]
         for name in skipped:
             del modules[name]
         return skipped

@@ -197,9 +197,9 @@ class TensorDumper(RecorderCallback):
     @override
     def _begin_run(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         modules = self.selection.resolve(pl_module)
-        self._skip_compiled(pl_module, modules)
+        self._skip_modules(pl_module, modules)
         if not modules and trainer.is_global_zero:
-            warn(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
+            warn(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled or scripted")
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
         self._open_sinks(trainer)

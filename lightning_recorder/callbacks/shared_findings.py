@@ -10,7 +10,7 @@ from typing import Any
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.internals.module_tree import named_modules_of
+from lightning_recorder.internals.module_tree import class_name, named_modules_of
 from lightning_recorder.outputs import RunFindings
 from lightning_recorder.sinks import Sink
 
@@ -28,7 +28,7 @@ def findings_of(
         found = _findings[trainer] = RunFindings(
             directory,
             log=rank_zero_info,
-            types={name: type(module).__name__ for name, module in named_modules_of(pl_module)},
+            types={name: class_name(type(module)) for name, module in named_modules_of(pl_module)},
             graph=partial(_graph, weakref.ref(trainer)),  # the trainer must not be kept alive by its own entry
             strict=strict,
         )

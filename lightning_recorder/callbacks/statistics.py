@@ -193,7 +193,9 @@ class StatisticsCallback(ResumingCallback):
         if modules is not None and is_first and trainer.world_size > 1:
             warn_of_unmerged(str(self), self.options["extra"])
         if modules is None and is_first:
-            warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
+            warn(
+                f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled or scripted"
+            )
         if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
 
@@ -283,7 +285,7 @@ class StatisticsCallback(ResumingCallback):
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """Return the modules to record, or ``None`` if there are none."""
         modules = self._choose(pl_module)
-        skipped = self._skip_compiled(pl_module, modules)
+        skipped = self._skip_modules(pl_module, modules, without_hooks=self.group != "parameters")
         is_default = self.selection.is_default
         self._pipeline.coverage = Coverage(
             pl_module, modules, (), skipped=skipped, of=self.group, tensors=self.tensors, is_default=is_default

@@ -22,7 +22,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import NON_FINITE, SPIKE, UNBOUNDED, Finding
 from lightning_recorder.internals.autograd import without_functions
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
+from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of, takes_hooks
 from lightning_recorder.internals.norms import local_values, norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.module_names import named_submodules
@@ -134,7 +134,9 @@ class WatchedRun:
         if every_module:
             compiled = compiled_modules(pl_module)
             modules = named_submodules(pl_module).items()
-            self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
+            self._flags = ModuleFlags(
+                {name: each for name, each in modules if name and each not in compiled and takes_hooks(each)}
+            )
         self._step = _Step(has_ended=True)
         self._logged = LoggedValues(trainer, device, series.add_logged, is_on_host=self._is_on_host)
 
@@ -359,7 +361,7 @@ class WatchedRun:
 
     def _after(self, batch: Reading | int) -> str:
         """Return the words after a batch: that it is the last one, which often has fewer rows, and the rank."""
-        index = batch if isinstance(batch, int) else next(iter(batch.indices), 0)
+        index = batch if isinstance(batch, int) else max(batch.indices, default=0)
         is_last = 1 < self._trainer.num_training_batches == index + 1
         return (", the last of each epoch" if is_last else "") + self._rank
 
@@ -393,7 +395,6 @@ class WatchedRun:
         return verdict.finding_of_spike(
             spikes,
             reading,
-            next(iter(reading.indices), 0),
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
             is_low=self._spikes["loss"].is_low(reading.values[0]),

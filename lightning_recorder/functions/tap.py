@@ -35,7 +35,14 @@ from lightning_recorder.internals.autograd import (
     remove_function_mode,
 )
 from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
-from lightning_recorder.internals.module_tree import ModuleMap, children_of, is_a, is_training, parameters_of
+from lightning_recorder.internals.module_tree import (
+    ModuleMap,
+    children_of,
+    class_name,
+    is_a,
+    is_training,
+    parameters_of,
+)
 from lightning_recorder.internals.pause_recording import PAUSES
 from lightning_recorder.module_names import is_metric, named_submodules
 from lightning_recorder.names import compile_glob
@@ -149,7 +156,7 @@ class ChosenFunctions:
     def is_made_by_caller(self, module: nn.Module) -> bool:
         """Return True for a module of torch that computes a function and is not part of the model."""
         kind = type(module)
-        return kind.__name__ in TYPES and _is_of_torch(kind) and module not in self._modules
+        return class_name(kind) in TYPES and _is_of_torch(kind) and module not in self._modules
 
     @property
     def has_scores(self) -> bool:

@@ -119,6 +119,11 @@ class Layout:
                 self._end()
             if self._process.returncode != 0 or not all(path.exists() for path in self._made):
                 words = self._messages.read_text(errors="replace").strip()[-500:]
+                unknown = re.search(r'Format: "(\S*?)" not recognized', words)
+                if unknown:
+                    raise RenderError(
+                        f"Graphviz has no format {unknown[1]}: choose svg, png, pdf, or json for the graph"
+                    )
                 limit = f"it was stopped after {self._timeout_s:g} s; draw a smaller view"
                 late = limit if self._late else "it failed"
                 raise RenderError(f"Graphviz produced no picture, {late}" + (f": {words}" if words else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from functools import cached_property, lru_cache, partial
 
@@ -150,15 +150,23 @@ class Wiring:
 
         In a U-Net, each block has a skip connection to or from another module.
         """
-        inside = tuple(f"{block}." for block in blocks)
+        known = set(blocks)
 
-        def outside(edges: Mapping[str, Sequence[str]], block: str) -> frozenset[str]:
-            names = [name for name in edges if name.startswith(block)]
-            return frozenset(each for name in names for each in edges[name] if not each.startswith(inside))
+        def block_of(name: str) -> str | None:
+            return next((each for each in _parents(name) if each in known), None)
 
-        feeds = {outside(self.inputs, block) for block in inside[1:]}
-        users = {outside(self.outputs, block) for block in inside[:-1]}
-        return len(feeds) < 2 and len(users) < 2
+        def outside(edges: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
+            found: dict[str, set[str]] = {block: set() for block in blocks}
+            for name, others in edges.items():
+                block = block_of(name)
+                if block is not None:
+                    found[block].update(each for each in others if block_of(each) is None)
+            return found
+
+        feeds, users = outside(self.inputs), outside(self.outputs)
+        return all(
+            each[block] == each[some[0]] for each, some in ((feeds, blocks[1:]), (users, blocks[:-1])) for block in some
+        )
 
     def is_parallel(self, before: str) -> bool:
         """Return True if the members of a list such as ``"experts."`` do not feed each other, and two were called."""
@@ -260,3 +268,10 @@ def families(keys: Mapping[str, object], fewest: int) -> list[list[str]]:
             found.append(group)
             taken.update(group)
     return found
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a module, the nearest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -2,7 +2,8 @@
 
 A class may override ``named_modules``, ``parameters``, ``__getattr__``, ``__hash__`` or a property. Such code may draw
 random numbers, change buffers or raise, and a recorder must not cause that. The functions here read the tables that
-``nn.Module`` keeps in the instance, which may be dictionaries of a class of the user as well. Only TorchScript modules,
+``nn.Module`` keeps in the instance, which may be dictionaries of a class of the user as well. A class may have a
+metaclass with such code, so its name and its bases are read as ``type`` stores them. Only TorchScript modules,
 which have no such tables, are asked themselves.
 """
 
@@ -20,8 +21,11 @@ __all__ = [
     "ModuleMap",
     "ModuleSet",
     "attributes_of",
+    "bases_of",
     "buffers_of",
     "children_of",
+    "class_attribute",
+    "class_name",
     "hookable",
     "is_a",
     "is_scripted",
@@ -32,12 +36,14 @@ __all__ = [
     "named_parameters_of",
     "own_buffers_of",
     "own_parameters_of",
+    "package_of",
     "parameters_of",
     "plain_dict",
     "put_entry",
     "stored_attribute",
     "table_of",
     "tables_of",
+    "takes_hooks",
 ]
 
 
@@ -119,6 +125,11 @@ def is_a(value: object, kinds: Any) -> bool:
 def is_scripted(module: object) -> bool:
     """Return True for a TorchScript module."""
     return issubclass(type(module), torch.jit.ScriptModule)
+
+
+def takes_hooks(module: object) -> bool:
+    """Return False for a TorchScript module, unless it is the whole of a trace, whose call begins in Python."""
+    return not is_scripted(module) or issubclass(type(module), torch.jit.TopLevelTracedModule)
 
 
 def is_training(module: nn.Module) -> bool:
@@ -233,12 +244,34 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     for table in ("_parameters", "_buffers", "_modules") if is_a(owner, nn.Module) else ():
         if name in (found := plain_dict(attributes.get(table))):
             return found[name]
-    for kind in type(owner).__mro__:
-        found = kind.__dict__.get(name, _MISSING)
-        if found is not _MISSING:
-            # A value with a ``__get__``, such as a property, would run code.
-            return default if hasattr(type(found), "__get__") else found
-    return default
+    found = class_attribute(type(owner), name, _MISSING)
+    # A value with a ``__get__``, such as a property, would run code.
+    return default if found is _MISSING or hasattr(type(found), "__get__") else found
+
+
+def class_name(kind: type) -> str:
+    """Return ``__name__`` of a class."""
+    name: str = _NAME.__get__(kind)
+    return name
+
+
+def bases_of(kind: type) -> tuple[type, ...]:
+    """Return ``__mro__`` of a class, which begins with the class itself."""
+    bases: tuple[type, ...] = _MRO.__get__(kind)
+    return bases
+
+
+def package_of(kind: type) -> str:
+    """Return the top-level package in which a class is defined, such as ``"torch"``."""
+    return str(_MODULE.__get__(kind)).partition(".")[0]
+
+
+def class_attribute(kind: type, name: str, default: Any = None) -> Any:
+    """Return what a class or the first of its bases stores under a name, such as a function or a property."""
+    return next((stored[name] for each in bases_of(kind) if name in (stored := _DICT.__get__(each))), default)
+
+
+_NAME, _MRO, _MODULE, _DICT = (vars(type)[name] for name in ("__name__", "__mro__", "__module__", "__dict__"))
 
 
 class ModuleMap(MutableMapping[nn.Module, Value]):

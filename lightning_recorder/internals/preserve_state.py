@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from lightning_recorder.internals.module_tree import (
     attributes_of,
+    bases_of,
     children_of,
+    class_attribute,
+    class_name,
     hookable,
     is_a,
     is_scripted,
@@ -24,6 +27,7 @@ from lightning_recorder.internals.module_tree import (
     modules_of,
     own_buffers_of,
     own_parameters_of,
+    package_of,
     plain_dict,
     put_entry,
     table_of,
@@ -153,16 +157,17 @@ class ModuleState:
 def read_extra_repr(module: nn.Module) -> str:
     """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
     kind = type(module)
-    if kind.extra_repr is nn.Module.extra_repr:
+    if class_attribute(kind, "extra_repr") is nn.Module.extra_repr:
         return ""
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
-    before = kind.__mro__[1]
-    if kind.__name__ == f"Parametrized{before.__name__}" and "parametrizations" in table_of(module, "_modules"):
+    before = bases_of(kind)[1]
+    if class_name(kind) == f"Parametrized{class_name(before)}" and "parametrizations" in table_of(module, "_modules"):
         kind = before
+    described = class_attribute(kind, "extra_repr")
     try:
-        if kind.__module__.partition(".")[0] == "torch":
-            text: object = kind.extra_repr(_stand_in(module, kind))
+        if package_of(kind) == "torch":
+            text: object = described(_stand_in(module, kind))
         else:
             # Imported only when it is used, since it needs NumPy, without which a graph can be read.
             from lightning_recorder.internals.random_states import foreign_code
@@ -170,7 +175,7 @@ def read_extra_repr(module: nn.Module) -> str:
             state = ModuleState(modules_of(module))
             try:
                 with pause_recording(), foreign_code():
-                    text = kind.extra_repr(_stand_in(module, kind))
+                    text = described(_stand_in(module, kind))
             finally:
                 state.restore()
     except (Exception, SystemExit):  # noqa: BLE001 - a class may raise anything in its representation

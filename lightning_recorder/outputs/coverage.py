@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_recorder.functions import function_of
-from lightning_recorder.internals.module_tree import is_a, is_training
+from lightning_recorder.internals.module_tree import (
+    class_attribute,
+    class_name,
+    is_a,
+    is_training,
+    takes_hooks,
+)
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
@@ -23,6 +30,7 @@ _FEW = 3  # compiled functions that a reason names
 # The reasons for a missing record, the most important ones first.
 _REASONS = (
     "failed",
+    "TorchScript",
     "bypassed",
     "no gradient",
     "changed in place",
@@ -68,8 +76,12 @@ class Coverage:
     @property
     def types(self) -> dict[str, str]:
         """The class names of the selected modules, including the skipped ones."""
-        skipped = {name: self.root.get_submodule(name) for name in self.skipped}
-        return {name: type(module).__name__ for name, module in {**self.modules, **skipped}.items()}
+        return {name: class_name(type(module)) for name, module in {**self.modules, **self._skipped}.items()}
+
+    @cached_property
+    def _skipped(self) -> dict[str, nn.Module]:
+        known = named_submodules(self.root, remove_duplicate=False) if self.skipped else {}
+        return {name: known[name] for name in self.skipped}
 
     def functions_in(self, names: Iterable[str]) -> list[str]:
         """Return the torch functions among recorded names."""
@@ -103,11 +115,13 @@ class Coverage:
         """Return True if the module is a loss that was selected by default and is never called."""
         module = self.modules.get(name)
         attribute = name.rpartition(".")[2].lower()
-        named_loss = type(module).__name__.endswith("Loss") or attribute.startswith(("loss", "criterion"))
+        named_loss = class_name(type(module)).endswith("Loss") or attribute.startswith(("loss", "criterion"))
         is_loss = is_a(module, _Loss) or named_loss or attribute.endswith("_loss")
         return self.is_default and name not in self.called and is_loss and not list(own_parameters(self.modules[name]))
 
     def _missing_reason(self, name: str, parent: nn.Module | None) -> str:
+        if name in self.skipped and not takes_hooks(self._skipped[name]):
+            return "TorchScript: its calls run outside of Python and have no hooks"
         if name in self.skipped:
             return "compiled: skipped because of compiled='skip'"
         if name in self.failed:
@@ -140,7 +154,7 @@ class Coverage:
             if sharing:
                 return f"shared: never called, its parameters are those of {sharing}"
             return "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
-        if name in self.modules and type(self.modules[name]).__call__ is not nn.Module.__call__:
+        if name in self.modules and class_attribute(type(self.modules[name]), "__call__") is not nn.Module.__call__:
             return f"bypassed: {type(self.modules[name]).__name__} overrides __call__, so its hooks are not called"
         return "never called: no recorded step called it"
 

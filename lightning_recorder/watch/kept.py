@@ -21,6 +21,7 @@ from lightning_recorder.internals.module_tree import (
     is_a,
     is_scripted,
     modules_of,
+    package_of,
     parameters_of,
     put_entry,
     table_of,
@@ -118,7 +119,7 @@ def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
         return
     seen.add(id(value))
     for owner, key, each in _parts(value):
-        if type(each) in _NUMBERS and owner is not None:
+        if any(type(each) is kind for kind in _NUMBERS) and owner is not None:
             yield Slot(owner, key)
         else:
             yield from _inside(each, seen, depth + 1)
@@ -153,7 +154,8 @@ def _variables(function: FunctionType) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _is_foreign(value: type | Callable[..., Any]) -> bool:
-    return str(value.__module__).partition(".")[0] in (*_FOREIGN, __name__.partition(".")[0])
+    package = package_of(value) if isinstance(value, type) else str(value.__module__).partition(".")[0]
+    return package in (*_FOREIGN, __name__.partition(".")[0])
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

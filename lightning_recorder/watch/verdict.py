@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_recorder.insight import ACTED, NON_FINITE, ORIGIN_VALUES, ROSE, SPIKE, UNBOUNDED, Finding, Trace
@@ -76,7 +77,7 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
 
     ``rank`` are the words after the batch, such as ``", the last of each epoch, rank 1"``; often empty.
     """
-    where = f"{_batch(batch_idx, reading.epoch)}{rank}"
+    where = f"{_batches([batch_idx], reading.epoch)}{rank}"
     values = f"{origin.count} {origin.kind} values" if origin.count > 1 else f"{origin.kind}"
     at = f" at {_short(origin.line)}" if origin.line else ""
     operation = origin.operation
@@ -133,7 +134,7 @@ def finding_without_origin(
     is_forward = loss != loss or loss in (float("inf"), float("-inf"))
     what = f"the loss is {loss:g}" if is_forward else f"the loss is {loss:g} and the gradient norm is {norm:g}"
     part = "forward pass" if is_forward else "backward pass"
-    where = _batch(batches[0] if batches else 0, reading.epoch) + rank
+    where = _batches(batches, reading.epoch) + rank
     some = "" if is_forward or not modules else f"; the last parameter with a bad gradient is {modules[-1]}"
     verdict = f"{what} first at step {reading.step} ({where}): it arose in the {part}{some}"
     module = modules[-1].rpartition(".")[0] if modules and not is_forward else ""
@@ -167,7 +168,7 @@ def with_rise(finding: Finding, series: str, rise: Rise, rate: float | None) -> 
 
 def finding_of_fall(fall: Rise, reading: Reading, rate: float | None, *, rank: str = "") -> Finding:
     """Return the finding for a loss that falls without bound."""
-    where = _batch(next(iter(reading.indices), 0), reading.epoch) + rank
+    where = _batches(reading.indices, reading.epoch) + rank
     verdict = f"{_course('loss', fall, rate)}, without a bound (step {reading.step}, {where})"
     finding = _finding(UNBOUNDED, "warning", "", reading, verdict, _WHY_UNBOUNDED, _NEXT_UNBOUNDED)
     usual = "above -10,000, and above -10,000 × its largest magnitude in the first 10 steps"
@@ -183,21 +184,19 @@ def _course(series: str, rise: Rise, rate: float | None) -> str:
 
 def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
     """Return the finding for finite gradients whose norm is too large for float32."""
-    index = reading.indices[0] if reading.indices else 0
     verdict = (
-        f"the gradient norm overflows first at step {reading.step} ({_batch(index, reading.epoch)}{rank}): the loss is "
-        f"{reading.values[0]:.3g}, and each gradient is finite"
+        f"the gradient norm overflows first at step {reading.step} ({_batches(reading.indices, reading.epoch)}{rank}): "
+        f"the loss is {reading.values[0]:.3g}, and each gradient is finite"
     )
     why = "The training diverges: the learning rate is too high, or the loss is scaled."
     following = "Lower the learning rate, look for a factor of the loss, or clip gradients."
     finding = _finding(NON_FINITE, "critical", "", reading, verdict, why, following)
-    return replace(finding, numbers={"batch": float(index), "epoch": float(reading.epoch)})
+    return replace(finding, numbers={"batch": float(next(iter(reading.indices), 0)), "epoch": float(reading.epoch)})
 
 
 def finding_of_spike(
     spikes: list[tuple[str, float, float]],
     reading: Reading,
-    batch_idx: int,
     *,
     factor: float,
     is_clipped: bool = False,
@@ -216,7 +215,6 @@ def finding_of_spike(
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
         reading: The step.
-        batch_idx: The index of the first batch of the step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
         is_low: True if the loss is far below that of the first steps.
@@ -224,7 +222,7 @@ def finding_of_spike(
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
     """
-    where = _batch(batch_idx, reading.epoch) + rank
+    where = _batches(reading.indices, reading.epoch) + rank
     is_small = 0 < 2 * reading.rows < usual_rows
     where += f", {reading.rows} of usually {usual_rows} samples" if is_small else ""
     series, value, median = spikes[0]
@@ -245,7 +243,7 @@ def finding_of_spike(
         following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."
     finding = _finding(SPIKE, severity, "", reading, verdict, why, following)
     numbers = {
-        "batch": float(batch_idx),
+        "batch": float(next(iter(reading.indices), 0)),
         "epoch": float(reading.epoch),
         "value": value,
         "median": median,
@@ -356,8 +354,11 @@ def _finding(
     )
 
 
-def _batch(batch_idx: int, epoch: int) -> str:
-    return f"batch {batch_idx} of epoch {epoch}"
+def _batches(indices: Sequence[int], epoch: int) -> str:
+    """Return the words for the batches of a step, of which there are several if gradients accumulate."""
+    first, last = (min(indices), max(indices)) if indices else (0, 0)
+    several = f"batches {first} {'and' if last == first + 1 else 'to'} {last}"
+    return f"{several if last > first else f'batch {first}'} of epoch {epoch}"
 
 
 def _short(line: str) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
 from lightning_recorder.internals.module_tree import (
+    class_name,
     is_scripted,
     modules_of,
     own_parameters_of,
@@ -504,7 +505,7 @@ class SummaryWatch(CallWatch):
         return SummaryRow(
             label=label,
             name=call.name,
-            type_name=type(module).__name__,
+            type_name=class_name(type(module)),
             caller=caller,
             is_leaf=seen.is_leaf,
             is_repeated=is_repeated,

@@ -112,9 +112,41 @@ METHODS = (
     "named_children",
     "children",
     "get_submodule",
+    "__len__",
+    "__bool__",
+    "__iter__",
+    "__str__",
+    "_get_name",
+    "__dir__",
+    "__deepcopy__",
+    "state_dict",
+    "register_forward_hook",
     "running_mean",
     "kernel_size",
 )
+
+
+def with_hostile_class(method: str, harm: Callable[[Any], None]) -> nn.Module:
+    """Return a layer whose class does harm in one method or attribute of its metaclass when the package calls it."""
+    base = vars(type)[method] if method in vars(type) else getattr(object, method)
+
+    def called(cls: type, *args: Any) -> Any:
+        if is_ours():
+            harm(cls)
+        return base(cls, *args)
+
+    def read(cls: type) -> Any:
+        if is_ours():
+            harm(cls)
+        return base.__get__(cls)
+
+    value: Any = called if callable(base) else property(read)
+    metaclass = type("Metaclass", (type,), {"__hash__": type.__hash__, method: value})
+    layer: nn.Module = metaclass("Hostile", (Layer,), {})()
+    return layer
+
+
+METHODS_OF_CLASSES = ("__getattribute__", "__eq__", "__hash__", "__repr__", "__name__", "__module__", "__mro__")
 
 
 def hostile_table(harm: Callable[[Any], None], base: type) -> type:
@@ -302,6 +334,19 @@ def test_foreign_methods_change_nothing(harm: str, tmp_path: Path) -> None:
     assert_equal(fit(make, tmp_path), fit(make, None))
     for names in recorded(tmp_path).values():
         assert {"first", "last", *(f"layers.{number}" for number in range(len(METHODS) + 1))} <= names
+    assert (tmp_path / "recorder" / "graph.json").exists()
+
+
+@pytest.mark.parametrize("harm", [draw, fail])
+def test_classes_with_a_metaclass(harm: Callable[[Any], None], tmp_path: Path) -> None:
+    """The name, the bases and the methods of a class are read without its metaclass."""
+
+    def make() -> list[nn.Module]:
+        return [*(with_hostile_class(method, harm) for method in METHODS_OF_CLASSES), Layer()]
+
+    assert_equal(fit(make, tmp_path), fit(make, None))
+    for names in recorded(tmp_path).values():
+        assert {"first", "last", *(f"layers.{number}" for number in range(len(METHODS_OF_CLASSES) + 1))} <= names
     assert (tmp_path / "recorder" / "graph.json").exists()
 
 

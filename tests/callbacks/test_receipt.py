@@ -24,6 +24,7 @@ from lightning_recorder import (
     ParameterRecorder,
     Schedule,
     StatisticsRecorder,
+    StepWatch,
     open_recording,
 )
 from lightning_recorder.reductions import Norms
@@ -232,6 +233,30 @@ def test_a_compiled_module_that_is_left_out_has_its_reason(tmp_path: Path) -> No
     reason = "compiled: skipped because of compiled='skip'"
     assert why(receipt(tmp_path, "activations")) == {"head": "out", "encoder": reason, "encoder.1": reason}
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch 2.13 deprecates it, and it still works
+@pytest.mark.parametrize("kind", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 4))])
+def test_a_part_of_torchscript_has_its_reason(kind: Any, tmp_path: Path) -> None:
+    """The modules inside have no hooks: no warning is given, each has its reason, and its parameters are recorded."""
+
+    class Model(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = kind(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale: Tensor = self.part(torch.ones(2, 4)).mean()
+            return super().forward(x) * scale
+
+    recorders = [kind(strict=True) for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)]
+    fit(Model(), tmp_path, [*recorders, StepWatch(every_module=True, strict=True)], logger=False)
+    for label in ("activations", "gradients"):
+        missing = {name: text for name, text in why(receipt(tmp_path, label)).items() if name.startswith("part.")}
+        assert missing == dict.fromkeys(
+            ("part.0", "part.1"), "TorchScript: its calls run outside of Python and have no hooks"
+        )
+    assert "part.0" in {name for name, _ in open_recording(tmp_path).run["parameters"].sites}
 
 
 def test_parameters_that_no_optimizer_has_say_so(tmp_path: Path) -> None:

@@ -738,6 +738,14 @@ def test_the_largest_value_of_a_spike_is_named(tmp_path: Path) -> None:
     assert largest.startswith(f"the farthest above the median at step 32 {last}: the loss to ")
 
 
+def test_a_spike_of_accumulated_gradients_names_its_batches(tmp_path: Path) -> None:
+    """A step of several batches has the first and the last of them, and is the last of its epoch if it has the last."""
+    watch = StepWatch(strict=True)
+    fit(Spiky(at=-1), tmp_path, watch, loader=batches(52), accumulate_grad_batches=2)
+    where = "at step 25 (batches 50 and 51 of epoch 0, the last of each epoch): the loss to "
+    assert where in only(watch).verdict
+
+
 class SteepAtTimes(Planted):
     """A net with large gradients at a step whose loss is as usual."""
 

@@ -300,6 +300,11 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
         ({"input_shapes": "2x4"}, "input_shapes takes a shape, .*; got '2x4'"),
         ({"input_shapes": [(2, 4), (2.0, 4)]}, "input_shapes takes a shape, or a list|input_shapes takes a shape"),
         ({"input_shapes": (2, True)}, "input_shapes takes a shape"),
+        (
+            {"input_shapes": X},
+            r"^input_shapes takes shapes, got tensors: write input_data=… for the inputs themselves$",
+        ),
+        ({"input_shapes": [{"x": X}]}, r"^input_shapes takes shapes, got tensors: write input_data=…"),
         ({"input_shapes": (2, 4), "dtypes": "float32"}, "dtypes takes a torch.dtype, .* 1 inputs, got 'float32'"),
         ({"input_shapes": [(2,)] * 3, "dtypes": [torch.float32]}, "one for each of the 3 inputs"),
         ({"input_data": X, "dtypes": torch.float32}, "dtypes .* needs input_shapes"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_recorder import capture_graph
 from lightning_recorder.graph import GraphCapture
@@ -175,3 +178,32 @@ def test_functions_are_calls_between_layers() -> None:
     assert wiring.outputs["first"] == ["relu"]
     assert wiring.outputs.get("head") is None
     assert wiring.of_loss == {"softmax", "tanh"}
+
+
+class Visited(dict[str, list[str]]):
+    """Edges that count the times that all of them are visited."""
+
+    visits = 0
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        Visited.visits += 1
+        return super().__iter__()
+
+    @override
+    def items(self) -> Any:
+        Visited.visits += 1
+        return super().items()
+
+
+def test_the_neighbors_of_all_blocks_are_found_in_one_pass() -> None:
+    """All edges are visited once for the blocks of a chain, however many there are; a skip connection is found."""
+    names = ["stem", *(f"blocks.{block}.{layer}" for block in range(40) for layer in ("norm", "fc")), "head"]
+    blocks = [f"blocks.{block}" for block in range(40)]
+    chain = {name: [before] for before, name in pairwise(names)}
+    for edges, is_plain in ((chain, True), ({**chain, "blocks.7.fc": ["blocks.7.norm", "stem"]}, False)):
+        wiring = Wiring(names, None)
+        vars(wiring).update(inputs=Visited(edges), outputs=Visited({one: [two] for one, two in pairwise(names)}))
+        Visited.visits = 0
+        assert wiring.is_plain(blocks) == is_plain
+        assert Visited.visits == 2

@@ -150,7 +150,7 @@ def test_a_spike_has_further_values(after: list[float], median: float | None) ->
 def test_several_spikes_are_one_finding(ratios: list[float], first: str, largest: str) -> None:
     """The finding has the number of spikes, the first one and the one that is farthest above its median."""
     found = [
-        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), step, factor=10)
+        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), factor=10)
         for step, ratio in enumerate(ratios)
     ]
     joined = functools.reduce(with_spike, found)
@@ -163,7 +163,7 @@ def test_several_spikes_are_one_finding(ratios: list[float], first: str, largest
 def test_a_larger_value_of_a_spike_is_not_counted() -> None:
     """The finding names the value that is farthest above the median, although the spike began before it."""
     one, further, other = (
-        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), step, factor=10)
+        finding_of_spike([("loss", 2 * ratio, 2.0)], Reading(step, 2, None, None, [], [step]), factor=10)
         for step, ratio in ((0, 20), (4, 50), (60, 30))
     )
     joined = with_spike(one, replace(further, records=0))
@@ -183,12 +183,22 @@ def test_a_spike_of_a_loss_that_has_vanished_is_none(scale: float, count: int) -
     assert sum(detector.add(value) is not None for value in values) == count
 
 
+@pytest.mark.parametrize(
+    ("indices", "where"),
+    [([9], "batch 9 of"), ([8, 9], "batches 8 and 9 of"), ([6, 7, 8, 9], "batches 6 to 9 of"), ([], "batch 0 of")],
+)
+def test_the_batches_of_a_step_are_named(indices: list[int], where: str) -> None:
+    """A step has several batches if gradients accumulate."""
+    found = finding_of_spike([("loss", 30.0, 2.0)], Reading(4, 2, None, None, [], indices), factor=10)
+    assert f"at step 4 ({where} epoch 2): " in found.verdict
+
+
 @pytest.mark.parametrize(("rows", "severity"), [(2, "note"), (32, "warning"), (0, "warning")])
 def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
     """A step with less than half of the usual samples says how many it has, and blames no sample."""
     kept = KeptBatch(None, 9, 9, 2, RandomStates(), [], [], versions=[(torch.zeros(rows), 0)] if rows else [])
     reading = Reading(9, 2, None, None, [], [9], batches=[kept])
-    found = finding_of_spike([("loss", 30.0, 2.0)], reading, 9, factor=10, usual_rows=64)
+    found = finding_of_spike([("loss", 30.0, 2.0)], reading, factor=10, usual_rows=64)
     assert found.severity == severity
     assert ("2 of usually 64 samples" in found.verdict) == (rows == 2)
     assert ("wrong labels" in found.why) == (rows != 2)
@@ -208,7 +218,7 @@ def test_a_large_gradient_at_a_low_loss_is_a_note(
 ) -> None:
     """Where nearly all samples fit, a single one makes most of the gradient."""
     reading = Reading(9, 2, None, None, [], [9])
-    assert finding_of_spike(spikes, reading, 9, factor=10, is_low=is_low).severity == severity
+    assert finding_of_spike(spikes, reading, factor=10, is_low=is_low).severity == severity
 
 
 def test_a_low_value_is_far_below_the_first_ones() -> None:
@@ -233,7 +243,7 @@ def test_a_low_value_is_far_below_the_first_ones() -> None:
 def test_a_large_gradient_at_a_usual_loss_is_a_note(spikes: list[tuple[str, float, float]], severity: str) -> None:
     """At the end of a plateau, the gradient is large for a few steps and the loss falls."""
     reading = Reading(9, 2, None, None, [], [9])
-    found = finding_of_spike(spikes, reading, 9, factor=10, is_usual=True)
+    found = finding_of_spike(spikes, reading, factor=10, is_usual=True)
     assert (found.severity, "plateau" in found.why) == (severity, severity == "note")
 
 

@@ -12,7 +12,7 @@ from lightning_recorder.graph.capture.call_arguments import describe_module
 from lightning_recorder.graph.capture.modules import ModelNames, count_below, count_own
 from lightning_recorder.graph.capture.origins import Call
 from lightning_recorder.graph.model import RECOMPUTED
-from lightning_recorder.internals.module_tree import is_scripted
+from lightning_recorder.internals.module_tree import class_name, is_scripted
 
 __all__ = ["CalledModules"]
 
@@ -40,7 +40,7 @@ class CalledModules:
 
     def note(self, node: int, module: nn.Module) -> None:
         """Remember the module of a call, which is described if it lives until the end of the step."""
-        self._nodes[node].type_name = type(module).__name__
+        self._nodes[node].type_name = class_name(type(module))
         self._modules[node] = id(module)
 
     def note_recomputed(self, module: nn.Module) -> None:
@@ -56,7 +56,7 @@ class CalledModules:
         if node not in self._modules:
             script = is_scripted(module)
             draft = self._nodes[node]
-            draft.type_name = type(module).__name__
+            draft.type_name = class_name(type(module))
             draft.arguments = () if script else self._settings_of(module, id(module))
             draft.parameters, draft.total_parameters = count_own(module), count_below(module)
 
@@ -78,7 +78,7 @@ class CalledModules:
                 if module is None:
                     continue
                 own, below = counts.get(key) or (count_own(module), count_below(module))
-                found = known[key] = type(module).__name__, own, below, self._settings_of(module, key)
+                found = known[key] = class_name(type(module)), own, below, self._settings_of(module, key)
             draft = nodes[node]
             draft.type_name, draft.parameters, draft.total_parameters, draft.arguments = found
             if key in self._recomputed and RECOMPUTED not in draft.note:  # a graph may be asked for again

@@ -39,6 +39,7 @@ from lightning_recorder.internals.garbage_collection import RareCollections
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.module_tree import (
     ModuleSet,
+    class_name,
     hookable,
     is_scripted,
     named_modules_of,
@@ -108,7 +109,7 @@ class GraphCapture:
     ) -> None:
         self._is_compiled = False
         self._left_out = ModuleSet() if eager else compiled_modules(module)
-        while isinstance(inner := stored_attribute(module, _WRAPPERS.get(type(module).__name__, "")), nn.Module):
+        while isinstance(inner := stored_attribute(module, _WRAPPERS.get(class_name(type(module)), "")), nn.Module):
             self._is_compiled = self._is_compiled or _is_compiled(type(module))
             module = inner
         self.module = module
@@ -154,7 +155,7 @@ class GraphCapture:
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         found = dict(named_modules_of(self.module))
-        self._is_compiled = self._is_compiled or any(map(_is_compiled, set(map(type, found.values()))))
+        self._is_compiled = self._is_compiled or any(map(_is_compiled, map(type, found.values())))
         self._recording.name_modules(without_wrappers(found))
         # If torch._dynamo is not imported, nothing is compiled yet.
         if not self._eager and not observe_compiled_calls(self._enter_compiled) and self._left_out:
@@ -358,7 +359,7 @@ class GraphCapture:
 
 
 def _is_compiled(kind: type) -> bool:
-    return kind.__name__ == "OptimizedModule"
+    return class_name(kind) == "OptimizedModule"
 
 
 class _CaptureHook(ModuleHook):

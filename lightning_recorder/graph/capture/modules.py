@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.internals.module_tree import (
+    class_name,
     is_scripted,
     is_training,
     modules_of,
@@ -164,7 +165,7 @@ class ModelNames:
         wraps = any(each is not module and self.of(each) is not None for each in modules_of(module))
         if is_scripted(module) or wraps:
             return None
-        self._welcome(type(module).__name__, module)
+        self._welcome(class_name(type(module)), module)
         return self.of(module)
 
     def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:

@@ -24,7 +24,7 @@ from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigin
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import VMAPPED, Graph, TensorMeta
 from lightning_recorder.internals.autograd import in_transform, keywords_of, versions_of, vmap_numel
-from lightning_recorder.internals.module_tree import parameters_of
+from lightning_recorder.internals.module_tree import class_name, parameters_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import held_tensors, ignore_unknown, iter_tensors
 
@@ -88,7 +88,7 @@ class StepRecording:
         self._outermost = outermost
         self._unobserved: set[int] = set()
         """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
-        self._builder.nodes[0].type_name = type(root).__name__
+        self._builder.nodes[0].type_name = class_name(type(root))
         self._with_gradients = torch.is_grad_enabled()
         """False if there are no gradients from the beginning, so that no function stops one."""
         self.fast_path = FastPath(self._builder, self._origins, self._calls, outermost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.internals.module_tree import class_name
 
 __all__ = ["NEVER_CALLED", "show_unused"]
 
@@ -59,7 +60,7 @@ def show_unused(graph: Graph) -> Graph:
         # The class is known while the module lives.
         reference = graph.modules.get(name) if kind == "module" else None
         module = None if reference is None else reference()
-        type_name = "" if module is None else type(module).__name__
+        type_name = "" if module is None else class_name(type(module))
         node = Node(free + number, kind, name, around.id, around.depth + 1, type_name, note=note)  # type: ignore[arg-type]
         added.setdefault(around.id, []).append(node)
     modules = {name for name in unused.frozen if name in calls}

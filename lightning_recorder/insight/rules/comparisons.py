@@ -195,10 +195,10 @@ def block_trend(
             steps, change = np.diff(logs), abs(float(logs[-1] - logs[0]))
             is_jump = np.abs(steps).max() > jump * change  # in one block
             is_steady = (steps > np.log(each)).all() or (steps < -np.log(each)).all()
+            if not is_steady or is_jump or change <= np.log(total):
+                continue
             # In a U-Net, most of the gradient takes the skip connections.
-            names = [site.name for site in group]
-            is_plain = table is evidence.activations or evidence.wiring.is_plain(blocks_of(names))
-            if is_steady and not is_jump and change > np.log(total) and is_plain:
+            if table is evidence.activations or evidence.wiring.is_plain(blocks_of([site.name for site in group])):
                 found.append((change, group))
         if found:
             _, group = max(found, key=lambda one: one[0])

@@ -306,9 +306,11 @@ def gradient_spike(
         past, step = norms[row - records : row], table.steps[row]
         if norms[row] > factor * np.median(past) > 0 and norms[row] > of_largest * past.max():
             largest = gradients[int(np.nanargmax(squares[row]))]
+            ended = (each.epoch for each in evidence.data.epochs if each.is_whole and each.last_step == step)
+            last = next((f", the last of epoch {epoch}," for epoch in ended), "")
             verdict = (
-                f"the norm of all gradients at step {step} is {norms[row] / np.median(past):.3g} × its median in the "
-                f"{records} records before, most of it in {largest.module or largest.name.removesuffix('.grad')}"
+                f"the norm of all gradients at step {step}{last} is {norms[row] / np.median(past):.3g} × its median in "
+                f"the {records} records before, most of it in {largest.module or largest.name.removesuffix('.grad')}"
             )
             yield replace(largest.found(verdict, "rms", since=step, norm=norms[row]), last_step=step, records=1)
             return

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph import Unused, capture_graph
+from lightning_recorder.insight.data_facts import DataFacts, EpochFacts
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, brief, chain, network, run, trained
+from tests.insight.records import Values, brief, chain, examined, network, run, trained
 
 
 def test_the_gradient_stops() -> None:
@@ -133,6 +134,17 @@ def test_a_spike_of_the_gradients() -> None:
     assert (found.rule, found.module, found.first_step, found.last_step) == ("gradient-spike", "b", 60, 60)
     words = "the norm of all gradients at step 60 is 70.7 × its median in the 5 records before, most of it in b"
     assert found.verdict == words
+
+
+def test_a_spike_of_the_gradients_at_the_end_of_an_epoch() -> None:
+    """A step that ends an epoch is named as such, since its batch may be smaller than the others."""
+    parameters = network("a", "b", b=trained("b", grad=[1e-3] * 6 + [0.1, 1e-3]))
+    for is_whole, words in ((True, "at step 60, the last of epoch 2, is 70.7 ×"), (False, "at step 60 is 70.7 ×")):
+        epoch = EpochFacts(2, 41, 60, 40, 80, 80.0, 40.0, is_whole=is_whole)
+        examination = examined(None, None, parameters)
+        examination.set_data(DataFacts(epochs=(epoch,)))
+        (found,) = examination.findings()
+        assert words in found.verdict
 
 
 def test_gradients_that_stop_in_all_blocks_are_one_finding() -> None:
