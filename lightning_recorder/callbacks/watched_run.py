@@ -304,7 +304,8 @@ class WatchedRun:
         self.flush()
         self._series.end()
 
-    def _reading(self, batches: list[KeptBatch]) -> Reading:
+    def _loss(self, batches: list[KeptBatch]) -> Tensor | None:
+        """Return the mean loss of the batches of a step, as the user computes it."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
         if len(batches) == 1 and len(batches[0].losses) == 1:
@@ -317,6 +318,10 @@ class WatchedRun:
             loss = loss * (count / len(losses))
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
+        return loss
+
+    def _reading(self, batches: list[KeptBatch]) -> Reading:
+        loss = self._loss(batches)
         totals = list(self._step.totals.values())
         norm = totals[0] if len(totals) == 1 else None
         if len(totals) > 1:
@@ -424,11 +429,7 @@ class WatchedRun:
         batch = max(batches, key=lambda each: float(each.losses[-1])) if len(batches) > 1 else batches[0]
         share = math.sqrt(median / value)  # between a spike and a usual step
 
-        def is_bad(found: float, whole: float) -> bool:
-            # The norm has the scale of the loss.
-            return not found <= (share * value if series == "loss" else share * whole)
-
-        return self._find_row(batch, is_bad, series)
+        return self._find_row(batch, lambda found: not found <= share * value, reading, series)
 
     def _is_after_spike(self, reading: Reading) -> bool:
         """Return True if a step is bad because of the one with a spike before it, whatever its samples are."""
@@ -439,10 +440,12 @@ class WatchedRun:
         """Return the sample that makes the loss or the gradients of a step not finite."""
         batch = reading.batches[0] if batch is None and len(reading.batches) == 1 else batch
         series = "loss" if reading.has_bad_loss else "gradient norm"
-        return None if batch is None else self._find_row(batch, lambda found, _: not math.isfinite(found), series)
+        if batch is None:
+            return None
+        return self._find_row(batch, lambda found: not math.isfinite(found), reading, series)
 
     def _find_row(
-        self, batch: KeptBatch, is_bad: Callable[[float, float], bool], series: str
+        self, batch: KeptBatch, is_bad: Callable[[float], bool], reading: Reading, series: str
     ) -> tuple[KeptBatch, FoundRow, str] | None:
         if self._searches >= _MOST_SEARCHES or not runs_alone(self._trainer, self._pl_module):
             return None
@@ -451,7 +454,10 @@ class WatchedRun:
             if self._trainer.world_size > 1:  # raises an error if the step communicates
                 replay(self._trainer, self._pl_module, [batch])
             of_gradient = series != "loss"
-            found = find_row(self._trainer, self._pl_module, batch, is_bad, of_gradient=of_gradient)
+            whole = reading.values[of_gradient]
+            if len(reading.batches) > 1 and not of_gradient:
+                whole = float(self._loss([batch]))
+            found = find_row(self._trainer, self._pl_module, batch, is_bad, whole, of_gradient=of_gradient)
         except Exception:  # noqa: BLE001 - the step of the user may raise anything for a part of its batch
             return None
         return None if found is None else (batch, found, series)
@@ -464,7 +470,8 @@ class WatchedRun:
         batch, found, series = row
         name = self._name_row(batch.indices, found.place)
         about = describe_row(batch.batch, found.place)
-        finding = verdict.with_row(finding, name, series, found.value, found.without, about)
+        others = None if found.is_only else found.others
+        finding = verdict.with_row(finding, name, series, found.value, found.without, about, others)
         numbers = {**finding.numbers, "place": float(found.place)}
         if batch.indices is not None and found.place < len(batch.indices):
             numbers["row"] = float(batch.indices[found.place])

@@ -256,16 +256,19 @@ def finding_of_spike(
     return replace(finding, path=series, numbers=numbers, usual=usual)
 
 
-def with_row(finding: Finding, name: str, what: str, value: float, without: float | None, about: str) -> Finding:
+def with_row(
+    finding: Finding, name: str, what: str, value: float, without: float, about: str, others: int | None = None
+) -> Finding:
     """Return a finding about a step with the sample of its batch that made it, such as ``"row 4,711 of …"``.
 
     ``what`` is ``"loss"`` or ``"gradient norm"``, with its values with and without the sample. If other samples are bad
-    as well, ``value`` is that of the sample alone, and ``without`` is None. ``about`` compares the values of the
+    as well, the values are those of ``others`` samples, with and without it. ``about`` compares the values of the
     sample.
     """
     numbers = {}
-    if without is None:
-        made = f"alone makes the {what} {value:.3g}, and so do others of the batch"
+    if others is not None:
+        alone, than = ("", f" ({without:.3g} for {others} others without it)") if others else ("alone ", "")
+        made = f"{alone}makes the {what} {value:.3g}{than}, and so do others of the batch"
     elif math.isfinite(value) and without > 0:
         numbers["row_ratio"] = value / without
         made = f"makes the {what} {value / without:.3g} × larger"
