@@ -21,6 +21,7 @@ __all__ = [
     "with_older_parameters",
     "with_rise",
     "with_row",
+    "with_row_before",
     "with_spike",
 ]
 
@@ -205,6 +206,7 @@ def finding_of_spike(
     is_usual: bool = False,
     rank: str = "",
     usual_rows: int = 0,
+    is_early: bool = False,
 ) -> Finding:
     """Return the finding for a spike.
 
@@ -223,6 +225,7 @@ def finding_of_spike(
         is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
+        is_early: True if it is among the first steps, where only one that a single sample makes is reported.
     """
     where = _batch(batch_idx, reading.epoch) + rank
     is_small = 0 < 2 * reading.rows < usual_rows
@@ -253,6 +256,8 @@ def finding_of_spike(
         **({"rows": float(reading.rows)} if reading.rows else {}),
     }
     usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"
+    if is_early:
+        usual += ", unless a single sample makes the loss as large"
     return replace(finding, path=series, numbers=numbers, usual=usual)
 
 
@@ -280,6 +285,17 @@ def with_row(
         verdict=f"{finding.verdict}; {name} {made}",
         next=following + finding.next,
         numbers={**finding.numbers, **numbers},
+    )
+
+
+def with_row_before(finding: Finding, name: str, what: str, step: int, ratio: float, about: str) -> Finding:
+    """Return a finding about a training that diverged with the sample that made the spike before it."""
+    return replace(
+        finding,
+        verdict=f"{finding.verdict}; before that, {name} made the {what} {ratio:.3g} × larger{_AT}{step}",
+        why="The training diverged after the step with this sample.",
+        next=f"Look at {name}. " + (f"Its values are {about}. " if about else "") + finding.next,
+        numbers={**finding.numbers, "row_ratio": ratio, "row_step": float(step)},
     )
 
 

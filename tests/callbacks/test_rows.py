@@ -137,6 +137,32 @@ def test_several_bad_rows(tmp_path: Path) -> None:
     assert one.verdict.endswith(", and so do others of the batch")
 
 
+def test_a_row_among_the_first_steps(tmp_path: Path) -> None:
+    """A wrong target of the third step is a spike at once, and the divergence that follows names its row."""
+    seed_everything(1, verbose=False)
+    watch = StepWatch(strict=True)
+    fit(tmp_path, Net(), dataset(512, lambda x, y: y[70].fill_(1e6)), watch)
+    spike, diverged = watch.found
+    assert (spike.rule, spike.first_step, spike.numbers["row"]) == ("spike", 2, 70)
+    assert (diverged.rule, diverged.numbers["row"], diverged.numbers["row_step"]) == ("non-finite", 70, 2)
+    assert "; before that, row 70 of the training set made the loss " in diverged.verdict
+    assert diverged.next.startswith("Look at row 70 of the training set. Its values are batch[0]: ")
+
+
+def test_a_learning_rate_that_is_too_high(tmp_path: Path) -> None:
+    """A training that diverges in its first steps by itself accuses no row."""
+
+    class Fast(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1.0)
+
+    for seed in range(5):
+        seed_everything(seed, verbose=False)
+        watch = StepWatch(strict=True)
+        fit(tmp_path, Fast(), dataset(512), watch)
+        assert [(each.rule, "row" in each.numbers) for each in watch.found] == [("non-finite", False)]
+
+
 def test_rows_of_a_shuffled_subset(tmp_path: Path) -> None:
     """The row is that of the data set of the loader, with the one below its Subset, also with workers."""
     seed_everything(1, verbose=False)
