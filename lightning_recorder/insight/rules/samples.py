@@ -62,7 +62,8 @@ def same_samples_on_ranks(
         return
     if found is not None and found.shared >= share and found.steps >= steps and found.keys >= samples:
         which = "all" if len(found.same) >= found.ranks else "ranks " + ", ".join(map(str, found.same)) + " of"
-        verdict = f"{which} {found.ranks} ranks get the same samples in each of {found.steps} compared steps"
+        what = "the same samples" if found.shared == 1 else f"samples of which {found.shared:.0%} are the same"
+        verdict = f"{which} {found.ranks} ranks get {what} in each of {found.steps} compared steps"
         yield _found(evidence, verdict, found.step, found.step, share=found.shared, ranks=found.ranks)
         return
     whole = evidence.data.rank_epoch
