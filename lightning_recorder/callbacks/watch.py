@@ -466,12 +466,13 @@ class StepWatch(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run, is_last = self._run, stepped(trainer, batch_idx)
+        run, is_last, is_left_out = self._run, stepped(trainer, batch_idx), False
         if self._actions is not None:
-            self._actions.end_batch(has_stepped=is_last, is_good=run is not None and run.bad is None)
+            is_good = run is not None and run.bad is None
+            is_left_out = self._actions.end_batch(has_stepped=is_last, is_good=is_good)
         try:
             if run is not None:
-                run.end_batch(is_last=is_last)
+                run.end_batch(is_last=is_last, is_left_out=is_left_out)
             if self._samples is not None:
                 self._samples.end_batch(batch)
             if self._ranks is not None and ends_step(trainer, batch_idx):

@@ -131,6 +131,7 @@ class WatchedRun:
         self._bad: Finding | None = None  # the last one about a value that is not finite
         self._overflow: int | None = None  # the last step whose gradient norm overflowed
         self._replays, self._searches = 0, [0, 0]  # the second number is that among the first steps
+        self._left_out: set[int] = set()  # steps
         self._latest_row: tuple[int, _Row] | None = None  # the step and the sample of the last spike that one makes
         self._name_row = name_row
         self.unnamed: Finding | None = None
@@ -254,10 +255,12 @@ class WatchedRun:
         norms = norms_of(gradients)
         return _total(norms, on_host=self._reads_now), norms
 
-    def end_batch(self, *, is_last: bool) -> None:
-        """End a batch, and the step if it is the last one of it."""
+    def end_batch(self, *, is_last: bool, is_left_out: bool = False) -> None:
+        """End a batch, and the step if it is the last one of it, which may have been left out of the training."""
         if not self._step.batches:
             return
+        if is_left_out:
+            self._left_out.add(self._step.batches[-1].step)
         if self._step.batches[-1].is_changed:
             self._keeper.must_copy = True
         if self._flags is not None:
@@ -383,7 +386,9 @@ class WatchedRun:
             self._report_spike([early], reading, is_early=True)
         spikes = []
         for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
-            median = detector.add(value)
+            # What was left out tells nothing about the steps that follow.
+            is_left_out = reading.step in self._left_out
+            median = detector.median_below(value) if is_left_out else detector.add(value)
             if median is not None:
                 spikes.append((name, value, median))
         if spikes and self._factor:
@@ -471,7 +476,7 @@ class WatchedRun:
     def _is_after_spike(self, reading: Reading) -> bool:
         """Return True if a step is bad because of the one with a spike before it, whatever its samples are."""
         known = [each.last_step for each in self._known.values() if each.rule == SPIKE]
-        return any(0 < reading.step - step <= RECENT for step in known)
+        return any(0 < reading.step - step <= RECENT for step in known if step not in self._left_out)
 
     def _row_of_bad(self, reading: Reading, batch: KeptBatch | None) -> _Row | None:
         """Return the sample that makes the loss or the gradients of a step not finite."""

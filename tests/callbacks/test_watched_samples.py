@@ -305,7 +305,7 @@ class OfAttributes(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([batch.x, batch.y], batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Do nothing: the samples are seen before it."""
 
 
