@@ -168,10 +168,14 @@ class StepActions:
         for each in parameters:
             each.grad = None
 
-    def end_batch(self, *, has_stepped: bool, is_good: bool) -> None:
-        """End a batch: complete the action, or keep the state after a step without a bad value."""
+    def end_batch(self, *, has_stepped: bool, is_good: bool) -> bool:
+        """End a batch: complete the action, or keep the state after a step without a bad value.
+
+        Returns:
+            True if the step was left out.
+        """
         if not has_stepped:
-            return
+            return False
         is_left_out, action, self._current = self._is_left_out, self._current, ""
         untouched, self._untouched = self._untouched, None
         if untouched is not None:
@@ -190,6 +194,7 @@ class StepActions:
             self._good = [(steps, good)]
         elif self._keeps and is_good and not action and steps - self._good[-1][0] >= self._every:
             self._keep(steps)
+        return is_left_out
 
     def _keep(self, steps: int) -> None:
         """Keep the state after some steps, and the one before, which is used: the cause may be some steps back."""

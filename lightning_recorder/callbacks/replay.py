@@ -148,7 +148,10 @@ def computed(
         except _NeedsBackward as error:
             raise ReplayError("reentrant checkpointing computes no gradients of parts of a batch") from error
         found = [each.grad for each in parameters if each.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(norms_of(found)))) if found else None
+        if not found:
+            return None
+        norm = torch.linalg.vector_norm(torch.stack(norms_of(found)))
+        return float(norm / _scaled(trainer, torch.ones((), device=norm.device)))
 
 
 @contextmanager

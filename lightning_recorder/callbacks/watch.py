@@ -72,9 +72,10 @@ class StepWatch(RecorderCallback):
 
     A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
     next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
-    are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. The
-    first 20 steps have no spikes. A spike of the gradient norm alone is a note if the trainer clips gradients, and does
-    not end the fit. A loss that falls to 10,000 times the size of its first values below zero is a finding as well.
+    are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. Among
+    the first 20 steps, only a loss that a single sample makes ten times as large as that is a spike. A spike of the
+    gradient norm alone is a note if the trainer clips gradients, and does not end the fit. A loss that falls to 10,000
+    times the size of its first values below zero is a finding as well.
 
     Args:
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
@@ -465,12 +466,13 @@ class StepWatch(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run, is_last = self._run, stepped(trainer, batch_idx)
+        run, is_last, is_left_out = self._run, stepped(trainer, batch_idx), False
         if self._actions is not None:
-            self._actions.end_batch(has_stepped=is_last, is_good=run is not None and run.bad is None)
+            is_good = run is not None and run.bad is None
+            is_left_out = self._actions.end_batch(has_stepped=is_last, is_good=is_good)
         try:
             if run is not None:
-                run.end_batch(is_last=is_last)
+                run.end_batch(is_last=is_last, is_left_out=is_left_out)
             if self._samples is not None:
                 self._samples.end_batch(batch)
             if self._ranks is not None and ends_step(trainer, batch_idx):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +40,21 @@ from lightning_recorder.watch import (
     StepSeries,
     verdict,
 )
-from lightning_recorder.watch.spikes import RECENT
+from lightning_recorder.watch.spikes import LEAST, RECENT
 
 __all__ = ["Discovery", "WatchedRun"]
 
 _MOST_REPLAYS = 5
-_MOST_SEARCHES = 5  # for the sample that makes a step bad
+_MOST_SEARCHES = 5  # for the sample that makes a step bad, and as many among the first steps
+_EARLY = 10.0  # multiples of the factor of a spike that is reported among the first steps, if a single sample makes it
 _MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
 _KIND = attrgetter("dtype", "device")
 _FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
 _WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
 _STALE = "its batches give finite values with the parameters of {steps} before, the last ones that were kept"
+
+_Row: TypeAlias = tuple[KeptBatch, FoundRow, str]  # a sample, with its batch and ``"loss"`` or ``"gradient norm"``
+_Spike: TypeAlias = tuple[str, float, float]  # ``"loss"`` or ``"gradient norm"``, the value, and the running median
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class _Step:
     has_bad_gradient: bool = False
     """True if the gradients were found not to be finite before the optimizer steps."""
     has_ended: bool = False
-    row: tuple[KeptBatch, FoundRow, str] | None = None
-    """The sample that makes a spike, with its batch and ``"loss"`` or ``"gradient norm"``."""
+    row: _Row | None = None
+    """The sample that makes a spike."""
     bad: Finding | None = None
     """The finding about the step, if it is known before the optimizer steps."""
 
@@ -126,7 +130,9 @@ class WatchedRun:
         self._was_bad = False
         self._bad: Finding | None = None  # the last one about a value that is not finite
         self._overflow: int | None = None  # the last step whose gradient norm overflowed
-        self._replays = self._searches = 0
+        self._replays, self._searches = 0, [0, 0]  # the second number is that among the first steps
+        self._left_out: set[int] = set()  # steps
+        self._latest_row: tuple[int, _Row] | None = None  # the step and the sample of the last spike that one makes
         self._name_row = name_row
         self.unnamed: Finding | None = None
         """The finding about a bad gradient that came from another rank, if no rank names its origin."""
@@ -221,9 +227,14 @@ class WatchedRun:
                 else:
                     self._bad = self._step.bad = None
                     spikes = self._spikes_of(reading) if self._factor else []
+                    is_early = not spikes
+                    if is_early and self._factor and (early := self._early_spike(reading)) is not None:
+                        spikes = [early]
                     if spikes:  # the row is searched now, because the parameters are those of the step
-                        self._step.row = self._row_of_spike(reading, spikes)
-                        self._step.bad = self._with_row(self._spike(spikes, reading), self._step.row, reading)
+                        self._step.row = row = self._row_of_spike(reading, spikes, is_early=is_early)
+                        if not is_early or self._is_certain(spikes[0], row):
+                            spike = self._spike(spikes, reading, is_early=is_early)
+                            self._step.bad = self._with_row(spike, row, reading)
             elif self._copies is not None and self._copies.is_due(step := self._step.batches[-1].step):
                 # The device is busy with this step, so that it has work while the values of the step before are read.
                 if found := self._queue.take(wait=self._copies.waits):
@@ -246,10 +257,12 @@ class WatchedRun:
         norms = norms_of(gradients)
         return _total(norms, on_host=self._reads_now), norms
 
-    def end_batch(self, *, is_last: bool) -> None:
-        """End a batch, and the step if it is the last one of it."""
+    def end_batch(self, *, is_last: bool, is_left_out: bool = False) -> None:
+        """End a batch, and the step if it is the last one of it, which may have been left out of the training."""
         if not self._step.batches:
             return
+        if is_left_out:
+            self._left_out.add(self._step.batches[-1].step)
         if self._step.batches[-1].is_changed:
             self._keeper.must_copy = True
         if self._flags is not None:
@@ -306,7 +319,8 @@ class WatchedRun:
         self.flush()
         self._series.end()
 
-    def _reading(self, batches: list[KeptBatch]) -> Reading:
+    def _loss(self, batches: list[KeptBatch]) -> Tensor | None:
+        """Return the mean loss of the batches of a step, as the user computes it."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
         if len(batches) == 1 and len(batches[0].losses) == 1:
@@ -319,6 +333,10 @@ class WatchedRun:
             loss = loss * (count / len(losses))
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
+        return loss
+
+    def _reading(self, batches: list[KeptBatch]) -> Reading:
+        loss = self._loss(batches)
         totals = list(self._step.totals.values())
         norm = totals[0] if len(totals) == 1 else None
         if len(totals) > 1:
@@ -366,9 +384,13 @@ class WatchedRun:
         return (", the last of each epoch" if is_last else "") + self._rank
 
     def _look_for_spikes(self, reading: Reading) -> None:
+        if self._factor and (early := self._early_spike(reading)) is not None:
+            self._report_spike([early], reading, is_early=True)
         spikes = []
         for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
-            median = detector.add(value)
+            # What was left out tells nothing about the steps that follow.
+            is_left_out = reading.step in self._left_out
+            median = detector.median_below(value) if is_left_out else detector.add(value)
             if median is not None:
                 spikes.append((name, value, median))
         if spikes and self._factor:
@@ -380,18 +402,26 @@ class WatchedRun:
             if (SPIKE, "", name) in self._known and (median := detector.exceeds_spike()) is not None:
                 self._report_spike([(name, value, median)], reading, records=0)
 
-    def _report_spike(self, spikes: list[tuple[str, float, float]], reading: Reading, records: int = 1) -> None:
+    def _report_spike(
+        self, spikes: list[_Spike], reading: Reading, records: int = 1, *, is_early: bool = False
+    ) -> None:
         if self._reads_now:
             row = self._step.row
         else:
             with self._with_kept(self._kept_for(reading)):
-                row = self._row_of_spike(reading, spikes)
+                row = self._row_of_spike(reading, spikes, is_early=is_early)
+        if row is not None and row[1].is_only:
+            self._latest_row = reading.step, row
+        if is_early and not self._is_certain(spikes[0], row):
+            return
         # Whoever acts on spikes asks for each of them.
         may_pass = row is None and not self._reads_now
-        found = self._spike(spikes, reading, may_pass=may_pass)
+        found = self._spike(spikes, reading, may_pass=may_pass, is_early=is_early)
         self._report(self._with_row(replace(found, records=records), row, reading), reading)
 
-    def _spike(self, spikes: list[tuple[str, float, float]], reading: Reading, *, may_pass: bool = False) -> Finding:
+    def _spike(
+        self, spikes: list[_Spike], reading: Reading, *, may_pass: bool = False, is_early: bool = False
+    ) -> Finding:
         return verdict.finding_of_spike(
             spikes,
             reading,
@@ -401,20 +431,33 @@ class WatchedRun:
             is_usual=may_pass and self._spikes["loss"].is_usual(reading.values[0]),
             rank=self._after(reading),
             usual_rows=self._usual_rows,
+            is_early=is_early,
         )
 
-    def _spikes_of(self, reading: Reading) -> list[tuple[str, float, float]]:
+    def _spikes_of(self, reading: Reading) -> list[_Spike]:
         """Return the values that would be spikes, each with its name and the running median."""
         named = zip(self._spikes.items(), reading.values, strict=True)
         medians = [(name, value, each.median_below(value)) for (name, each), value in named if math.isfinite(value)]
         return [(name, value, median) for name, value, median in medians if median is not None]
 
+    def _early_spike(self, reading: Reading) -> _Spike | None:
+        """Return what would be a spike of the loss, but is among the first steps: few values tell little."""
+        loss = reading.values[0]
+        median = self._spikes["loss"].early_median_below(loss) if math.isfinite(loss) else None
+        return None if median is None else ("loss", loss, median)
+
+    def _is_certain(self, early: _Spike, row: _Row | None) -> bool:
+        """Return True if a spike among the first steps is reported: it is large, and a single sample makes it."""
+        return row is not None and early[1] >= _EARLY * self._factor * early[2]
+
     # The sample that makes a step bad.
 
-    def _row_of_spike(
-        self, reading: Reading, spikes: list[tuple[str, float, float]]
-    ) -> tuple[KeptBatch, FoundRow, str] | None:
-        """Return the sample that makes a spike, if the reading has one and the sample can be found."""
+    def _row_of_spike(self, reading: Reading, spikes: list[_Spike], *, is_early: bool = False) -> _Row | None:
+        """Return the sample that makes a spike, if the reading has one and the sample can be found.
+
+        Among the first steps and after a rise, a training that diverges is more likely, in which all samples are bad
+        and some are worse. Then only a sample counts without which all others are as usual.
+        """
         is_small = 0 < 2 * reading.rows < self._usual_rows
         if not spikes or not self._factor or is_small or self._is_after_spike(reading):
             return None
@@ -425,39 +468,57 @@ class WatchedRun:
         batch = max(batches, key=lambda each: float(each.losses[-1])) if len(batches) > 1 else batches[0]
         share = math.sqrt(median / value)  # between a spike and a usual step
 
-        def is_bad(found: float, whole: float) -> bool:
-            # The norm has the scale of the loss.
-            return not found <= (share * value if series == "loss" else share * whole)
-
-        return self._find_row(batch, is_bad, series)
+        limit = share * value
+        if is_early:
+            limit = min(limit, self._spikes["loss"].recent_limit)
+        must_be_only = is_early or any(each.rise() for each in self._spikes.values())
+        return self._find_row(batch, lambda found: not found <= limit, reading, series, must_be_only=must_be_only)
 
     def _is_after_spike(self, reading: Reading) -> bool:
         """Return True if a step is bad because of the one with a spike before it, whatever its samples are."""
         known = [each.last_step for each in self._known.values() if each.rule == SPIKE]
-        return any(0 < reading.step - step <= RECENT for step in known)
+        return any(0 < reading.step - step <= RECENT for step in known if step not in self._left_out)
 
-    def _row_of_bad(self, reading: Reading, batch: KeptBatch | None) -> tuple[KeptBatch, FoundRow, str] | None:
+    def _row_of_bad(self, reading: Reading, batch: KeptBatch | None) -> _Row | None:
         """Return the sample that makes the loss or the gradients of a step not finite."""
         batch = reading.batches[0] if batch is None and len(reading.batches) == 1 else batch
         series = "loss" if reading.has_bad_loss else "gradient norm"
-        return None if batch is None else self._find_row(batch, lambda found, _: not math.isfinite(found), series)
+        if batch is None:
+            return None
+        return self._find_row(batch, lambda found: not math.isfinite(found), reading, series)
 
     def _find_row(
-        self, batch: KeptBatch, is_bad: Callable[[float, float], bool], series: str
-    ) -> tuple[KeptBatch, FoundRow, str] | None:
-        if self._searches >= _MOST_SEARCHES or not runs_alone(self._trainer, self._pl_module):
+        self,
+        batch: KeptBatch,
+        is_bad: Callable[[float], bool],
+        reading: Reading,
+        series: str,
+        *,
+        must_be_only: bool = False,
+    ) -> _Row | None:
+        if self._searches[must_be_only] >= _MOST_SEARCHES or not runs_alone(self._trainer, self._pl_module):
             return None
-        self._searches += 1
+        self._searches[must_be_only] += 1
         try:
             if self._trainer.world_size > 1:  # raises an error if the step communicates
                 replay(self._trainer, self._pl_module, [batch])
             of_gradient = series != "loss"
-            found = find_row(self._trainer, self._pl_module, batch, is_bad, of_gradient=of_gradient)
+            loss = None if of_gradient or len(reading.batches) == 1 else self._loss([batch])
+            whole = reading.values[of_gradient] if loss is None else float(loss)
+            found = find_row(
+                self._trainer,
+                self._pl_module,
+                batch,
+                is_bad,
+                whole,
+                of_gradient=of_gradient,
+                must_be_only=must_be_only,
+            )
         except Exception:  # noqa: BLE001 - the step of the user may raise anything for a part of its batch
             return None
         return None if found is None else (batch, found, series)
 
-    def _with_row(self, finding: Finding, row: tuple[KeptBatch, FoundRow, str] | None, reading: Reading) -> Finding:
+    def _with_row(self, finding: Finding, row: _Row | None, reading: Reading) -> Finding:
         """Return a finding with the sample that made it, or else with the rows of its batch."""
         if row is None:
             rows = [index for each in reading.batches for index in each.indices or ()]
@@ -465,11 +526,9 @@ class WatchedRun:
         batch, found, series = row
         name = self._name_row(batch.indices, found.place)
         about = describe_row(batch.batch, found.place)
-        finding = verdict.with_row(finding, name, series, found.value, found.without, about)
-        numbers = {**finding.numbers, "place": float(found.place)}
-        if batch.indices is not None and found.place < len(batch.indices):
-            numbers["row"] = float(batch.indices[found.place])
-        return replace(finding, numbers=numbers)
+        others = None if found.is_only else found.others
+        finding = verdict.with_row(finding, name, series, found.value, found.without, about, others)
+        return replace(finding, numbers={**finding.numbers, **_numbers_of_row(row)})
 
     # Bad values.
 
@@ -528,8 +587,16 @@ class WatchedRun:
         """Return a finding with the rise of the loss or of the gradient norm before it, if there was one."""
         for series, detector in self._spikes.items():
             rise = detector.fall() or detector.rise()
-            if rise is not None:
-                return verdict.with_rise(finding, series, rise, largest_rate(self._trainer))
+            if rise is None:
+                continue
+            finding = verdict.with_rise(finding, series, rise, largest_rate(self._trainer))
+            if self._latest_row is not None and "row" not in finding.numbers:
+                step, (batch, found, what) = self._latest_row
+                if rise.last > rise.before and 0 < finding.first_step - step <= LEAST:
+                    name, about = self._name_row(batch.indices, found.place), describe_row(batch.batch, found.place)
+                    finding = verdict.with_row_before(finding, name, what, step, found.value / found.without, about)
+                    return replace(finding, numbers={**finding.numbers, **_numbers_of_row(self._latest_row[1])})
+            return finding
         return finding
 
     def _kept_for(self, reading: Reading) -> KeptParameters | None:
@@ -593,6 +660,14 @@ class WatchedRun:
         if finding.rule == NON_FINITE:
             self._bad = finding
         self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))
+
+
+def _numbers_of_row(row: _Row) -> dict[str, float]:
+    batch, found, _ = row
+    numbers = {"place": float(found.place)}
+    if batch.indices is not None and found.place < len(batch.indices):
+        numbers["row"] = float(batch.indices[found.place])
+    return numbers
 
 
 def _total(norms: list[Tensor], *, on_host: bool) -> Tensor | float:

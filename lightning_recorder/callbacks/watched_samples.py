@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ DATA_FILE = "data.json"
 _FIRST_BATCHES = 64  # are examined in any case, about 20 ms; later ones if it takes less than this share of the time
 _SHARE = 0.001
 _MOST_EPOCHS = 8  # at the start and at the end, in the facts
-_MOST_VALIDATION = 8192  # samples
+_MOST_VALIDATION = 8192  # samples of each loader
+_MOST_LOADERS = 8  # of validation
 _FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
@@ -92,6 +93,20 @@ class _Arriving:
     host: Tensor
     event: Any
     add: Callable[[np.ndarray[Any, Any]], object]
+
+
+@dataclass
+class _Validation:
+    """The samples of one loader of validation."""
+
+    sketch: Sketch = field(default_factory=Sketch)
+    samples: int = 0
+    rows: tuple[int, int] | None = None  # common to both data sets, and of that of validation
+
+    def add(self, numbers: np.ndarray[Any, Any]) -> None:
+        contents = np.ascontiguousarray(numbers[0])
+        self.sketch.add(contents)
+        self.samples += len(contents)
 
 
 class WatchedSamples:
@@ -132,7 +147,8 @@ class WatchedSamples:
         self._spent_s, self._began_s = 0.0, time.perf_counter()
         self._next_look = _FIRST_LOOK
         self._arriving: deque[_Arriving] = deque()
-        self._validation, self._validation_samples, self._is_validated = Sketch(), 0, False
+        self._validation: dict[int, _Validation] = {}  # by the number of the loader
+        self._is_validated = False
         self._recent: deque[tuple[int, frozenset[int]]] = deque(maxlen=_COMPARED_STEPS)
         self._next_compared = _FIRST_COMPARED
         self._pending: PendingMerge | None = None
@@ -147,7 +163,6 @@ class WatchedSamples:
         self._drawn: dict[str, tuple[int, ...]] = {}  # the states of the epoch before, by the source
         self._noted: object = None  # what has noted the states of the latest epoch
         self._written = b""
-        self._rows: tuple[int, int] | None = None  # common to both data sets, and of that of validation
         if not number:
             self._wrap(trainer.strategy)
             publish(DataFacts())
@@ -440,24 +455,21 @@ class WatchedSamples:
         """Examine a batch of validation; return False if no more are needed."""
         if self._is_validated or self._has_failed:
             return False
-        if loader or self._validation_samples >= _MOST_VALIDATION:
+        if batch_idx == 0 and loader < _MOST_LOADERS:
+            known = self._validation.get(loader)
+            self._validation[loader] = _Validation(rows=None if known is None else known.rows)
+        validation = self._validation.get(loader)
+        if validation is None or validation.samples >= _MOST_VALIDATION:
             return True
-        if batch_idx == 0:
-            self._validation, self._validation_samples = Sketch(), 0
         try:
-            self._transfer(self._numbers(batch), self._add_validation)
+            self._transfer(self._numbers(batch), validation.add)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
         return True
 
     def end_validation(self) -> None:
         """End a validation that was no sanity check."""
-        self._is_validated = self._validation_samples > 0
-
-    def _add_validation(self, numbers: np.ndarray[Any, Any]) -> None:
-        contents = np.ascontiguousarray(numbers[0])
-        self._validation.add(contents)
-        self._validation_samples += len(contents)
+        self._is_validated = any(each.samples for each in self._validation.values())
 
     # Ranks.
 
@@ -599,25 +611,43 @@ class WatchedSamples:
         return DataFacts(loader, tuple(epochs), validation, self._ranks, self._draws, self._rank_epoch, others)
 
     def _facts_beside(self, first: WatchedSamples) -> DataFacts:
-        self._validation, self._validation_samples = first._validation, first._validation_samples
+        # Each has other samples of training, and thus other rows in common.
+        self._validation = {number: replace(each, rows=None) for number, each in first._validation.items()}
         self._is_validated = first._is_validated
         return self._facts()
 
     def _validation_facts(self) -> ValidationFacts | None:
+        """Return what the loader of validation with the most samples of training has."""
         epochs = [each for each in (self._before, self._epoch) if each is not None and each.batches]
         if not self._is_validated or not epochs:
             return None
-        validation, samples = self._validation, self._validation_samples
-        found = [compare_validation(validation, samples, each.contents, each.last_step) for each in epochs]
-        most = max(found, key=lambda each: each.common)
-        is_same = any(validation.is_same_set(each.contents) for each in epochs)
         loaders: Any = self._trainer.val_dataloaders
-        first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+        loaders = list(loaders.values()) if isinstance(loaders, dict) else loaders
+        loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        found = []
+        for number, each in self._validation.items():
+            if each.samples:
+                facts = self._facts_of_validation(each, epochs, loaders[number] if number < len(loaders) else None)
+                found.append(replace(facts, loader=number + 1 if len(loaders) > 1 else None))
+        if not found:
+            return None
+        # Beside another validation, one of samples of training alone is meant to measure how well these are learned.
+        if any(each.overlap == 0 for each in found):
+            found = [replace(each, is_same_data=each.is_same_data or each.overlap == 1) for each in found]
+        return max(found, key=lambda each: (not each.is_same_data and each.overlap > 0, each.overlap))
+
+    def _facts_of_validation(
+        self, validation: _Validation, epochs: list[EpochSamples], loader: object
+    ) -> ValidationFacts:
+        sketch = validation.sketch
+        found = [compare_validation(sketch, validation.samples, each.contents, each.last_step) for each in epochs]
+        most = max(found, key=lambda each: each.common)
+        is_same = any(sketch.is_same_set(each.contents) for each in epochs)
         own = getattr(self._train_loader, "dataset", None)
-        is_same |= own is not None and getattr(first, "dataset", None) is own
-        if self._rows is None:
-            self._rows = _common_rows(self._train_loader, first)
-        return replace(most, is_same_data=is_same, common_rows=self._rows[0], rows=self._rows[1])
+        is_same |= own is not None and getattr(loader, "dataset", None) is own
+        if validation.rows is None:
+            validation.rows = _common_rows(self._train_loader, loader)
+        return replace(most, is_same_data=is_same, common_rows=validation.rows[0], rows=validation.rows[1])
 
 
 def _common_rows(training: object, validation: object) -> tuple[int, int]:

@@ -86,6 +86,12 @@ class ValidationFacts:
     # makes of them
     common_rows: int = 0
     rows: int = 0  # the number of rows in that of validation
+    loader: int | None = None  # the number of the loader, from 1; None with a single one
+
+    @property
+    def overlap(self) -> float:
+        """The share of the samples that are also samples of training, by their rows or their values."""
+        return max(self.common / max(1, self.compared), self.common_rows / max(1, self.rows))
 
 
 @dataclass(frozen=True)

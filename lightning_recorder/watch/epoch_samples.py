@@ -29,6 +29,7 @@ _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
 _FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
+_ABOUT = 0.8  # of the largest share: ranks that share most samples do not all have the same share
 _NEAR = 4  # batches in which a sample comes again soon
 _MOST_SENT = 1024  # samples of an epoch that are compared between ranks
 
@@ -300,7 +301,7 @@ def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
         shares[rank] = max((_shared(each, parts[other], steps) for other in partners), default=0.0)
     most = max(shares.values())
     every = {key for each in parts.values() for keys in each.keys for key in keys}
-    same = tuple(rank for rank, share in sorted(shares.items()) if share >= most) if most else ()
+    same = tuple(rank for rank, share in sorted(shares.items()) if share >= _ABOUT * most) if most else ()
     return RankFacts(len(parts), len(steps), steps[0], len(every), most, same)
 
 

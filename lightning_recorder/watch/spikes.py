@@ -126,6 +126,16 @@ class SpikeDetector:
         is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
         return self.median if is_candidate and self._is_spike(value) else None
 
+    def early_median_below(self, value: float) -> float | None:
+        """Return the running median if a value would be a spike, but is among the first ones."""
+        is_candidate = 0 < len(self._values) < LEAST and value > JUMP * self._values[-1]
+        return self.median if is_candidate and self._is_spike(value) else None
+
+    @property
+    def recent_limit(self) -> float:
+        """The value that a spike exceeds: three times the largest of the last ten."""
+        return JUMP * max(islice(reversed(self._values), RECENT))
+
     def exceeds_spike(self) -> float | None:
         """Return the median before the last spike if the last value exceeds the spike and the values since.
 
@@ -140,7 +150,6 @@ class SpikeDetector:
         middle = self.median
         if value < max(self.factor * middle, _SHARE * self._at_first) or middle <= 0:
             return False
-        recent = max(islice(reversed(self._values), RECENT))
         logs = [math.log(max(each / middle, _SMALLEST)) for each in self._values]
         deviation = sorted(map(abs, logs))[len(logs) // 2] / _NORMAL
-        return value > JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation
+        return value > self.recent_limit and math.log(value / middle) > _DEVIATIONS * deviation

@@ -22,6 +22,7 @@ __all__ = [
     "with_older_parameters",
     "with_rise",
     "with_row",
+    "with_row_before",
     "with_spike",
 ]
 
@@ -204,6 +205,7 @@ def finding_of_spike(
     is_usual: bool = False,
     rank: str = "",
     usual_rows: int = 0,
+    is_early: bool = False,
 ) -> Finding:
     """Return the finding for a spike.
 
@@ -221,6 +223,7 @@ def finding_of_spike(
         is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
+        is_early: True if it is among the first steps, where only one that a single sample makes is reported.
     """
     where = _batches(reading.indices, reading.epoch) + rank
     is_small = 0 < 2 * reading.rows < usual_rows
@@ -251,19 +254,24 @@ def finding_of_spike(
         **({"rows": float(reading.rows)} if reading.rows else {}),
     }
     usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"
+    if is_early:
+        usual += ", unless a single sample makes the loss as large"
     return replace(finding, path=series, numbers=numbers, usual=usual)
 
 
-def with_row(finding: Finding, name: str, what: str, value: float, without: float | None, about: str) -> Finding:
+def with_row(
+    finding: Finding, name: str, what: str, value: float, without: float, about: str, others: int | None = None
+) -> Finding:
     """Return a finding about a step with the sample of its batch that made it, such as ``"row 4,711 of …"``.
 
     ``what`` is ``"loss"`` or ``"gradient norm"``, with its values with and without the sample. If other samples are bad
-    as well, ``value`` is that of the sample alone, and ``without`` is None. ``about`` compares the values of the
+    as well, the values are those of ``others`` samples, with and without it. ``about`` compares the values of the
     sample.
     """
     numbers = {}
-    if without is None:
-        made = f"alone makes the {what} {value:.3g}, and so do others of the batch"
+    if others is not None:
+        alone, than = ("", f" ({without:.3g} for {others} others without it)") if others else ("alone ", "")
+        made = f"{alone}makes the {what} {value:.3g}{than}, and so do others of the batch"
     elif math.isfinite(value) and without > 0:
         numbers["row_ratio"] = value / without
         made = f"makes the {what} {value / without:.3g} × larger"
@@ -275,6 +283,17 @@ def with_row(finding: Finding, name: str, what: str, value: float, without: floa
         verdict=f"{finding.verdict}; {name} {made}",
         next=following + finding.next,
         numbers={**finding.numbers, **numbers},
+    )
+
+
+def with_row_before(finding: Finding, name: str, what: str, step: int, ratio: float, about: str) -> Finding:
+    """Return a finding about a training that diverged with the sample that made the spike before it."""
+    return replace(
+        finding,
+        verdict=f"{finding.verdict}; before that, {name} made the {what} {ratio:.3g} × larger{_AT}{step}",
+        why="The training diverged after the step with this sample.",
+        next=f"Look at {name}. " + (f"Its values are {about}. " if about else "") + finding.next,
+        numbers={**finding.numbers, "row_ratio": ratio, "row_step": float(step)},
     )
 
 

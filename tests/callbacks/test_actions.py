@@ -167,6 +167,16 @@ def test_a_skipped_step_is_left_out_to_the_bit(optimizer: str, factor: float, tm
     assert {each.rule for each in watch.found} == {"non-finite" if math.isnan(factor) else "spike"}
 
 
+def test_a_step_that_was_left_out_hides_no_later_one(tmp_path: Path) -> None:
+    """Three spikes of about the same size within ten steps are all left out."""
+    bad = (BAD, BAD + 2, BAD + 5)
+    without = left(fit(Net(bad, left_out=True), tmp_path / "without"))
+    watch = StepWatch(on_finding="skip", strict=True)
+    skipped = left(fit(Net(bad, 100.0), tmp_path / "skipped", watch))
+    assert_same(skipped, without)
+    assert [each.records for each in acted(tmp_path / "skipped")] == [3]
+
+
 @pytest.mark.parametrize("how", ["accumulated", "scaled", "fused", "scheduled", "clipped"])
 def test_a_skipped_step_is_left_out_in_other_ways_to_train(how: str, tmp_path: Path) -> None:
     """The same holds with accumulated gradients, with a loss scale, with a schedule, and with clipping."""

@@ -199,12 +199,11 @@ HEALTHY: dict[str, type[Net]] = {"plain": Net, "running statistics": Normalized}
 def fit(folder: Path, model: LightningModule, callbacks: list[Any], **options: Any) -> None:
     seed_everything(1, verbose=False)
     x = torch.randn(STEPS * 8, 6)
+    options = {"devices": 2, "max_epochs": 1, **options}
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
         strategy="ddp",
-        devices=2,
-        max_epochs=1,
         callbacks=callbacks,
         logger=False,
         enable_progress_bar=False,
@@ -271,3 +270,33 @@ def test_a_healthy_run_has_at_most_a_note(name: str, way: str, runs: Path) -> No
     """Equal ranks are silent, and running statistics that differ are a note."""
     found = [each for each in open_recording(runs / way / name).findings if each.rule == "ranks-differ"]
     assert [each.severity for each in found] == (["note"] if name == "running statistics" else [])
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from lightning.pytorch import Callback
+from lightning_recorder import StepWatch
+from tests.callbacks.test_rank_faults import Net, fit, rank
+
+class Dies(Callback):
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if rank() == 1 and trainer.current_epoch == self.epoch:
+            os._exit(9)
+
+watch, dies = StepWatch(check_ranks_every_n_steps=2), Dies(int(sys.argv[3]))
+callbacks = [dies, watch] if sys.argv[2] == "before" else [watch, dies]
+fit(Path(sys.argv[1]), Net(), callbacks, max_epochs=3, devices=3)
+"""
+
+
+@pytest.mark.parametrize(("when", "epoch", "code"), [("before", 1, 1), ("after", 1, 1), ("before", 2, 0)])
+def test_a_rank_that_dies_at_the_end_of_an_epoch_hangs_nobody(when: str, epoch: int, code: int, tmp_path: Path) -> None:
+    """Before and after it has sent its samples. The others fail in the next step of DDP; after the last, they end."""
+    script = tmp_path / "train.py"
+    script.write_text(DYING)
+    codes, log = forks.run(script, tmp_path / "run", when, epoch, folder=tmp_path, ranks=3, timeout_s=120)
+    assert codes == [code, 9, code], log[-3000:]

@@ -51,7 +51,7 @@ class Net(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return F.cross_entropy(self.head(batch[0]), batch[1])
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Do nothing: the samples are seen before it."""
 
     def configure_optimizers(self) -> Any:
@@ -324,7 +324,7 @@ class OfAttributes(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([batch.x, batch.y], batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Do nothing: the samples are seen before it."""
 
 
@@ -540,6 +540,17 @@ FAULTS |= {
     ),
 }
 FAULTS |= {
+    "a second validation that leaks": (
+        lambda: {
+            "train": DataLoader(Subset(dataset(), range(500)), 32, shuffle=True),
+            "validation": [
+                DataLoader(Subset(dataset(), range(500, 640)), 32),
+                DataLoader(Subset(dataset(), range(400, 640)), 32),
+            ],
+        },
+        "validation-in-training",
+        "42% of the samples of loader 2 of validation are also samples of training",
+    ),
     "a second loader that leaks": (
         lambda: {
             "train": [DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(320, 1), 32)],
@@ -719,6 +730,15 @@ def test_the_rows_of_each_of_several_loaders(tmp_path: Path, monkeypatch: pytest
 def test_the_same_data_for_validation_are_a_note(tmp_path: Path) -> None:
     """The same data in both loaders are meant, as in a first try of a program."""
     found = findings(fit(tmp_path, DataLoader(dataset(), 32, shuffle=True), DataLoader(dataset(), 32)))
+    assert [each[:2] for each in found] == [("validation-in-training", "note")]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_samples_of_training_beside_those_of_validation_are_a_note(order: int, tmp_path: Path) -> None:
+    """A loader of some samples of training is meant if another one has none; it shows how well these are learned."""
+    data = dataset()
+    loaders = [DataLoader(Subset(data, range(first, last)), 32) for first, last in ((500, 640), (0, 200))][::order]
+    found = findings(fit(tmp_path, DataLoader(Subset(data, range(500)), 32, shuffle=True), loaders))
     assert [each[:2] for each in found] == [("validation-in-training", "note")]
 
 

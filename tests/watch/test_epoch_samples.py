@@ -82,6 +82,15 @@ def test_ranks_of_one_group_are_compared_once() -> None:
     assert compare_ranks([own, own]) is None
 
 
+def test_both_of_two_ranks_that_share_most_samples_are_named() -> None:
+    """A rank with 15 of the 16 samples of another one, and two of its own, is named like that one."""
+    found = compare_ranks(
+        [RankSamples(0, (3,), (frozenset(range(16)),)), RankSamples(1, (3,), (frozenset([*range(15), 18, 19]),))]
+    )
+    assert found is not None
+    assert (found.same, found.shared) == ((0, 1), 15 / 16)
+
+
 def test_other_samples() -> None:
     """Ranks without a common sample share nothing."""
     found = compare_ranks([RankSamples(rank, (3,), (frozenset({rank, rank + 10}),)) for rank in range(4)])

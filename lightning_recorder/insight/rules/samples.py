@@ -62,7 +62,8 @@ def same_samples_on_ranks(
         return
     if found is not None and found.shared >= share and found.steps >= steps and found.keys >= samples:
         which = "all" if len(found.same) >= found.ranks else "ranks " + ", ".join(map(str, found.same)) + " of"
-        verdict = f"{which} {found.ranks} ranks get the same samples in each of {found.steps} compared steps"
+        what = "the same samples" if found.shared == 1 else f"samples of which {found.shared:.0%} are the same"
+        verdict = f"{which} {found.ranks} ranks get {what} in each of {found.steps} compared steps"
         yield _found(evidence, verdict, found.step, found.step, share=found.shared, ranks=found.ranks)
         return
     whole = evidence.data.rank_epoch
@@ -239,7 +240,8 @@ def few_samples(
     usual="0",
     why="The data were divided after samples were repeated, or the parts overlap.",
     next="Compare the indices of both parts; divide the data before samples are repeated.",
-    false_alarms="The same data in both loaders are a note. Samples with few possible values do not count.",
+    false_alarms="The same data in both loaders are a note, and so is a loader of samples of training alone beside one "
+    "of others. Samples with few possible values do not count.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -250,10 +252,11 @@ def validation_in_training(
     found = evidence.data.validation
     if found is None or evidence.data.loader.is_overfit:
         return
+    validation = "validation" if found.loader is None else f"loader {found.loader} of validation"
     if found.common_rows >= max(samples, share * found.rows):
         # An augmentation changes the values of a sample, and no row.
         verdict = (
-            f"{found.common_rows} of the {found.rows} samples of validation are rows of the data set that are also "
+            f"{found.common_rows} of the {found.rows} samples of {validation} are rows of the data set that are also "
             "samples of training"
         )
         one = _found(evidence, verdict, found.step, found.step, common=found.common_rows, compared=found.rows)
@@ -264,7 +267,7 @@ def validation_in_training(
     measured = found.common / max(1, found.compared)
     # Samples with few possible values, such as three bits, are equal by chance.
     if measured >= share and found.distinct >= distinct * found.samples:
-        verdict = f"{measured:.0%} of the samples of validation are also samples of training"
+        verdict = f"{measured:.0%} of the samples of {validation} are also samples of training"
         numbers = {"share": measured, "common": found.common, "compared": found.compared}
         one = _found(evidence, verdict, found.step, found.step, **numbers)
         yield replace(one, severity="note") if found.is_same_data else one
