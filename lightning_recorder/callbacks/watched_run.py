@@ -401,6 +401,7 @@ class WatchedRun:
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
             share=self._spikes["loss"].share(reading.values[0]),
+            highest=self._spikes["gradient norm"].highest,
             is_usual=may_pass and self._spikes["loss"].is_usual(reading.values[0]),
             rank=self._after(reading),
             usual_rows=self._usual_rows,

@@ -61,6 +61,7 @@ class SpikeDetector:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.highest = 0.0  # of the values before the last one
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
         self._largest = 1.0  # magnitude of the first values
@@ -125,6 +126,8 @@ class SpikeDetector:
         if self._count < RECENT:
             self._largest = max(self._largest, abs(value))
             self._at_first = max(self._at_first, value)
+        if values and values[-1] > self.highest:
+            self.highest = values[-1]
         values.append(value)
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _MOST_ROWS = 8  # of a batch that are listed
-_FAR = 10.0  # multiples of the factor of a spike: such gradients are no matter of single samples
+_FAR = 10.0  # multiples of the factor of a spike: single samples do not make the largest gradients that are so far
 _LOW = 0.5  # of the first losses: a single sample that does not fit then makes most of the gradient
 _SMALL = 0.25  # of the first losses: a spike of the loss below it takes back little of what was learned
 _WHY_LOW = "The loss is low, so that a single sample that does not fit makes most of the gradient."
@@ -208,6 +208,7 @@ def finding_of_spike(
     factor: float,
     is_clipped: bool = False,
     share: float = math.inf,
+    highest: float = 0.0,
     is_usual: bool = False,
     rank: str = "",
     usual_rows: int = 0,
@@ -227,6 +228,7 @@ def finding_of_spike(
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
         share: The loss of the step, as a share of the first losses; infinity if they are not known.
+        highest: The largest gradient norm of the steps before.
         is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
@@ -245,7 +247,7 @@ def finding_of_spike(
     is_of_gradients = all(name == "gradient norm" for name, _, _ in spikes)
     if is_clipped and is_of_gradients:
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
-    elif (share < _LOW or is_usual) and is_of_gradients and value < _FAR * factor * median:
+    elif (share < _LOW or is_usual) and is_of_gradients and value < max(_FAR * factor * median, highest):
         severity, why = "note", _WHY_LOW if share < _LOW else _WHY_STEEP
     elif share < _SMALL and not is_of_gradients:
         severity, why, following = "note", _WHY_SMALL, _NEXT_SMALL
