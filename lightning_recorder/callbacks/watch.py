@@ -74,7 +74,8 @@ class StepWatch(RecorderCallback):
     next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
     are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. The
     first 20 steps have no spikes. A spike of the gradient norm alone is a note if the trainer clips gradients, and does
-    not end the fit. A loss that falls to 10,000 times the size of its first values below zero is a finding as well.
+    not end the fit. So is a spike of a loss that stays below half of the first losses, unless the loss has not come
+    back 50 steps later. A loss that falls to 10,000 times the size of its first values below zero is a finding as well.
 
     Args:
         spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.

@@ -263,8 +263,9 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     records if one of them began before it, or may have begun between two records, since that is probably the cause. So
     does a training that diverged, or a loss that is not finite, if the records show what makes it so, and showed it
     before. If the records show a spike of the gradients between the first and the last one of the watch, it is part of
-    that finding: the watch knows the loss of each step. A loss that falls without bound is left out if the one about the first bad value says so, or the records show a wrong
-    sign, and the values that are not finite are if the records show that the loss has no target.
+    that finding: the watch knows the loss of each step. A loss that falls without bound is left out if the one about
+    the first bad value says so, or the records show a wrong sign, and the values that are not finite are if the records
+    show that the loss has no target.
 
     Args:
         findings: The findings from records, ranked.

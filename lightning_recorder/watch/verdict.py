@@ -27,8 +27,7 @@ __all__ = [
 
 _MOST_ROWS = 8  # of a batch that are listed
 _FAR = 10.0  # multiples of the factor of a spike: single samples do not make the largest gradients that are so far
-_LOW = 0.5  # of the first losses: a single sample that does not fit then makes most of the gradient
-_SMALL = 0.25  # of the first losses: a spike of the loss below it takes back little of what was learned
+_LOW = 0.5  # of the first losses: a single sample that does not fit can make a spike of this size
 _WHY_LOW = "The loss is low, so that a single sample that does not fit makes most of the gradient."
 _WHY_SMALL = "The usual loss is close to zero, so that one sample that does not fit is many times as much."
 _NEXT_SMALL = "Nothing, if the loss comes back. Lower the learning rate towards the end if spikes repeat."
@@ -218,8 +217,8 @@ def finding_of_spike(
     It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
     gradients are clipped. So is a spike of the gradient norm alone at a low loss: where nearly all samples fit, a
     single one makes most of the gradient. And so is one at a usual loss that no single sample makes: training passes
-    a steep place, such as the end of a plateau. A spike of the loss is a note if the loss stays below a quarter of the
-    first ones: where it is close to zero, one wrong sample is hundreds of times the usual loss.
+    a steep place, such as the end of a plateau. A spike of the loss is a note if it is below half of the first losses:
+    where the loss is close to zero, one wrong sample is thousands of times the usual one.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
@@ -247,9 +246,9 @@ def finding_of_spike(
     is_of_gradients = all(name == "gradient norm" for name, _, _ in spikes)
     if is_clipped and is_of_gradients:
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
-    elif (share < _LOW or is_usual) and is_of_gradients and value < max(_FAR * factor * median, highest):
+    elif (share < _LOW or is_usual) and is_of_gradients and value < _FAR * max(factor * median, highest):
         severity, why = "note", _WHY_LOW if share < _LOW else _WHY_STEEP
-    elif share < _SMALL and not is_of_gradients:
+    elif share < _LOW and not is_of_gradients:
         severity, why, following = "note", _WHY_SMALL, _NEXT_SMALL
         verdict += f"; that is {share:.2g} × the first losses"
     if is_small:

@@ -850,6 +850,8 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for norms in ([1.0] * 5 + [30.0], [1.0] * 5 + [15.0], [1, 1, 1, 1, 2, 30], [1, 1, 1, 1, 4, 30], [1.0] * 4 + [30.0]):
         yield case(None, None, weight(grad=norms), records=len(norms))
+    for first in (20.0, 45.0):
+        yield case(None, None, weight(grad=[first, *[1.0] * 5, 30.0]), records=7)
 
 
 @cases("posterior-collapse")
