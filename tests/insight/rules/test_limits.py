@@ -567,6 +567,28 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, weight(learning_rate=last(number, tiny, 1.0, records)), records=records)
 
 
+@cases("warmup-too-long")
+def _() -> Iterator[Evidence]:
+    for highest, planned, records in (
+        (0.15, 70, 8),
+        (0.07, 70, 8),
+        (0.07, 95, 8),
+        (0.03, 110, 8),
+        (0.03, 50, 6),
+        (0.03, 40, 5),
+    ):
+        about = {"groups": [{"initial_lr": 1.0}], "planned_steps": planned}
+        rising = weight(learning_rate=[highest * (row + 1) / records for row in range(records)])
+        yield case(None, None, rising, about=about, records=records)
+
+
+@cases("schedule-length")
+def _() -> Iterator[Evidence]:
+    for length, times in ((100, 20), (100, 50), (107, 20), (115, 20)):
+        about = {"class": "OneCycleLR", "interval": "epoch", "length": length, "times": times, "unit": 100}
+        yield case(None, None, weight(), about={"schedules": [about]})
+
+
 @cases("constant-input")
 def _() -> Iterator[Evidence]:
     bias: dict[str, Values] = {"a/bias": {}, "a/bias.grad": {"rms": 1.0}}
