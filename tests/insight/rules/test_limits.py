@@ -726,6 +726,9 @@ def _() -> Iterator[Evidence]:
 
     for first, end in ((0.25, 3.0), (0.5, 3.0), (0.125, 1.25), (1.0, 0.2), (1.0, 0.4), (0.02, 0.004), (0.01, 0.002)):
         yield drift([first, math.sqrt(first * end), end])
+    for grad in (0.4, 0.7):
+        grown = weight(rms=[0.25, 0.5, 1.0, 3.0], grad=[1.0, grad, grad, grad])
+        yield case(None, None, grown, graph=chain("b", "a"), shapes=shape_of("a", 16, 16), records=4)
     yield drift([1.0, 0.2])
     yield drift([1.0, 1.0, 0.2, 0.2])
     yield drift([1.0, 0.38, 0.2])
