@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -197,15 +198,46 @@ class ParameterRecorder(StatisticsCallback):
             recorder.optimizers = tuple(trainer.optimizers)
         if isinstance(trainer.gradient_clip_val, (int, float)):
             algorithm = trainer.gradient_clip_algorithm or "norm"
-            recorder.clipping = {
+            recorder.facts = {
                 "gradient_clip_val": float(trainer.gradient_clip_val),
                 "gradient_clip_algorithm": str(getattr(algorithm, "value", algorithm)),
             }
+        if is_automatic(pl_module):  # otherwise nobody knows how often the program steps
+            recorder.facts |= _plan(trainer)
 
     @property
     @override
     def _counts_overflow(self) -> bool:
         return True
+
+
+def _plan(trainer: Trainer) -> dict[str, Any]:
+    """Return the number of steps that the fit will take, and the learning-rate schedules that have a length.
+
+    ``times`` is how often the fit steps a schedule, and ``unit`` the number of epochs for one that it steps in each
+    step, and of steps for one that it steps in each epoch. Nothing is returned if the number of steps has no limit.
+    """
+    per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    limits = [trainer.max_steps, math.ceil(per_epoch) * (trainer.max_epochs or -1) if per_epoch < math.inf else -1]
+    limits = [each for each in limits if each > 0]
+    if not limits:
+        return {}
+    steps = min(limits)
+    counts = {"step": steps}
+    if 0 < per_epoch < math.inf:
+        counts["epoch"] = math.ceil(steps / math.ceil(per_epoch))
+    schedules = []
+    for each in getattr(trainer, "lr_scheduler_configs", ()):
+        lengths = [getattr(each.scheduler, name, None) for name in _LENGTHS]
+        length = next((number for number in lengths if isinstance(number, int)), None)
+        if length is not None and each.interval in counts and len(counts) == 2:
+            (unit,) = (counts[name] for name in counts if name != each.interval)
+            about = {"class": type(each.scheduler).__name__, "interval": each.interval, "length": length}
+            schedules.append({**about, "times": counts[each.interval] // each.frequency, "unit": unit})
+    return {"planned_steps": steps, **({"schedules": schedules} if schedules else {})}
+
+
+_LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of the schedulers of torch
 
 
 def _owners(root: nn.Module) -> ModuleSet:

@@ -74,7 +74,8 @@ class StepWatch(RecorderCallback):
     next step. It must also exceed three times the largest of the 10 steps before, so that the high values after a spike
     are not counted again, and the noise of the series. A larger value within 10 steps is part of the same spike. Among
     the first 20 steps, only a loss that a single sample makes ten times as large as that is a spike. A spike of the
-    gradient norm alone is a note if the trainer clips gradients, and does not end the fit. A loss that falls to 10,000
+    gradient norm alone is a note if the trainer clips gradients, and does not end the fit. So is a spike of a loss that
+    stays below half of the first losses, unless the loss has not come back 50 steps later. A loss that falls to 10,000
     times the size of its first values below zero is a finding as well.
 
     Args:
@@ -327,21 +328,23 @@ class StepWatch(RecorderCallback):
 
     def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
         finding = discovery.finding
+        is_news = discovery.is_new or discovery.is_worse
+        key = finding.rule, finding.module, finding.path
         keys = [(each.rule, each.module, each.path) for each in self._found]
-        if discovery.is_new:
-            self._found.append(finding)
+        if key in keys:
+            self._found[keys.index(key)] = finding
         else:
-            self._found[keys.index((finding.rule, finding.module, finding.path))] = finding
+            self._found.append(finding)
         path = self._incident_path(finding.first_step, trainer.global_rank)
         if path is not None:
             self._write_incident(path, trainer, pl_module, discovery)
         if self._findings is not None:
             self._findings.report(finding)
-        elif discovery.is_new and not finding.is_note:
+        elif is_news and not finding.is_note:
             log_of_rank(f"Found at step {finding.first_step}: {finding.line}")
-        if discovery.is_new and callable(self.on_finding) and self._actions is not None:
+        if is_news and callable(self.on_finding) and self._actions is not None:
             self._actions.ask(finding, discovery.reading.step)
-        elif discovery.is_new and self.on_finding == "stop" and not finding.is_note:
+        elif is_news and self.on_finding == "stop" and not finding.is_note:
             self._stops_at = finding.first_step
 
     def _report_written(self, finding: Finding) -> None:

@@ -67,6 +67,7 @@ class Discovery:
     # the parameters from before the step, in the order of the model, if they are known
     parameters: Sequence[Tensor] | None
     is_new: bool  # False if a finding of the same kind at the same place was reported before
+    is_worse: bool = False  # True if the one that was reported before was a note, and this one is none
 
 
 @dataclass
@@ -398,6 +399,9 @@ class WatchedRun:
             self._on_spike(reading.step)
         if spikes or not self._known:
             return
+        stay, known = self._spikes["loss"].stays(), self._known.get((SPIKE, "", "loss"))
+        if stay is not None and known is not None and known.is_note:
+            self._tell(verdict.with_stay(known, stay), reading, known)
         for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
             if (SPIKE, "", name) in self._known and (median := detector.exceeds_spike()) is not None:
                 self._report_spike([(name, value, median)], reading, records=0)
@@ -427,7 +431,8 @@ class WatchedRun:
             reading,
             factor=self._factor,
             is_clipped=bool(self._trainer.gradient_clip_val),
-            is_low=self._spikes["loss"].is_low(reading.values[0]),
+            share=self._spikes["loss"].share(reading.values[0]),
+            highest=self._spikes["gradient norm"].highest,
             is_usual=may_pass and self._spikes["loss"].is_usual(reading.values[0]),
             rank=self._after(reading),
             usual_rows=self._usual_rows,
@@ -649,17 +654,29 @@ class WatchedRun:
         batch: KeptBatch | None = None,
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
-        batch = batch or next(iter(reading.batches), None)
         key = finding.rule, finding.module, finding.path
         known = self._known.get(key)
         if known is not None and finding.rule == SPIKE:
             finding = verdict.with_spike(known, finding)
         elif known is not None:
             finding = replace(known, last_step=finding.last_step, records=known.records + 1)
-        self._known[key] = finding
+        self._tell(finding, reading, known, batch, parameters)
+
+    def _tell(
+        self,
+        finding: Finding,
+        reading: Reading,
+        known: Finding | None,
+        batch: KeptBatch | None = None,
+        parameters: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Keep a finding in place of the known one of its kind and place, and pass it on."""
+        self._known[finding.rule, finding.module, finding.path] = finding
         if finding.rule == NON_FINITE:
             self._bad = finding
-        self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))
+        is_worse = known is not None and known.is_note and not finding.is_note
+        batch = batch or next(iter(reading.batches), None)
+        self._on_discovery(Discovery(finding, reading, batch, parameters, known is None, is_worse))
 
 
 def _numbers_of_row(row: _Row) -> dict[str, float]:

@@ -262,9 +262,10 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     module is then only where the divergence ended. A spike of the loss or the gradients comes after the findings of the
     records if one of them began before it, or may have begun between two records, since that is probably the cause. So
     does a training that diverged, or a loss that is not finite, if the records show what makes it so, and showed it
-    before. If the records show a spike of the gradients at the same step, it is part of the finding of the watch. A
-    loss that falls without bound is left out if the one about the first bad value says so, or the records show a wrong
-    sign, and the values that are not finite are if the records show that the loss has no target.
+    before. If the records show a spike of the gradients between the first and the last one of the watch, it is part of
+    that finding: the watch knows the loss of each step. A loss that falls without bound is left out if the one about
+    the first bad value says so, or the records show a wrong sign, and the values that are not finite are if the records
+    show that the loss has no target.
 
     Args:
         findings: The findings from records, ranked.
@@ -287,7 +288,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
         watched = [each for each in watched if each.rule != UNBOUNDED]
     for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:
         for place, each in enumerate(watched):
-            if each.rule == SPIKE and gradients.first_step in (each.first_step, each.numbers.get("largest_step")):
+            if each.rule == SPIKE and each.first_step <= gradients.first_step <= each.last_step:
                 watched[place] = _joined(each, gradients)
                 findings = [other for other in findings if other is not gradients]
                 break

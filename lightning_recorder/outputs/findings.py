@@ -175,8 +175,12 @@ class RunFindings:
         known = {_key(each): place for place, each in enumerate(self._watched)}
         self._last_step = max(self._last_step, finding.last_step)
         if _key(finding) in known:
-            self._watched[known[_key(finding)]] = finding
+            place = known[_key(finding)]
+            is_worse = self._watched[place].is_note and not finding.is_note
+            self._watched[place] = finding
             self._current_of = (0, 0)
+            if is_worse:
+                self._say(finding, finding.last_step)
             return
         self._watched.append(finding)
         self.named |= {finding.layer} - {""}

@@ -138,8 +138,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._groups: dict[int, list[dict[str, Any]]] = {}  # by the id of the optimizer
         self._earlier_groups: list[dict[str, Any]] = []  # those before a resume, until an optimizer steps
         self._settings: dict[Site, dict[str, float]] = {}
-        self.clipping: dict[str, Any] = {}
-        """Facts about the clipping of gradients, which :meth:`about` includes."""
+        self.facts: dict[str, Any] = {}
+        """Facts about the fit, such as how gradients are clipped, which :meth:`about` includes."""
         self.root: nn.Module | None = None
         """The model; a module that is no longer part of it is not recorded. By default, every module is."""
         self.trained: list[Tensor] = []
@@ -202,7 +202,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """
         groups = [group for each in self._groups.values() for group in each] or self._earlier_groups
         batches = {"batches": self.batches, "batch_size": self._batch_size} if self._batch_tap is not None else {}
-        return {**self.clipping, **({"groups": groups} if groups else {}), **batches}
+        return {**self.facts, **({"groups": groups} if groups else {}), **batches}
 
     @override
     def settings_state(self) -> dict[str, Any]:

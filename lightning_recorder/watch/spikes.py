@@ -24,7 +24,7 @@ _DEVIATIONS = 5.0
 _NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
 _SMALLEST = 1e-12
 _SHARE = 1e-3  # of the first values; below it, a loss is as good as zero, and so is its spike
-_LOW = 0.5
+_STAYS = 50  # steps after a spike, in the later half of which the series must have come back from it
 _RISEN = 5.0
 _USUAL = 2.0
 _FALLEN = 1e4
@@ -61,6 +61,7 @@ class SpikeDetector:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.highest = 0.0  # of the values before the last one
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
         self._largest = 1.0  # magnitude of the first values
@@ -72,9 +73,9 @@ class SpikeDetector:
         """The running median; NaN before the first value. Sorts the last values."""
         return sorted(self._values)[len(self._values) // 2] if self._values else math.nan
 
-    def is_low(self, value: float) -> bool:
-        """Return True if a value is less than half of the largest of the first ten values."""
-        return self._count >= RECENT and value < _LOW * self._at_first
+    def share(self, value: float) -> float:
+        """Return a value as a share of the largest of the first ten values; infinity if that is not known yet."""
+        return value / self._at_first if self._count >= RECENT and self._at_first > 0 else math.inf
 
     def is_usual(self, value: float) -> bool:
         """Return True if a value, the last one that was added, is not above the ten before it."""
@@ -102,6 +103,17 @@ class SpikeDetector:
         steps = next((count for count, each in enumerate(reversed(values)) if each <= _USUAL * before), len(values))
         return Rise(before, last, steps)
 
+    def stays(self) -> Rise | None:
+        """Return the rise over the last spike, 50 steps after it, if the series has not come back from it.
+
+        The median of the last 25 values is then above three times the usual one, and above a third of the spike.
+        """
+        if self._age != _STAYS:
+            return None
+        level = median(list(self._values)[-_STAYS // 2 :])
+        has_stayed = level > JUMP * self._usual and JUMP * level > self._peak
+        return Rise(self._usual, level, _STAYS) if has_stayed else None
+
     def add(self, value: float) -> float | None:
         """Add a value. If it is a spike compared with the values before it, return the running median before it."""
         if not math.isfinite(value):
@@ -114,6 +126,8 @@ class SpikeDetector:
         if self._count < RECENT:
             self._largest = max(self._largest, abs(value))
             self._at_first = max(self._at_first, value)
+        if values and values[-1] > self.highest:
+            self.highest = values[-1]
         values.append(value)
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:

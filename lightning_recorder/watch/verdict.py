@@ -24,11 +24,15 @@ __all__ = [
     "with_row",
     "with_row_before",
     "with_spike",
+    "with_stay",
 ]
 
 _MOST_ROWS = 8  # of a batch that are listed
-_FAR = 10.0  # multiples of the factor of a spike: such gradients are no matter of single samples
+_FAR = 10.0  # multiples of the factor of a spike: single samples do not make the largest gradients that are so far
+_LOW = 0.5  # of the first losses: a single sample that does not fit can make a spike of this size
 _WHY_LOW = "The loss is low, so that a single sample that does not fit makes most of the gradient."
+_WHY_SMALL = "The usual loss is close to zero, so that one sample that does not fit is many times as much."
+_NEXT_SMALL = "Nothing, if the loss comes back. Lower the learning rate towards the end if spikes repeat."
 _WHY_STEEP = "The loss does not rise with the gradient: it is steep here, as at the end of a plateau."
 _MOST_ACTIONS = 60  # as in other traces
 _AT = " at step "
@@ -36,6 +40,7 @@ _RECENTLY = f"or below {JUMP:g} × the largest of the {RECENT} steps before"
 _COUNTED = f"each above {JUMP:g} × the largest of the {RECENT} steps before it"
 _FARTHEST = "farthest above the median"
 _LARGEST = f"; the {_FARTHEST}{_AT}"
+_WORST = f"; the worst{_AT}"
 _WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
 _WHY_UNBOUNDED = "The loss has no lower bound: it or one of its terms has the wrong sign, or rewards large values."
 _NEXT_UNBOUNDED = "Look at the sign of each term of the loss, and at what keeps it from falling further."
@@ -201,7 +206,8 @@ def finding_of_spike(
     *,
     factor: float,
     is_clipped: bool = False,
-    is_low: bool = False,
+    share: float = math.inf,
+    highest: float = 0.0,
     is_usual: bool = False,
     rank: str = "",
     usual_rows: int = 0,
@@ -212,14 +218,16 @@ def finding_of_spike(
     It is a note if the step has less than half of the usual samples, or if only the gradient norm has a spike and
     gradients are clipped. So is a spike of the gradient norm alone at a low loss: where nearly all samples fit, a
     single one makes most of the gradient. And so is one at a usual loss that no single sample makes: training passes
-    a steep place, such as the end of a plateau.
+    a steep place, such as the end of a plateau. A spike of the loss is a note if it is below half of the first losses:
+    where the loss is close to zero, one wrong sample is thousands of times the usual one.
 
     Args:
         spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
         reading: The step.
         factor: A spike is at least this many times the median.
         is_clipped: True if the trainer clips gradients after their norm is measured.
-        is_low: True if the loss is far below that of the first steps.
+        share: The loss of the step, as a share of the first losses; infinity if they are not known.
+        highest: The largest gradient norm of the steps before.
         is_usual: True if the loss is not above those of the steps before, and no single sample makes the spike.
         rank: As for :func:`finding_of_origin`.
         usual_rows: The number of samples of other steps; 0 if it is not known.
@@ -239,8 +247,11 @@ def finding_of_spike(
     is_of_gradients = all(name == "gradient norm" for name, _, _ in spikes)
     if is_clipped and is_of_gradients:
         severity, following = "note", "Clipping has limited this update; look at the samples of this batch."
-    elif (is_low or is_usual) and is_of_gradients and value < _FAR * factor * median:
-        severity, why = "note", _WHY_LOW if is_low else _WHY_STEEP
+    elif (share < _LOW or is_usual) and is_of_gradients and value < _FAR * max(factor * median, highest):
+        severity, why = "note", _WHY_LOW if share < _LOW else _WHY_STEEP
+    elif share < _LOW and not is_of_gradients:
+        severity, why, following = "note", _WHY_SMALL, _NEXT_SMALL
+        verdict += f"; that is {share:.2g} × the first losses"
     if is_small:
         severity, why = "note", "The mean over few samples varies more than that over many."
         following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."
@@ -307,13 +318,17 @@ def with_batch(finding: Finding, rows: list[int]) -> Finding:
 def with_spike(finding: Finding, spike: Finding) -> Finding:
     """Return the finding about one or several spikes with a later one: their number, the first and the farthest.
 
-    With no records, the spike is a larger value of the last one.
+    With no records, the spike is a larger value of the last one. A spike that is no note makes it a warning.
     """
     first, _, largest = finding.verdict.partition(_LARGEST)
     numbers, count = dict(finding.numbers), finding.records + spike.records
     if spike.numbers["ratio"] > numbers.get("largest_ratio", numbers["ratio"]):
         largest = spike.verdict.partition(_AT)[2]
         numbers |= {"largest_step": spike.first_step, "largest_ratio": spike.numbers["ratio"]}
+    elif finding.is_note and not spike.is_note:
+        first += f"{_WORST}{spike.verdict.partition(_AT)[2]}"
+    if finding.is_note and not spike.is_note:
+        finding = replace(finding, severity=spike.severity, why=spike.why, next=spike.next)
     which = "the first" if largest else f"the first and {_FARTHEST}"
     spikes = f"{count} spikes ({_COUNTED}), {which}" if count > 1 else "a spike"
     return replace(
@@ -323,6 +338,17 @@ def with_spike(finding: Finding, spike: Finding) -> Finding:
         last_step=spike.last_step,
         records=count,
     )
+
+
+def with_stay(finding: Finding, rise: Rise) -> Finding:
+    """Return the finding about spikes of the loss with the last one, from which the loss has not come back."""
+    verdict = (
+        f"{finding.verdict}; {rise.steps} steps after step {finding.last_step}, the loss is still {rise.last:.3g}, "
+        f"{rise.last / rise.before:.3g} × as large as before it"
+    )
+    why = "An update was too large: the training has lost what it had learned."
+    following = "Lower the learning rate, or clip gradients."
+    return replace(finding, severity="warning", verdict=verdict, why=why, next=following)
 
 
 def finding_of_action(

@@ -270,6 +270,26 @@ def test_files_hold_the_settings_that_the_rules_need(tmp_path: Path) -> None:
     assert [(each.rule, each.module) for each in run.findings if not each.is_note] == [("eval-mode", "act.1")]
 
 
+@pytest.mark.parametrize(("interval", "times", "unit"), [("epoch", 3, 9), ("step", 9, 3)])
+def test_a_record_has_the_length_of_the_schedule(interval: str, times: int, unit: int, tmp_path: Path) -> None:
+    """The record of parameters has the number of steps of the fit, and how often it steps the learning rate."""
+
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), 1e-3)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+    recorder = ParameterRecorder(every_n_train_steps=1, outputs=QUIET, strict=True)
+    trainer = make_trainer(tmp_path, [recorder], max_epochs=3, limit_train_batches=3)
+    trainer.fit(Scheduled(), batches())
+    series = open_recording(tmp_path).run["parameters"]
+    (entry,) = [each.entries[series.steps[-1]] for each in series.parts.values()]
+    assert entry.table.about["planned_steps"] == 9
+    expected = {"class": "CosineAnnealingLR", "interval": interval, "length": 20, "times": times, "unit": unit}
+    assert entry.table.about["schedules"] == [expected]
+
+
 def report_of(folder: Path) -> Path:
     """The path of the report of the run in a folder."""
     return open_recording(folder).run.directory / REPORT

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -716,6 +716,38 @@ def test_a_spike_is_found_and_the_next_step_recorded(tmp_path: Path) -> None:
     assert finding.verdict.count(" × its running median and the gradient norm to ") == 2
     assert finding.numbers["largest_step"] == 50
     assert open_recording(tmp_path).run["activations"].steps == [0, 24, 31, 49, 51]
+
+
+class Converged(Planted):
+    """A net whose loss is near zero after 30 steps, with other values at some later steps."""
+
+    later: ClassVar[dict[int, float]] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss / loss.detach() * self.later.get(batch_idx, 1.0 if batch_idx < 30 else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("later", "severity", "words"),
+    [
+        ({150: 0.45, 151: 0.05}, "note", "; that is 0.45 × the first losses"),
+        ({150: 0.55}, "warning", "550 × its running median and the gradient norm to "),
+        (dict.fromkeys(range(150, 201), 0.2), "warning", "; 50 steps after step 150, the loss is still 0.2, 200 × as "),
+        ({150: 0.2, 180: 0.6}, "warning", "; the farthest above the median at step 180 (batch 180 of epoch 0): "),
+    ],
+)
+def test_a_spike_of_a_loss_close_to_zero(
+    later: dict[int, float], severity: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a note, unless it takes back half of the first losses, or the loss does not come back from it."""
+    monkeypatch.setattr(Converged, "later", later)
+    watch = StepWatch(strict=True, on_finding="stop")
+    trainer = fit(Converged(at=-1), tmp_path, watch, loader=batches(210))
+    finding = only(watch)
+    assert (finding.rule, finding.severity, finding.first_step) == ("spike", severity, 150)
+    assert words in finding.verdict
+    assert (trainer.global_step < 210) == (severity == "warning")
 
 
 class Rising(Planted):

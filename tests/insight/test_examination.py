@@ -246,12 +246,13 @@ def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("first", "largest", "rules"),
+    ("first", "last", "rules"),
     [
-        (60, None, ["spike"]),
+        (60, 60, ["spike"]),
         (50, 60, ["spike"]),
-        (59, None, ["spike", "gradient-spike"]),
-        (50, 59, ["spike", "gradient-spike"]),
+        (50, 70, ["spike"]),
+        (59, 59, ["spike", "gradient-spike"]),
+        (61, 70, ["spike", "gradient-spike"]),
     ],
 )
 @pytest.mark.parametrize(
@@ -265,13 +266,17 @@ def test_a_spike_after_another_finding_is_its_effect(step: int, first: str) -> N
     ],
 )
 def test_a_spike_that_is_recorded_is_one_finding(
-    first: int, largest: int | None, rules: list[str], watched: str, more: str
+    first: int, last: int, rules: list[str], watched: str, more: str
 ) -> None:
-    """A spike that the watch and the records see at one step is one finding, with the loss and the gradient norm."""
+    """A spike that the watch and the records see is one finding, with the loss and the gradient norm.
+
+    That of the records may be at any step from the first spike to the last one.
+    """
     gradients: dict[str, Values] = {**trained("fc"), **trained("head", grad=[*[1e-3] * 6, 0.5, 1e-3])}
     (recorded,) = run(None, None, gradients, graph=chain("fc", "head"))
-    numbers = {"ratio": 30.0} if largest is None else {"ratio": 30.0, "largest_step": float(largest)}
-    spike = replace(recorded, rule="spike", module="", path="loss", first_step=first, verdict=watched, numbers=numbers)
+    numbers = {"ratio": 30.0}
+    spike = replace(recorded, rule="spike", module="", path="loss", verdict=watched, numbers=numbers)
+    spike = replace(spike, first_step=first, last_step=last)
     found = sorted(with_watched([recorded], [spike]), key=lambda each: each.rule, reverse=True)
     assert [each.rule for each in found] == rules
     if len(found) == 1:

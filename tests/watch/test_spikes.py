@@ -205,31 +205,72 @@ def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spikes", "is_low", "severity"),
+    ("spikes", "share", "severity"),
     [
-        ([("gradient norm", 6.0, 0.5)], True, "note"),
-        ([("gradient norm", 6.0, 0.5)], False, "warning"),
-        ([("gradient norm", 60.0, 0.5)], True, "warning"),  # no single sample makes as much
-        ([("loss", 30.0, 2.0), ("gradient norm", 6.0, 0.5)], True, "warning"),
+        ([("gradient norm", 49.0, 0.1)], 0.1, "note"),  # not ten times as large as an earlier one
+        ([("gradient norm", 51.0, 0.1)], 0.1, "warning"),
+        ([("gradient norm", 6.0, 0.5)], 0.45, "note"),
+        ([("gradient norm", 6.0, 0.5)], 0.55, "warning"),
+        ([("gradient norm", 60.0, 0.5)], 0.1, "warning"),  # no single sample makes as much
+        ([("loss", 30.0, 2.0), ("gradient norm", 6.0, 0.5)], 0.55, "warning"),
+        ([("loss", 30.0, 2.0), ("gradient norm", 60.0, 0.5)], 0.45, "note"),
     ],
 )
-def test_a_large_gradient_at_a_low_loss_is_a_note(
-    spikes: list[tuple[str, float, float]], is_low: bool, severity: str
-) -> None:
-    """Where nearly all samples fit, a single one makes most of the gradient."""
+def test_a_spike_at_a_low_loss_is_a_note(spikes: list[tuple[str, float, float]], share: float, severity: str) -> None:
+    """Where nearly all samples fit, a single one makes most of the gradient, and of a loss close to zero."""
     reading = Reading(9, 2, None, None, [], [9])
-    assert finding_of_spike(spikes, reading, factor=10, is_low=is_low).severity == severity
+    found = finding_of_spike(spikes, reading, factor=10, share=share, highest=5.0)
+    assert found.severity == severity
+    assert ("that is 0.45 × the first losses" in found.verdict) == (share == 0.45 and len(spikes) == 2)
 
 
-def test_a_low_value_is_far_below_the_first_ones() -> None:
-    """Half of the largest of the first ten values is the limit, which is known after ten values."""
+def test_the_share_of_the_first_values() -> None:
+    """The largest of the first ten values counts, and it is known after ten values."""
     detector = SpikeDetector(10.0)
     for value in [1.0, 2.0, *[1.5] * 7]:
         detector.add(value)
-        assert not detector.is_low(0.1)
+        assert detector.share(0.1) == math.inf
     detector.add(3.0)
     detector.add(8.0)
-    assert [detector.is_low(value) for value in (1.4, 1.6)] == [True, False]
+    assert (detector.share(1.5), detector.highest) == (0.5, 3.0)  # the last value is not before itself
+
+
+@pytest.mark.parametrize(
+    ("after", "stays"),
+    [
+        ([0.02] * 50, None),
+        ([0.5] * 50, None),  # within three times the usual
+        ([30.0] * 25 + [9.0] * 25, None),  # on its way back
+        ([30.0] * 25 + [11.0] * 25, 11.0),
+        ([5.0] * 25 + [11.0] * 25, 11.0),
+        ([30.0] * 49, None),  # it is looked at once, 50 steps later
+        ([30.0] * 51, None),
+    ],
+)
+def test_a_series_that_does_not_come_back_from_a_spike(after: list[float], stays: float | None) -> None:
+    """The median of the later half of 50 steps must be above three times the usual one and a third of the spike."""
+    detector = SpikeDetector(10.0)
+    for value in [*[1.0] * 30, 30.0, *after]:
+        detector.add(value)
+    rise = detector.stays()
+    assert (rise and rise.last) == stays
+    assert rise is None or (rise.before, rise.steps) == (1.0, 50)
+
+
+def test_a_spike_that_is_no_note_makes_a_note_a_warning() -> None:
+    """The finding names the first spike, and the first one that is a warning; what to do is that of the latter."""
+    one, other = (
+        finding_of_spike(
+            [("loss", value, 0.01)], Reading(step, 0, None, None, [], [step]), step, factor=10, share=value
+        )
+        for step, value in ((30, 0.2), (90, 0.15))
+    )
+    worse = replace(other, severity="warning", next="Do it.")
+    found = with_spike(one, worse)
+    assert (found.severity, found.next, found.first_step, found.last_step) == ("warning", "Do it.", 30, 90)
+    assert "the first and farthest above the median at step 30" in found.verdict
+    assert "; the worst at step 90 (batch 90 of epoch 0): the loss to 0.15" in found.verdict
+    assert with_spike(worse, one).severity == "warning"
 
 
 @pytest.mark.parametrize(

@@ -287,12 +287,13 @@ def low_precision(
     usual="at most 6",
     why="An unusual batch, or a learning rate at the edge of stability.",
     next="Look at the batch of this step; clip gradients.",
-    false_alarms="The first five records do not count.",
+    false_alarms="The first five records do not count, and no record before may have larger gradients: those of a low "
+    "loss are small, and grow many times with one wrong sample. The watch on every step knows the loss.",
     needs=("parameters",),
     records=6,
 )
 def gradient_spike(
-    evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, records: int = 5
+    evidence: Evidence, *, factor: float = 20.0, of_largest: float = 10.0, of_earlier: float = 1.0, records: int = 5
 ) -> Iterator[Finding]:
     """Yield a step whose gradients are far larger than those of the other records."""
     table = evidence.parameters
@@ -304,7 +305,8 @@ def gradient_spike(
     norms = np.sqrt(np.nansum(squares, axis=1))
     for row in range(records, len(norms)):
         past, step = norms[row - records : row], table.steps[row]
-        if norms[row] > factor * np.median(past) > 0 and norms[row] > of_largest * past.max():
+        least = max(of_largest * past.max(), of_earlier * norms[:row].max())
+        if norms[row] > factor * np.median(past) > 0 and norms[row] > least:
             largest = gradients[int(np.nanargmax(squares[row]))]
             ended = (each.epoch for each in evidence.data.epochs if each.is_whole and each.last_step == step)
             last = next((f", the last of epoch {epoch}," for epoch in ended), "")

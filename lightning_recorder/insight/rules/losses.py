@@ -261,11 +261,49 @@ def maximized_loss(evidence: Evidence) -> Iterator[Finding]:
         verdict = f"the loss of the policy has its entropy, computed in {step.place(entropy)}, with a positive sign"
         found_entropy = found_in(evidence, step.owner(entropy), f"{verdict}: training makes it smaller")
         yield replace(found_entropy, why=_WHY_ENTROPY, next=_NEXT_ENTROPY)
+    if (rewarded := _punished_actions(step)) is not None:
+        node, name = rewarded
+        verdict = f"training makes the log-probability of actions × {name} in {step.place(node)} smaller"
+        found_actions = found_in(evidence, step.owner(node), f"{verdict}: the loss has the wrong sign")
+        yield replace(found_actions, why=_WHY_PUNISHED, next=_NEXT_PUNISHED)
     if found and all(is_wrong for _, is_wrong in found):
         (node, _), *_ = found
         what = "log-probability of the targets" if node.name == "gather" else f"{node.name} of predictions and targets"
         verdict = f"training makes the {what} in {step.place(node)} {'smaller' if node.name == 'gather' else 'larger'}"
         yield found_in(evidence, step.owner(node), f"{verdict}: the loss has the wrong sign")
+
+
+_WHY_PUNISHED = "What is rewarded most becomes least likely."
+_NEXT_PUNISHED = "Return -(log_prob × rewards).mean()."
+_REWARDS = re.compile(r"(discounted_)?(rewards?|returns?|advantages?|advs?)")
+_SIGN_KEPT = ("mean", "std", "var", "div", "add", "sqrt", "sub")  # of rewards that are standardized
+
+
+def _punished_actions(step: RecordedStep) -> tuple[Node, str] | None:
+    """Return the product of log-probabilities of actions and rewards of the batch that a loss makes smaller."""
+    for node in step.operations:
+        sources = step.sources(node) if node.name == "mul" and step.signs.get(node.id) == {1} else []
+        for one, other in _both(sources) if len(sources) == 2 else ():
+            if not _chosen(step, one) or step.roots[other.id] != {"input"}:
+                continue
+            before = [other, *(step.graph[each] for each in step.ancestors(other))]
+            names = {_own_name(each) for each in before if each.kind == "input"}
+            flips = [each for each in before if each.kind == "op" and not _keeps_sign(step, each)]
+            if len(names) == 1 and _REWARDS.fullmatch(name := names.pop()) and not flips:
+                return node, name
+    return None
+
+
+def _own_name(node: Node) -> str:
+    """Return the name of a tensor of the batch in it, such as ``rewards`` of ``batch.rewards``."""
+    return re.split(r"[.\[]", node.name)[-1].strip("]'\"").lower()
+
+
+def _keeps_sign(step: RecordedStep, node: Node) -> bool:
+    """Return True for an operation that leaves the order of rewards as it is."""
+    if node.name == "sub":  # of their mean from the rewards, and not of the rewards from it
+        return len(sources := step.sources(node)) < 2 or sources[0].name != "mean"
+    return node.name in _SIGN_KEPT or keeps_values(node) or (factor_of(node) or 0.0) > 0
 
 
 _WHY_ENTROPY = "The entropy is a bonus that keeps the policy exploring. Made smaller, it leads to one action early."
@@ -650,6 +688,45 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     known = [each for each in step.graph.nodes if each.kind == "optimizer"]
     return {each.id for each in known if any(term.id in step.ancestors(source) for source in step.sources(each))}
 
+
+@rule(
+    "end-ignored",
+    statistic="tensor of the batch that marks the ends of episodes, where a target is a reward plus the value of the "
+    "next state",
+    usual="the value of the next state is multiplied with 1 - done",
+    why="The value that a network gives to the state after the end of an episode counts, although nothing follows.",
+    next="Multiply the value of the next state with 1 - done: reward + gamma × (1 - done) × value.",
+    false_alarms="Only a tensor that no operation uses counts, with a name such as done or terminated, or the only one "
+    "of truth values in a batch without names.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def end_ignored(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the target of a value does not depend on whether the episode has ended."""
+    step = step_of(evidence)
+    inputs = [node for node in evidence.graph.nodes if node.kind == "input" and node.outputs]
+    flags = [node for node in inputs if node.outputs[0].dtype == "bool"]
+    ends = [node for node in inputs if _ENDS.fullmatch(_own_name(node))]
+    ends = ends or [node for node in flags if _own_name(node).isdigit() and len(flags) == 1]
+    if not ends or any(step.users(node) for node in ends):
+        return
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
+            continue
+        total = step.made_by(sources[1])
+        terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
+        values = [each for each in terms if "parameter" in step.roots[each.id]]
+        if len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms):
+            verdict = (
+                f"nothing uses {ends[0].name}, and the target of {node.name} in {step.place(node)} has the value of "
+                "the next state also after the end of an episode"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+_ENDS = re.compile(r"((is|next|episode)_?)?(dones?|terminals?|terminated|terminations?)")
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."
 _NEXT_BASELINE = "Detach it in the loss of the policy: advantage = returns - values.detach()."

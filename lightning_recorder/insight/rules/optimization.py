@@ -393,7 +393,7 @@ def _in_fast_groups(evidence: Evidence, factor: float) -> list[View]:
     why="A weight decay or a penalty that is too strong (shrinks), or a learning rate that is too high (grows).",
     next="Look at the weight decay and the learning rate of the group, and at the loss.",
     false_alarms="Slow shrinking before a normalization, shrinking of the last layer without weight decay, layers that "
-    "begin near zero, weights below 64 values.",
+    "begin near zero, weights below 64 values. A last layer may grow while its gradient shrinks: the loss falls.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -426,6 +426,7 @@ def weight_drift(
     numel: int = 64,
     begin: float = 0.05,
     half: float = 0.5,
+    settled: float = 0.5,
 ) -> Iterator[Finding]:
     """Yield the weights that grow or shrink without an end."""
     for each in evidence.weights:
@@ -434,7 +435,7 @@ def weight_drift(
         if len(values) < persistence or each.numel < numel or values[0] * np.sqrt(inputs) < begin:
             continue  # a layer that begins at zero has to grow, and the rms of a few values varies
         ratio = values[-1] / values[0]
-        grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain
+        grows = ratio > grow and values[-1] * np.sqrt(inputs) > gain and not _has_settled(each, persistence, settled)
         decay = each.weight_decay
         # Without a decay, the last layer learns to ignore its input where the targets do not depend on it.
         is_learned = each.is_last and len(decay) > 0 and decay.max() == 0
@@ -470,6 +471,16 @@ def _as_jump(found: Finding, weight: View, jump: float) -> Finding:
     why = "The weight was set or loaded anew, or a single step was far too large."
     look = "Look at the code that writes to the weight, and at the batches and the updates between these steps."
     return replace(found, first_step=int(steps[at + 1]), verdict=f"{weight.name} jumps {span}", why=why, next=look)
+
+
+def _has_settled(each: View, persistence: int, settled: float) -> bool:
+    """Return True for a last layer whose gradient has become small while the layer grew.
+
+    A new head behind frozen layers has to grow far beyond its first size to tell features apart that hardly differ.
+    """
+    gradient = each.gradient.rms
+    is_known = each.is_last and len(gradient) > persistence
+    return is_known and bool(np.median(gradient[-persistence:]) < settled * gradient[0])
 
 
 def _is_decay(each: View, alignment: float, half: float) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.functions import function_of
 from lightning_recorder.graph.unused import joined_names
@@ -15,6 +16,7 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import joined
 from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio
+from lightning_recorder.records.table import Floats
 
 # Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
 _COUPLED = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -468,11 +470,7 @@ def learning_rate_vanishes(
     evidence: Evidence, *, persistence: int = 6, factor: float = 1e-3, share: float = 0.4
 ) -> Iterator[Finding]:
     """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
-    table = evidence.parameters
-    known = [table.places[each.site] for each in evidence.weights]
-    # Batches without an optimizer step have none.
-    by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
-    rates, steps = by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
+    rates, steps = _rates(evidence)
     if not len(rates):
         return
     peak = int(np.argmax(rates))
@@ -485,3 +483,79 @@ def learning_rate_vanishes(
         )
         found = evidence.weights[0].found(verdict, "learning_rate", since=since, peak=rates[peak])
         yield replace(found, module="", path="")
+
+
+def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the largest learning rate of the weights in each record with an optimizer step, and the steps."""
+    table = evidence.parameters
+    known = [table.places[each.site] for each in evidence.weights]
+    # Batches without an optimizer step have none.
+    by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
+    return by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
+
+
+@rule(
+    "warmup-too-long",
+    statistic="learning rate of each record, against initial_lr, the one that the optimizer was given",
+    usual="the rate reaches it within the first tenth of a run",
+    why="The warm-up has more steps than the run, or counts epochs as steps.",
+    next="Compare the number of steps of the warm-up with that of the run.",
+    false_alarms="A rate that stays or falls between two records, one above a tenth of initial_lr, and a run that has "
+    "not come to its end.",
+    needs=("parameters",),
+    records=6,
+    explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
+)
+def warmup_too_long(
+    evidence: Evidence, *, persistence: int = 6, share: float = 0.1, end: float = 0.9
+) -> Iterator[Finding]:
+    """Yield a finding if the learning rate rises until the end of the run and stays far below the given one."""
+    about = evidence.parameters.about
+    planned = about.get("planned_steps") or np.inf
+    given = max((float(group.get("initial_lr") or 0.0) for group in about.get("groups") or ()), default=0.0)
+    rates, steps = _rates(evidence)
+    if len(rates) < persistence or steps[-1] < end * planned or not (np.diff(rates) > 0).all():
+        return
+    if rates[-1] < share * given:
+        verdict = (
+            f"the learning rate rises in each record, to {rates[-1]:.3g} at step {steps[-1]} of {planned}: that is "
+            f"{rates[-1] / given:.1%} of the {given:.3g} that the optimizer was given"
+        )
+        found = evidence.weights[0].found(verdict, "learning_rate", last=rates[-1], given=given)
+        yield replace(found, module="", path="")
+
+
+@rule(
+    "schedule-length",
+    statistic="length of a learning-rate schedule (total_steps, T_max or total_iters), and how often the fit steps it",
+    usual="about the same",
+    why='Lightning steps a schedule once in each epoch unless "interval" is "step", and its length has the other unit.',
+    next='Return {"scheduler": scheduler, "interval": "step"} from configure_optimizers, or give the length in epochs.',
+    false_alarms="Lengths that are not within a tenth of the number of steps, or of epochs, of the fit, and those that "
+    "are at most three times too long or too short, are left out.",
+    needs=("parameters",),
+    explains={"learning-rate-vanishes": ("any",), "barely-moves": ("any",), "learning-rate-too-large": ("any",)},
+    is_lasting=True,
+)
+def schedule_length(evidence: Evidence, *, factor: float = 3.0, tolerance: float = 0.1) -> Iterator[Finding]:
+    """Yield the schedules whose length is the number of steps and that are stepped in each epoch, and the reverse."""
+    for each in evidence.parameters.about.get("schedules") or ():
+        name, length, times, unit = (each.get(key) for key in ("class", "length", "times", "unit"))
+        if not length or not times or not unit or abs(length - unit) > tolerance * unit or not evidence.weights:
+            continue
+        is_long = each.get("interval") == "epoch" and length > factor * times
+        # A short linear schedule is a warm-up, and others end with an error or at zero.
+        is_short = each.get("interval") == "step" and name == "CosineAnnealingLR" and times > factor * length
+        if is_long or is_short:
+            what = (
+                f"comes to {times / length:.1%} of its way"
+                if is_long
+                else f"falls and rises in turn, {times / length:.3g} times"
+            )
+            verdict = (
+                f"{name} has a length of {length}, and the fit steps it {times} times, once in each "
+                f"{each['interval']}: the learning rate {what}"
+            )
+            found = evidence.weights[0].found(verdict, "learning_rate", length=length, times=times)
+            yield replace(found, module="", path="")
+            return

@@ -147,6 +147,27 @@ def test_a_spike_of_the_gradients_at_the_end_of_an_epoch() -> None:
         assert words in found.verdict
 
 
+def test_the_gradients_of_a_low_loss_grow_without_a_finding() -> None:
+    """A norm many times as large as those before is none if it was as large at the beginning, before the loss fell."""
+    fallen = [1e-3] * 6 + [0.1, 1e-3]
+    assert (
+        run(
+            None,
+            None,
+            network("a", "b", a=trained("a", grad=[0.2, *fallen]), b=trained("b", grad=[0.2, *fallen])),
+            records=9,
+        )
+        == []
+    )
+    (found,) = run(
+        None,
+        None,
+        network("a", "b", a=trained("a", grad=[0.05, *fallen]), b=trained("b", grad=[0.05, *fallen])),
+        records=9,
+    )
+    assert (found.rule, found.first_step) == ("gradient-spike", 70)
+
+
 def test_gradients_that_stop_in_all_blocks_are_one_finding() -> None:
     """Layers at the same place of several blocks that get no gradient, unlike those behind them, are one finding."""
     names = [f"blocks.{place}.{name}" for place in range(4) for name in ("query", "out")]

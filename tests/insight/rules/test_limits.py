@@ -573,6 +573,28 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, weight(learning_rate=last(number, tiny, 1.0, records)), records=records)
 
 
+@cases("warmup-too-long")
+def _() -> Iterator[Evidence]:
+    for highest, planned, records in (
+        (0.15, 70, 8),
+        (0.07, 70, 8),
+        (0.07, 95, 8),
+        (0.03, 110, 8),
+        (0.03, 50, 6),
+        (0.03, 40, 5),
+    ):
+        about = {"groups": [{"initial_lr": 1.0}], "planned_steps": planned}
+        rising = weight(learning_rate=[highest * (row + 1) / records for row in range(records)])
+        yield case(None, None, rising, about=about, records=records)
+
+
+@cases("schedule-length")
+def _() -> Iterator[Evidence]:
+    for length, times in ((100, 20), (100, 50), (107, 20), (115, 20)):
+        about = {"class": "OneCycleLR", "interval": "epoch", "length": length, "times": times, "unit": 100}
+        yield case(None, None, weight(), about={"schedules": [about]})
+
+
 @cases("constant-input")
 def _() -> Iterator[Evidence]:
     bias: dict[str, Values] = {"a/bias": {}, "a/bias.grad": {"rms": 1.0}}
@@ -710,6 +732,9 @@ def _() -> Iterator[Evidence]:
 
     for first, end in ((0.25, 3.0), (0.5, 3.0), (0.125, 1.25), (1.0, 0.2), (1.0, 0.4), (0.02, 0.004), (0.01, 0.002)):
         yield drift([first, math.sqrt(first * end), end])
+    for grad in (0.4, 0.7):
+        grown = weight(rms=[0.25, 0.5, 1.0, 3.0], grad=[1.0, grad, grad, grad])
+        yield case(None, None, grown, graph=chain("b", "a"), shapes=shape_of("a", 16, 16), records=4)
     yield drift([1.0, 0.2])
     yield drift([1.0, 1.0, 0.2, 0.2])
     yield drift([1.0, 0.38, 0.2])
@@ -856,6 +881,8 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for norms in ([1.0] * 5 + [30.0], [1.0] * 5 + [15.0], [1, 1, 1, 1, 2, 30], [1, 1, 1, 1, 4, 30], [1.0] * 4 + [30.0]):
         yield case(None, None, weight(grad=norms), records=len(norms))
+    for first in (20.0, 45.0):
+        yield case(None, None, weight(grad=[first, *[1.0] * 5, 30.0]), records=7)
 
 
 @cases("posterior-collapse")

@@ -434,6 +434,86 @@ def test_weights_of_a_focal_loss(loss: Loss, words: str) -> None:
     assert [words in each.verdict for each in found] == [True] * bool(words)
 
 
+class Bootstrapped(nn.Module):
+    """A step of Q-learning with a copy of the network, whose target may go on after the end of an episode."""
+
+    def __init__(self, *, uses_end: bool = False, is_bootstrapped: bool = True) -> None:
+        super().__init__()
+        self.net, self.copy = mlp(3), mlp(3).requires_grad_(False)
+        self.uses_end, self.is_bootstrapped = uses_end, is_bootstrapped
+
+    def forward(self, batch: dict[str, Tensor] | tuple[Tensor, ...]) -> Tensor:
+        x, after, target, end, *_ = batch.values() if isinstance(batch, dict) else batch
+        if self.is_bootstrapped:
+            value = 0.9 * self.copy(after).max(1)[0]
+            target = target + (value * (1 - end) if self.uses_end else value)
+        loss: Tensor = F.mse_loss(self.net(x)[:, 0], target)
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("end", "options", "is_wrong"),
+    [
+        ("done", {}, 1),
+        ("is_terminal", {}, 1),
+        ("done", {"uses_end": True}, 0),
+        ("truncated", {}, 0),  # the end of a recording is no end of an episode
+        ("done", {"is_bootstrapped": False}, 0),
+    ],
+)
+def test_the_end_of_an_episode_that_is_ignored(end: str, options: dict[str, bool], is_wrong: int) -> None:
+    """The target of a value that does not use the end of episodes is a finding, if the batch has it."""
+    batch = {"x": rows, "after": rows + 1, "reward": rows[:, 0], end: (rows[:, 1] > 0).float()}
+    found = Examination(capture_graph(Bootstrapped(**options), batch)).findings()
+    found = [each for each in found if each.rule == "end-ignored"]
+    assert brief(found) == [("warning", "end-ignored", "")] * is_wrong
+    assert all(f".{end}, and the target of mse_loss in training_step " in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(("flags", "is_wrong"), [(1, 1), (2, 0)])
+def test_the_end_of_an_episode_without_a_name(flags: int, is_wrong: int) -> None:
+    """The only truth values of a batch are the ends; of two, one may mark what was cut off."""
+    batch = (rows, rows + 1, rows[:, 0], *[rows[:, place] > 0 for place in range(flags)])
+    found = Examination(capture_graph(Bootstrapped(), batch)).findings()
+    assert [each.rule for each in found].count("end-ignored") == is_wrong
+
+
+class PolicyGradient(nn.Module):
+    """A step of REINFORCE."""
+
+    def __init__(self, sign: float, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.sign, self.scale = mlp(3), sign, scale
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        chosen = self.net(batch["x"]).log_softmax(1).gather(1, batch["action"][:, None])[:, 0]
+        loss = self.sign * (chosen * self.scale(batch["rewards"])).mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("sign", "scale", "is_wrong"),
+    [
+        (1.0, lambda rewards: rewards, 1),
+        (1.0, lambda rewards: (rewards - rewards.mean()) / (rewards.std() + 1e-8), 1),
+        (-1.0, lambda rewards: rewards, 0),
+        (-1.0, lambda rewards: (rewards - rewards.mean()) / (rewards.std() + 1e-8), 0),
+        (1.0, lambda rewards: -rewards, 0),
+        (1.0, lambda rewards: rewards.mean() - rewards, 0),
+        (1.0, lambda rewards: 1 - rewards, 0),
+    ],
+)
+def test_rewards_with_the_wrong_sign(sign: float, scale: Callable[[Tensor], Tensor], is_wrong: int) -> None:
+    """A loss that grows with the log-probability of what is rewarded is a finding; minus signs may be anywhere."""
+    batch = {"x": rows, "action": classes, "rewards": rows[:, 0]}
+    graph = capture_graph(PolicyGradient(sign, scale), batch)
+    found = [each for each in Examination(graph).findings() if each.rule == "maximized-loss"]
+    assert brief(found) == [("warning", "maximized-loss", "")] * is_wrong
+    assert all("the log-probability of actions × rewards in " in each.verdict for each in found)
+
+
 class Pairs(nn.Module):
     """A contrastive loss of the products of all pairs of vectors."""
 

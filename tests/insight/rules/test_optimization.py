@@ -44,6 +44,21 @@ def test_weights_that_grow() -> None:
     assert run(None, None, small) == []
 
 
+@pytest.mark.parametrize(
+    ("order", "grad", "alarm"),
+    [
+        (("body", "a"), [0.1, 0.1, *[0.02] * 6], 0),
+        (("body", "a"), [0.1, 0.1, *[0.08] * 6], 1),
+        (("a", "b"), [0.1, 0.1, *[0.02] * 6], 1),
+    ],
+)
+def test_a_last_layer_that_grows(order: tuple[str, str], grad: list[float], alarm: int) -> None:
+    """A new head may grow if its gradient shrinks, as the loss falls; other layers, and one whose does not, may not."""
+    large = trained("a", rms=[0.25 * 1.5**row for row in range(8)], grad=grad)
+    found = run(None, None, large | trained("b"), graph=chain(*order))
+    assert brief(found) == [("warning", "weight-drift", "a")] * alarm
+
+
 def test_a_weight_that_jumps() -> None:
     """A weight that changes between two records only is not said to grow."""
     (found,) = run(None, None, trained("a", rms=[0.25] * 5 + [10.0] * 3))

@@ -219,6 +219,50 @@ def test_label_smoothing(smoothing: str, alarm: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rates", "planned", "alarm"),
+    [
+        ([1e-6 * (row + 1) for row in range(8)], 71, 1),
+        ([1e-6 * (row + 1) for row in range(8)], 200, 0),  # the run has just begun
+        ([1e-6 * (row + 1) for row in range(8)], None, 0),  # a run without a limit
+        ([2e-5 * (row + 1) for row in range(8)], 71, 0),
+        ([1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 3e-6, 2e-6, 1e-6], 71, 0),  # another schedule
+    ],
+)
+def test_a_warm_up_that_is_longer_than_the_run(rates: list[float], planned: int | None, alarm: int) -> None:
+    """A learning rate that rises until the end of the run and is a tenth of the given one by then is a finding."""
+    parameters = {"fc/weight": {**trained("fc")["fc/weight"], "learning_rate": rates}}
+    about = {"groups": [{"initial_lr": 1e-3}], "planned_steps": planned}
+    found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters}, about=about)
+    assert brief(found) == [("warning", "warmup-too-long", "")] * alarm
+    assert all("to 8e-06 at step 70 of 71: that is 0.8% of the 0.001 that" in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (
+            ("OneCycleLR", "epoch", 300, 10, 300),
+            "steps it 10 times, once in each epoch: the learning rate comes to 3.3% ",
+        ),
+        (("OneCycleLR", "epoch", 10, 10, 300), ""),
+        (("CosineAnnealingLR", "epoch", 200, 10, 300), ""),  # longer than the fit, but no number of steps
+        (
+            ("CosineAnnealingLR", "step", 10, 300, 10),
+            "steps it 300 times, once in each step: the learning rate falls and ",
+        ),
+        (("CosineAnnealingLR", "step", 300, 300, 10), ""),
+        (("LinearLR", "step", 10, 300, 10), ""),  # a warm-up
+    ],
+)
+def test_a_schedule_of_the_wrong_unit(schedule: tuple[str, str, int, int, int], words: str) -> None:
+    """A schedule as long as the fit has steps that is stepped in each epoch is a finding, and so is the reverse."""
+    about = dict(zip(("class", "interval", "length", "times", "unit"), schedule, strict=True))
+    found = run({"fc": {"rms": 1.0}}, None, trained("fc"), about={"schedules": [about]})
+    assert brief(found) == [("warning", "schedule-length", "")] * bool(words)
+    assert all(words in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(
     ("rates", "alarm"),
     [
         ([1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10], 1),
