@@ -479,8 +479,11 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
-    receive_scores: Callable[[Site, Tensor, Tensor], None] | None = None
-    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none."""
+    receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
+    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none.
+
+    There are no scores for a further choice of a router for the same tokens.
+    """
 
     @cached_property
     def _routers(self) -> RouterReader:
