@@ -61,6 +61,8 @@ class SpikeDetector:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.limit = math.inf
+        """No value up to this one would be a spike."""
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
         self._largest = 1.0  # magnitude of the first values
@@ -107,14 +109,15 @@ class SpikeDetector:
         if not math.isfinite(value):
             return None
         values = self._values
-        is_candidate = len(values) >= LEAST and value > JUMP * values[-1]  # without a call for most values
-        median = self.median_below(value) if is_candidate else None
+        median = self.median_below(value) if value > self.limit else None  # without a call for most values
         if not self._count:
             self._first = value
         if self._count < RECENT:
             self._largest = max(self._largest, abs(value))
             self._at_first = max(self._at_first, value)
         values.append(value)
+        if len(values) >= LEAST:
+            self.limit = JUMP * value
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:
             self._peak, self._usual, self._age = value, median, 0
@@ -123,8 +126,7 @@ class SpikeDetector:
     def median_below(self, value: float) -> float | None:
         """Return the running median if a value would be a spike, and None otherwise. The value is not added."""
         # The median is computed only for candidates, which are rare.
-        is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
-        return self.median if is_candidate and self._is_spike(value) else None
+        return self.median if value > self.limit and self._is_spike(value) else None
 
     def exceeds_spike(self) -> float | None:
         """Return the median before the last spike if the last value exceeds the spike and the values since.
