@@ -117,7 +117,7 @@ def foreign_code() -> AbstractContextManager[None]:
 
 
 class _Python:
-    generator: object = ...  # the one whose memory is known
+    generator: Any = ...  # the one whose memory is known
     memory: Any = None
     seen: Any = None
     state: Any = None
