@@ -201,8 +201,10 @@ class WatchedRun:
                     gradients.append(gradient)
         with pause_recording():
             if parameters:
-                total, norms = norm_of(gradients) if self._is_on_host else None, []
-                if total is None or not math.isfinite(total):  # the norm of each tells which one is bad
+                norms: list[Tensor] = []
+                whole = norm_of(gradients) if self._is_on_host else None
+                total: Tensor | float = math.nan if whole is None else whole
+                if whole is None or not math.isfinite(whole):  # the norm of each tells which one is bad
                     norms = norms_of(gradients)
                     total = _total(norms, on_host=self._reads_now)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -131,7 +131,7 @@ def _read_python(generator: Any) -> None:
     if generator is not _Python.generator:
         _Python.generator, _Python.memory = generator, _python_memory(generator)
     # The normal number that the generator keeps for the next call is no part of this memory.
-    _Python.seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next  # type: ignore[attr-defined]  # not in the stubs
+    _Python.seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next
 
 
 def _python_memory(generator: random.Random) -> Any:

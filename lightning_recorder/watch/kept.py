@@ -261,6 +261,7 @@ class StateKeeper:
                 batch = own_copies({"batch": batch})["batch"]
         with without_functions():  # a function mode would be called for each property of a tensor that is read
             is_plain = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor} and not self.must_copy
+            versions: list[tuple[Tensor, int | None]] | None
             try:  # most batches are plain, and need no further call
                 versions = list(zip(batch, map(counted_version, batch), strict=True)) if is_plain else None
             except RuntimeError:  # tensors of inference mode do not count

@@ -200,7 +200,7 @@ class Placed(LightningModule):
         self.fault, self.tokens, self.head = fault, nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
         self.positions, self.rotary = nn.Embedding(LENGTH + 8, WIDTH), Rotary()
         if fault == "zeros":
-            nn.init.zeros_(self.positions.weight).requires_grad_(requires_grad=False)
+            self.positions.weight = nn.Parameter(torch.zeros(LENGTH + 8, WIDTH), requires_grad=False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         places = torch.arange(LENGTH).expand(len(batch), LENGTH)
