@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -46,6 +47,8 @@ class LoggedValues:
         self._first: int | None = None
         self.is_due = False
         """True if the current step is read."""
+        self.next_due: float = 0
+        """No step before this one is read."""
         every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._every = int(every)
 
@@ -54,6 +57,9 @@ class LoggedValues:
         if self._first is None:
             self._first = step
         self.is_due = step < self._first + _FIRST_STEPS or (self._every > 0 and (step + 1) % self._every == 0)
+        following = step + 1
+        if following >= self._first + _FIRST_STEPS:
+            self.next_due = following + -(following + 1) % self._every if self._every > 0 else math.inf
         if self.is_due:
             self._rates = dict(_rates(self._trainer))
 

@@ -476,7 +476,7 @@ class StepWatch(RecorderCallback):
         try:
             if run is not None:
                 run.end_batch(is_last=is_last, is_left_out=is_left_out)
-            if self._samples is not None:
+            if self._samples is not None and self._samples.has_end:
                 self._samples.end_batch(batch)
             if self._ranks is not None and ends_step(trainer, batch_idx):
                 self._ranks.end_step(logged_step(trainer) + 1, has_stepped=is_last)

@@ -20,7 +20,7 @@ from lightning_recorder.callbacks.row_search import FoundRow, describe_row, find
 from lightning_recorder.callbacks.trainer import device_of, is_automatic, largest_rate
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import NON_FINITE, SPIKE, UNBOUNDED, Finding
-from lightning_recorder.internals.autograd import without_functions
+from lightning_recorder.internals.autograd import counted_version, without_functions
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of, takes_hooks
 from lightning_recorder.internals.norms import local_values, norms_of
@@ -174,7 +174,8 @@ class WatchedRun:
         # This runs for every batch, so rare cases are recognized without a call.
         if not self._reads_now and (found := self._queue.take()):
             self._arrive(found)
-        self._series.replay()
+        if self._series.has_logged:
+            self._series.replay()
         if self._logged.ended is not None:
             self._logged.settle()
         if self._step.has_ended or (self._step.batches and self._step.batches[-1].step != step):
@@ -209,7 +210,12 @@ class WatchedRun:
                     gradients.append(gradient)
         with pause_recording():
             if parameters:
-                total, norms = self._norm(gradients)
+                norms: list[Tensor] = []
+                whole = norm_of(gradients) if self._is_on_host else None
+                total: Tensor | float = math.nan if whole is None else whole
+                if whole is None or not math.isfinite(whole):  # the norm of each tells which one is bad
+                    norms = norms_of(gradients)
+                    total = _total(norms, on_host=self._reads_now)
                 if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                     total = total / self._scale(gradients[0])  # Lightning leaves unscaling to such an optimizer
                 key = id(optimizer)
@@ -227,9 +233,11 @@ class WatchedRun:
                     self._step.bad = self._bad or self._unnamed(reading, "", is_known=True) if is_finding else None
                 else:
                     self._bad = self._step.bad = None
-                    spikes = self._spikes_of(reading) if self._factor else []
-                    is_early = not spikes
-                    if is_early and self._factor and (early := self._early_spike(reading)) is not None:
+                    loss, norm = reading.values
+                    may_spike = loss > self._spikes["loss"].limit or norm > self._spikes["gradient norm"].limit
+                    spikes = self._spikes_of(reading) if may_spike and self._factor else []
+                    is_early = not spikes and self._factor > 0 and self._spikes["loss"].limit == math.inf
+                    if is_early and (early := self._early_spike(reading)) is not None:
                         spikes = [early]
                     if spikes:  # the row is searched now, because the parameters are those of the step
                         self._step.row = row = self._row_of_spike(reading, spikes, is_early=is_early)
@@ -242,7 +250,8 @@ class WatchedRun:
                     self._arrive(found)
                 self._copies.take(step, self._queue.oldest)
         self._step.optimizer_steps += 1
-        self._logged.before_step(self._step.batches[-1].step)
+        if self._logged.is_due or self._step.batches[-1].step >= self._logged.next_due:
+            self._logged.before_step(self._step.batches[-1].step)
 
     def _first(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the loss of the first evaluation of a batch, or the last one if that is known not to be finite."""
@@ -250,22 +259,16 @@ class WatchedRun:
             return losses[-1:]
         return losses[:1]
 
-    def _norm(self, gradients: list[Tensor]) -> tuple[Tensor | float, list[Tensor]]:
-        """Return the norm of all gradients, and the norm of each one unless that of all is known to be finite."""
-        total = norm_of(gradients) if self._is_on_host else None
-        if total is not None and math.isfinite(total):
-            return total, []
-        norms = norms_of(gradients)
-        return _total(norms, on_host=self._reads_now), norms
-
     def end_batch(self, *, is_last: bool, is_left_out: bool = False) -> None:
         """End a batch, and the step if it is the last one of it, which may have been left out of the training."""
         if not self._step.batches:
             return
         if is_left_out:
             self._left_out.add(self._step.batches[-1].step)
-        if self._step.batches[-1].is_changed:
-            self._keeper.must_copy = True
+        with without_functions():  # as KeptBatch.is_changed, with one call less in each step
+            for tensor, version in self._step.batches[-1].versions:
+                if version is not None and counted_version(tensor) != version:
+                    self._keeper.must_copy = True
         if self._flags is not None:
             self._flags.end_batch()
         if not is_last:
@@ -362,7 +365,18 @@ class WatchedRun:
                 self._was_bad = False
                 if reading.indices[:1] == [0]:
                     self._usual_rows = reading.rows or self._usual_rows
-                self._look_for_spikes(reading)
+                is_early = self._factor > 0 and self._spikes["loss"].limit == math.inf
+                if is_early and (early := self._early_spike(reading)) is not None:
+                    self._report_spike([early], reading, is_early=True)
+                # What was left out tells nothing about the steps that follow.
+                is_left_out = reading.step in self._left_out
+                spikes = []
+                for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
+                    median = detector.median_below(value) if is_left_out else detector.add(value)
+                    if median is not None:
+                        spikes.append((name, value, median))
+                if spikes or self._known:
+                    self._report_spikes(spikes, reading)
                 fall = self._spikes["loss"].fall() if loss < 0 else None
                 if fall is not None and (UNBOUNDED, "", "") not in self._known:
                     self._report(
@@ -384,20 +398,12 @@ class WatchedRun:
         is_last = 1 < self._trainer.num_training_batches == index + 1
         return (", the last of each epoch" if is_last else "") + self._rank
 
-    def _look_for_spikes(self, reading: Reading) -> None:
-        if self._factor and (early := self._early_spike(reading)) is not None:
-            self._report_spike([early], reading, is_early=True)
-        spikes = []
-        for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
-            # What was left out tells nothing about the steps that follow.
-            is_left_out = reading.step in self._left_out
-            median = detector.median_below(value) if is_left_out else detector.add(value)
-            if median is not None:
-                spikes.append((name, value, median))
+    def _report_spikes(self, spikes: list[_Spike], reading: Reading) -> None:
+        """Report the spikes of a step, or a value of one of the next steps that exceeds them."""
         if spikes and self._factor:
             self._report_spike(spikes, reading)
             self._on_spike(reading.step)
-        if spikes or not self._known:
+        if spikes:
             return
         stay, known = self._spikes["loss"].stays(), self._known.get((SPIKE, "", "loss"))
         if stay is not None and known is not None and known.is_note:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import pickle
 import time
 from collections import deque
@@ -34,13 +35,13 @@ from lightning_recorder.internals.autograd import versions_of, without_functions
 from lightning_recorder.internals.loaders import (
     WATCHED,
     base_rows,
-    batch_number,
+    current_batch,
     forget_indices,
     index_numbers,
-    indices_of,
     inner_loader,
     is_at_end,
     keep_indices,
+    kept_batch,
     kept_of,
     rows_of_base,
 )
@@ -143,6 +144,8 @@ class WatchedSamples:
         self._loader: LoaderFacts | None = None
         self._values = 0  # of a sample
         self._batches = self._ended = 0
+        self.has_end = True
+        """False if there is nothing to do at the end of the current batch."""
         self._has_failed = self._is_over = False
         self._spent_s, self._began_s = 0.0, time.perf_counter()
         self._next_look = _FIRST_LOOK
@@ -207,11 +210,11 @@ class WatchedSamples:
         combined = self._combined
         return self._trainer.train_dataloader if combined is None else combined.flattened[self._number]
 
-    def _place(self, batch_idx: int) -> tuple[object, int | None]:
-        """Return what keeps the indices of the loader, and the place of the current batch there, if it is known."""
+    def _current(self, batch_idx: int) -> tuple[int | None, Any]:
+        """Return the place of the current batch in its loader, and the indices of its samples; None if unknown."""
         own = getattr(self._trainer, "loader_iterator", None)  # of a plain loop
         if own is not None:
-            return own, batch_number(own, 0)
+            return current_batch(own, 0)
         try:
             fetcher: Any = self._trainer.fit_loop._data_fetcher
             iterators = fetcher.combined_loader._iterator.iterators
@@ -219,7 +222,7 @@ class WatchedSamples:
         except (AttributeError, IndexError, TypeError):  # another version of Lightning
             return None, None
         if len(iterators) == 1:
-            return iterator, batch_number(iterator, len(getattr(fetcher, "batches", ())))
+            return current_batch(iterator, len(getattr(fetcher, "batches", ())))
         # A loader that ends first may begin again, or others are read once more, so the batches are counted here.
         if batch_idx == 0:
             self._next = kept_of(iterator), 0
@@ -229,7 +232,7 @@ class WatchedSamples:
         if is_at_end(kept, number):
             kept, number = kept_of(iterator), 0
         self._next = kept, number + 1
-        return kept, number
+        return number, kept_batch(kept, number)
 
     def _loader_facts(self) -> LoaderFacts:
         loader = self._train_loader
@@ -276,12 +279,8 @@ class WatchedSamples:
 
     # Batches.
 
-    def start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
-        """Examine a batch of training, and return the indices of its samples, if they are known."""
-        if batch_idx == 0 or self._is_alone is None:
-            self._is_alone = self._combined is None
-        if self._is_alone:
-            return self._start_batch(batch, batch_idx, step)
+    def _start_parts(self, batch: Any, batch_idx: int, step: int) -> None:
+        """Examine the part of a batch that comes from each loader."""
         combined = self._combined
         parts: list[Any] = []
         with suppress(Exception):  # the user's code may have changed the structure
@@ -296,23 +295,39 @@ class WatchedSamples:
             if part is not None:  # a loader that has ended
                 watched._values = self._values or watched._values  # otherwise validation could not be compared
                 watched._checked = _CHECKED
-                watched._start_batch(part, batch_idx, step)
-        return None
+                watched.start_batch(part, batch_idx, step, is_part=True)
 
-    def _start_batch(self, batch: Any, batch_idx: int, step: int) -> list[int] | None:
+    def start_batch(self, batch: Any, batch_idx: int, step: int, *, is_part: bool = False) -> list[int] | None:
+        """Examine a batch of training, or its part from one of several loaders.
+
+        Returns:
+            The indices of its samples, if they are known and there is one loader.
+        """
+        # This runs for every batch, so the usual case makes few further calls.
+        if not is_part:
+            if batch_idx == 0 or self._is_alone is None:
+                self._is_alone = self._combined is None
+            if not self._is_alone:
+                self._start_parts(batch, batch_idx, step)
+                self.has_end = True
+                return None
         began_s = time.perf_counter()
         rows: list[int] | None = None
         try:
-            iterator, number = self._place(batch_idx)
-            rows = indices_of(iterator, number)
+            number, found = self._current(batch_idx)
+            try:
+                rows = None if found is None else list(map(operator.index, found))
+            except TypeError:
+                rows = None
             self._before_step = None
             is_known = self._epoch is not None and self._epoch.epoch == self._trainer.current_epoch
             if not self._has_failed and not (self._is_over and is_known):
                 with without_functions():  # a function mode would be called for each property of a tensor
-                    hashes = index_numbers(iterator, number) if rows is None else None
+                    hashes = index_numbers(found) if rows is None else None
                     self._examine(batch, batch_idx, step, rows, hashes, number)
         except Exception as error:  # noqa: BLE001 - a batch may be anything
             self._fail(error)
+        self.has_end = self._exchange is not None or self._before_step is not None
         self._spent_s += time.perf_counter() - began_s
         return rows
 

@@ -129,29 +129,39 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
     if hidden is not None:
         deviations.masked_fill_(hidden, 0.0)
     largest = shown.amax(-1)
-    found: dict[str, Tensor | float] = {
-        "queries": _total(counts),
-        "entropy": _total(entropy, counts),
-        "entropy_ratio": _total(ratio, counts),
-        "first_key": _total(weights[..., 0], counts),
-        "top_key": _total(weights.amax(-1), counts),
-        "variance": _total(deviations.sum(-1) / seen.clamp(min=1), counts),
-        "rows": float(scores[:, 0, :, 0].numel()),
-        "masked": float(scores[:, 0, :, 0].numel()) * sample.is_masked,
-        "keys": _total(seen),
-        "visible": _total(seen) / keys,
-        "samples": float(len(scores)),
-        "blind": (~sees).all(-1).sum(0),
-        "max_logit": largest.amax((0, 2)),
-        "most_ratio": _most(ratio, counts),
-        "minus_least_ratio": _most(-ratio, counts),
-        "minus_least_alike": -torch.inf,
+    # Of each query that sees two keys, [samples, heads, queries]. All are summed together, because an operation takes
+    # longer than its arithmetic.
+    each_query = {
+        "queries": torch.ones_like(entropy),
+        "entropy": entropy,
+        "entropy_ratio": ratio,
+        "first_key": weights[..., 0],
+        "top_key": weights.amax(-1),
+        "variance": deviations.sum(-1) / seen.clamp(min=1),
     }
     if sample.is_own:
         offsets = torch.arange(keys, device=scores.device) - sample.rows[:, None]
-        found["placed"] = found["queries"]
-        found["distance"] = _total((weights * offsets.abs()).sum(-1), counts)
-        found["future"] = _total((weights * (offsets > 0)).sum(-1), counts)
+        each_query["placed"] = each_query["queries"]
+        each_query["distance"] = (weights * offsets.abs()).sum(-1)
+        each_query["future"] = (weights * (offsets > 0)).sum(-1)
+    no_counts = ~counts
+    sums = torch.stack([*each_query.values()]).masked_fill_(no_counts, 0.0).sum((1, 3), dtype=torch.float64)
+    ends = torch.stack([ratio, -ratio]).masked_fill_(no_counts, -torch.inf).amax((1, 3))
+    total_seen = _total(seen)
+    queries = float(scores[:, 0, :, 0].numel())
+    found: dict[str, Tensor | float] = {
+        **dict(zip(each_query, sums.unbind(), strict=True)),
+        "rows": queries,
+        "masked": queries * sample.is_masked,
+        "keys": total_seen,
+        "visible": total_seen / keys,
+        "samples": float(len(scores)),
+        "blind": (~sees).all(-1).sum(0),
+        "max_logit": largest.amax((0, 2)),
+        "most_ratio": ends[0],
+        "minus_least_ratio": ends[1],
+        "minus_least_alike": -torch.inf,
+    }
     if padding is not None:
         # [samples, 1, queries]
         is_token = ~padding[:, sample.rows] & padding.any(1, keepdim=True)
@@ -171,10 +181,6 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
 def _total(values: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return the sum over samples and queries, ``[heads]``, of the values that count."""
     return (values if counts is None else torch.where(counts, values, 0.0)).sum((0, 2), dtype=torch.float64)
-
-
-def _most(values: Tensor, counts: Tensor) -> Tensor:
-    return torch.where(counts, values, -torch.inf).amax((0, 2))
 
 
 class _Places(NamedTuple):

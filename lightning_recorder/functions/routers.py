@@ -32,12 +32,12 @@ class Choice(NamedTuple):
 
     Args:
         name: The name of the site, that of the function that chose.
-        best: The probability of the best expert of each token, ``[tokens]``.
+        best: The probability of the best expert of each token, ``[tokens]``; None for a further choice of these tokens.
         block: The numbers of each expert, ``[7, experts]``; see ``EXPERT_SLOTS``.
     """
 
     name: str
-    best: Tensor
+    best: Tensor | None
     block: Tensor
 
 
@@ -48,11 +48,15 @@ class _Call(NamedTuple):
         probabilities: The probabilities of the experts that were computed last, with the function that made them.
         choices: The choices among scores without probabilities, by the shape of the chosen scores.
         masked: The same, by the shape of all scores.
+        used: The probabilities from which experts were chosen.
+        margins: The sums of the margins of the choices so far, by the name of their site.
     """
 
     probabilities: list[tuple[weakref.ref[Tensor], str]]
     choices: dict[tuple[int, ...], Choice]
     masked: dict[tuple[int, ...], Choice]
+    used: list[weakref.ref[Tensor]]
+    margins: dict[str, Tensor]
 
 
 class RouterReader:
@@ -61,6 +65,10 @@ class RouterReader:
     A router computes probabilities with a softmax or a sigmoid and chooses the best of them in the same call of a
     module, or it chooses the best scores and computes the softmax of these, perhaps with all others at minus infinity.
     The probabilities need a gradient. A loss that balances the load repeats the choices of routers and is none.
+
+    A module whose name is that of a router may also choose by ``argmax``, or read the probabilities of experts that it
+    has drawn with ``gather``. It may choose one expert after the other, each among scores from which those before are
+    masked: these choices are one, at the site of the first.
     """
 
     def __init__(self) -> None:
@@ -91,7 +99,7 @@ class RouterReader:
             return None
         call = self._calls.get(frame)
         if call is None:
-            call = self._calls[frame] = _Call([], {}, {})
+            call = self._calls[frame] = _Call([], {}, {}, [], {})
         if name in _NORMALIZERS:
             return _of_normalizer(call, name, args, kwargs, given, result)
         found = _chosen(name, module, site, args, kwargs, given, result)
@@ -102,8 +110,9 @@ class RouterReader:
             made = reference()
             if made is not None and made.shape[-1] == scores.shape[-1] and made.numel() == scores.numel():
                 is_of_groups = scores.dim() > made.dim() and scores.shape[-2] == 1  # one group has all experts
-                is_new = not is_of_groups and _is_first(made.grad_fn, site)
-                return _choice(site, scores, indices, made, function) if is_new else None
+                if is_of_groups or (name == "gather" and made is not given) or not _is_first(made.grad_fn, site):
+                    return None
+                return _in_turn(call, _choice(site, scores, indices, made, function), made, given)
         if name == "topk" and scores.requires_grad and scores.shape[-1] > 2:
             choice = _choice(site, scores, indices, scores, "")
             call.choices[tuple(indices.shape)] = call.masked[tuple(scores.shape)] = choice
@@ -115,6 +124,27 @@ def _has_experts(tensor: Tensor) -> bool:
     return is_of_tokens and tensor.is_floating_point() and not tensor.is_meta
 
 
+def _in_turn(call: _Call, choice: Choice, made: Tensor, given: Tensor) -> Choice | None:
+    """Return the first choice among the scores of a call as it is, and a further one as what it adds to the first."""
+    origins: list[Any] = _origins(made.grad_fn)
+    first = next((each.metadata[_SITE] for each in origins if each.metadata.get(_SITE) in call.margins), None)
+    if first is None:
+        for each in origins:
+            each.metadata[_SITE] = choice.name
+        first = choice.name
+    elif not _is_masked(given.grad_fn) or (given is made and any(each() is made for each in call.used)):
+        return None  # the same choice once more
+    call.used.append(weakref.ref(made))
+    margin = choice.block[EXPERT_SLOTS.index("margin")]
+    before, call.margins[first] = call.margins.get(first), margin
+    if before is None:
+        return choice
+    names = ("chosen", "load", "margin")
+    added = dict(zip(EXPERT_SLOTS, choice.block, strict=True)) | {"margin": margin - before}
+    return Choice(first, None, slots_of_scores(EXPERT_SLOTS, {name: added[name] for name in names}, margin))
+
+
+_MASKS = ("Scatter", "MaskedFill", "Where", "IndexPut")
 _PASSED = frozenset(
     f"{name}Backward{number}"
     for number in range(3)
@@ -123,9 +153,8 @@ _PASSED = frozenset(
         *("Select", "Index", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute", "Expand", "Alias"),
     )
 )
-_MASKS = ("Scatter", "MaskedFill", "Where", "IndexPut")
 _DEEPEST = 8
-_MARK = "lightning_recorder: router"
+_MARK, _SITE = "lightning_recorder: router", "lightning_recorder: choice"
 
 
 def _origins(node: Node | None) -> list[Node]:
@@ -133,8 +162,9 @@ def _origins(node: Node | None) -> list[Node]:
     found: list[Node] = []
     level = [] if node is None else [node]
     for _ in range(_DEEPEST):
-        found += [each for each in level if each.name() not in _PASSED]
-        inner = (edge for each in level if each.name() in _PASSED for edge, _ in each.next_functions)
+        passed = {each: each.name() in _PASSED or each.name().startswith(_MASKS) for each in level}
+        found += [each for each in level if not passed[each]]
+        inner = (edge for each in level if passed[each] for edge, _ in each.next_functions)
         level = [each for each in dict.fromkeys(inner) if each is not None]
     return found
 
@@ -187,12 +217,16 @@ def _chosen(
     name: str, module: nn.Module, site: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Tensor, result: Any
 ) -> tuple[Tensor, Tensor] | None:
     """Return the scores, and the indices of the best of each token, ``[…, chosen]``; None if none are chosen."""
-    if name == "argmax":
+    if name in ("argmax", "gather"):
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         is_router = _NAMES_OF_ROUTERS.search(f"{site.rpartition('.')[0]} {type(module).__name__}") is not None
         if not is_router or dim not in (-1, given.dim() - 1) or not isinstance(result, Tensor):
             return None
-        return given, result if result.dim() == given.dim() else result[..., None]
+        if name == "argmax":
+            return given, result if result.dim() == given.dim() else result[..., None]
+        indices = args[2] if len(args) > 2 else kwargs["index"]
+        are_some = indices.shape[-1] < given.shape[-1] and indices.shape[:-1] == given.shape[:-1]
+        return (given, indices) if are_some else None
     if name != "topk":
         return None
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)

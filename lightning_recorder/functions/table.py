@@ -140,7 +140,7 @@ FUNCTIONS: Mapping[str, FunctionKind] = MappingProxyType(
                     "scaled_dot_product_attention": "ScaledDotProductAttention",
                 },
                 {"embedding": "Embedding", "embedding_bag": "EmbeddingBag"},
-                {"argmax": "Argmax", "topk": "TopK"},
+                {"argmax": "Argmax", "gather": "Gather", "topk": "TopK"},
             ),
             strict=True,
         )
@@ -154,7 +154,7 @@ TYPES = frozenset(each.type_name for each in FUNCTIONS.values())
 
 SCORED = frozenset(
     (
-        *("argmax", "embedding", "multi_head_attention_forward", "scaled_dot_product_attention", "sigmoid"),
+        *("argmax", "embedding", "gather", "multi_head_attention_forward", "scaled_dot_product_attention", "sigmoid"),
         *("softmax", "special_expit", "special_softmax", "topk"),
     )
 )

@@ -34,7 +34,12 @@ from lightning_recorder.internals.autograd import (
     is_tracing,
     remove_function_mode,
 )
-from lightning_recorder.internals.compiled import compiled_owner, describe_compiled, observe_compiled_calls
+from lightning_recorder.internals.compiled import (
+    compiled_owner,
+    describe_compiled,
+    flex_attention_users,
+    observe_compiled_calls,
+)
 from lightning_recorder.internals.module_tree import (
     ModuleMap,
     children_of,
@@ -101,6 +106,8 @@ class ChosenFunctions:
             if not is_metric(each) and not name.startswith(closed):
                 self._modules[each] = name
         self._fused = [each for each in modules.values() if is_a(each, FUSED)]
+        self.flex = flex_attention_users(root)[-1:] if "heads" in self.functions else []
+        """The last module with ``flex_attention``, whose scores no function of torch gets; empty if there is none."""
         self._sites: dict[tuple[int, str, int, bool], str] = {}
 
     def having(self, functions: Iterable[str]) -> ChosenFunctions:
@@ -395,6 +402,8 @@ class _FunctionTap(Tap):
             else:
                 self._thread = get_ident()
                 observe_compiled_calls(self._enter_compiled, first=True)
+        if self.chosen.flex:
+            self.unseen = self.unseen or f"flex_attention, as in {self.chosen.flex[0]}"
         if self.chosen.is_fused_path_open:
             self.unseen = "any module, because a transformer in eval mode takes its fused path"
         else:
@@ -501,8 +510,11 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
         shares = [each for each in (share_of_next(target, tokens, ahead=ahead) for tokens in same) if each is not None]
         return [torch.stack(shares).amax()] if shares else []
 
-    receive_scores: Callable[[Site, Tensor, Tensor], None] | None = None
-    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none."""
+    receive_scores: Callable[[Site, Tensor | None, Tensor], None] | None = None
+    """A receiver of the scores of each query or token, and of the numbers of each head or expert; None for none.
+
+    There are no scores for a further choice of a router for the same tokens.
+    """
 
     @cached_property
     def _routers(self) -> RouterReader:

@@ -24,7 +24,7 @@ from lightning_recorder.insight.finding import (
     Finding,
     with_watched,
 )
-from lightning_recorder.insight.gaps import Diagnosis, gaps_of, group_records
+from lightning_recorder.insight.gaps import HEADS, Diagnosis, gaps_of, group_records
 from lightning_recorder.insight.module_edges import Wiring
 from lightning_recorder.insight.parts import add_parts, new_parts
 from lightning_recorder.insight.rule import DATA, GRAPH, Rule
@@ -174,8 +174,8 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
     found = history.findings(evidence, facts.ignored)
     watched = [each for each in facts.watched if each.rule not in facts.ignored]
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
-    counts, known = history.counts(evidence.wiring.of_loss), {GRAPH: graph is not None, DATA: facts.data is not None}
-    gaps = gaps_of(counts, facts.coverage, rules, known=known)
+    known = {GRAPH: graph is not None, DATA: facts.data is not None, HEADS: bool(evidence.heads.places)}
+    gaps = gaps_of(history.counts(evidence.wiring.of_loss), facts.coverage, rules, known=known)
     return Diagnosis(with_watched(found, watched), gaps)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 from lightning_recorder.insight.finding import Finding, findings_from_json, findings_to_json
 from lightning_recorder.insight.rule import ANY_GROUP, DATA, GRAPH, VALIDATION, Rule
 
-__all__ = ["Diagnosis", "Gap", "gaps_of", "group_records"]
+__all__ = ["HEADS", "Diagnosis", "Gap", "gaps_of", "group_records"]
 
 _Reason = tuple[str, str, bool, Callable[[tuple[str, ...], int], bool]]
 """What could not be examined, why, True if it is expected, and a function that tells the rules by their needs."""
+
+HEADS = "heads"
 
 FEWEST_RECORDS = 3
 """The records that most rules need. A run with fewer is not called healthy."""
@@ -119,14 +121,15 @@ def gaps_of(
 ) -> tuple[Gap, ...]:
     """Return the rules that could not run, each under the first reason.
 
-    ``known`` has True for :data:`GRAPH` and :data:`DATA` if there is a recorded graph, and if batches were watched.
+    ``known`` has True for :data:`GRAPH`, :data:`DATA` and :data:`HEADS` if there is a recorded graph, if batches were
+    watched, and if heads of attention were recorded.
     """
     left = [rule for rule in rules if rule.needs]
     found = []
     for what, why, is_expected, is_concerned in _reasons(records, coverage, known):
         concerned = tuple(rule.name for rule in left if is_concerned(rule.needs, rule.records))
         left = [rule for rule in left if rule.name not in concerned]
-        if concerned or not is_expected:
+        if concerned or not is_expected or is_concerned is _nothing:
             found.append(Gap(what, why, concerned, is_expected))
     return tuple(found)
 
@@ -147,6 +150,11 @@ def _reasons(records: Mapping[str, int], coverage: Mapping[str, Any], known: Map
         for each in receipts[group] if group in recorded else ():
             if each.get("ended"):
                 yield f"the rest of the {group}", str(each["ended"]), False, _nothing
+
+    for each in receipts["activations"] if "activations" in recorded and not known[HEADS] else ():
+        unseen = each.get("unseen_functions")
+        if isinstance(unseen, str) and unseen.startswith("flex_attention"):
+            yield "the heads of attention", f"nothing has the scores of {unseen}", True, _nothing
 
     def is_short(needs: Collection[str], least: int) -> bool:
         return least > min((records[each] for each in needs if each in recorded), default=float("inf"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -27,13 +26,13 @@ from lightning_recorder.internals.worker_draws import WatchedCollate
 __all__ = [
     "WATCHED",
     "base_rows",
-    "batch_number",
+    "current_batch",
     "forget_indices",
     "index_numbers",
-    "indices_of",
     "inner_loader",
     "is_at_end",
     "keep_indices",
+    "kept_batch",
     "kept_of",
     "rows_of_base",
 ]
@@ -78,18 +77,6 @@ def forget_indices(loader: object) -> None:
         loader.__class__ = kind.__mro__[2]
 
 
-def indices_of(iterator: object, number: int | None) -> list[int] | None:
-    """Return the indices of the samples in the batch with this :func:`batch_number` of an iterator, in order.
-
-    None if they are not known, or are no whole numbers.
-    """
-    found = _kept(iterator, number)
-    try:
-        return None if found is None else list(map(operator.index, found))
-    except TypeError:
-        return None
-
-
 def kept_of(iterator: object) -> object:
     """Return the sampler of an iterator over a data loader, which keeps the indices, or the argument itself."""
     return getattr(iterator, "_sampler_iter", iterator)
@@ -100,18 +87,39 @@ def is_at_end(kept: object, number: int) -> bool:
     return isinstance(kept, _KeptIterator) and number >= kept.count
 
 
-def _kept(iterator: object, number: int | None) -> Any:
-    kept = getattr(iterator, "_sampler_iter", iterator)  # as kept_of, with one call less in each step
-    return kept.get(number) if isinstance(kept, _KeptIterator) and number is not None else None
+def kept_batch(kept: object, number: int) -> Any:
+    """Return the indices of the batch of this number, from what keeps those of an iterator; None if unknown."""
+    if not isinstance(kept, _KeptIterator):
+        return None
+    place = number - (kept.count - len(kept.kept))
+    return kept.kept[place] if 0 <= place < len(kept.kept) else None
 
 
-def index_numbers(iterator: object, number: int | None) -> NDArray[np.int64] | None:
+def current_batch(iterator: object, ahead: int) -> tuple[int | None, Any]:
+    """Return the place of a batch among those of an iterator over a data loader, and the indices of its samples.
+
+    Each is None if it is not known.
+
+    Args:
+        iterator: The iterator.
+        ahead: The number of batches that were read after it.
+    """
+    if not isinstance(iterator, _ITERATOR):
+        return None, None
+    kept: Any = getattr(iterator, "_sampler_iter", None)
+    if isinstance(kept, _KeptIterator):  # those of torchdata count the batches before a resumption, too
+        pending = getattr(iterator, "_send_idx", 0) - getattr(iterator, "_rcvd_idx", 0)
+        place = len(kept.kept) - pending - ahead - 1  # without a call of kept_batch, because each step asks for it
+        return kept.count - pending - ahead - 1, kept.kept[place] if place >= 0 else None
+    number = getattr(iterator, "_num_yielded", None)
+    return number - ahead - 1 if isinstance(number, int) else None, None
+
+
+def index_numbers(found: object) -> NDArray[np.int64] | None:
     """Return a hash of each index of a batch that is no whole number, such as a key or a pair of a row and a size.
 
-    The hashes are the same in each process. None if the indices are not known, or are of other types. See
-    :func:`indices_of`.
+    The hashes are the same in each process. None if the indices are not known, or are of other types.
     """
-    found = _kept(iterator, number)
     if not isinstance(found, (list, tuple)):
         return None
     # The code of other types is the user's.
@@ -119,18 +127,6 @@ def index_numbers(iterator: object, number: int | None) -> NDArray[np.int64] | N
         return None
     hashes = b"".join(blake2b(repr(each).encode(), digest_size=8).digest() for each in found)
     return np.frombuffer(hashes, dtype=np.int64)
-
-
-def batch_number(iterator: object, ahead: int) -> int | None:
-    """Return the place of a batch among those that an iterator over a data loader gives; None if it is not known."""
-    if not isinstance(iterator, _ITERATOR):
-        return None
-    kept: Any = getattr(iterator, "_sampler_iter", None)
-    if isinstance(kept, _KeptIterator):  # those of torchdata count the batches before a resumption, too
-        pending = getattr(iterator, "_send_idx", 0) - getattr(iterator, "_rcvd_idx", 0)
-        return kept.count - pending - ahead - 1
-    number = getattr(iterator, "_num_yielded", None)
-    return number - ahead - 1 if isinstance(number, int) else None
 
 
 def inner_loader(loader: object) -> DataLoader[Any] | None:
@@ -243,21 +239,17 @@ class _KeptIterator(_Kept, Iterator[Any]):
 
     def __init__(self, inner: Iterator[Any]) -> None:
         super().__init__(inner)
-        self._kept: deque[Any] = deque(maxlen=_MOST_KEPT)
+        self.kept: deque[Any] = deque(maxlen=_MOST_KEPT)
+        """The latest batches, in order."""
         self.count = 0
         """The number of batches that were yielded."""
 
     @override
     def __next__(self) -> Any:
         found = next(self._inner)
-        self._kept.append(found)
+        self.kept.append(found)
         self.count += 1
         return found
-
-    def get(self, number: int) -> Any:
-        """Return what was yielded at this place; None if it is no longer kept."""
-        place = number - (self.count - len(self._kept))
-        return self._kept[place] if 0 <= place < len(self._kept) else None
 
 
 def _is_stateful(inner: object) -> bool:

@@ -32,8 +32,14 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self.torch = torch.get_rng_state()
-        self.python = _python_state()
-        self.numpy = _numpy_state()
+        # This runs at every step, so the usual case, in which no number was drawn, makes no further calls.
+        python: Any = getattr(random.getstate, "__self__", None)  # a program may have replaced the function
+        numpy = _BIT_GENERATOR()
+        if python is not _Python.generator or _Python.seen != (_Python.memory[:_COMPARED_BYTES], python.gauss_next):
+            _read_python(python)
+        if numpy is not _Numpy.generator or _Numpy.seen != _Numpy.memory[_COMPARED_OF_NUMPY]:
+            _read_numpy(numpy)
+        self.python, self.numpy = _Python.state, _Numpy.state
         self.devices: dict[torch.device, Tensor] = {}
         for device in devices:
             if device.type not in ("cpu", "meta"):
@@ -111,23 +117,21 @@ def foreign_code() -> AbstractContextManager[None]:
 
 
 class _Python:
-    generator: random.Random | None = None
+    generator: Any = ...  # the one whose memory is known
     memory: Any = None
     seen: Any = None
     state: Any = None
 
 
-def _python_state() -> Any:
-    generator = getattr(random.getstate, "__self__", None)  # a program may have replaced the function
+def _read_python(generator: Any) -> None:
+    _Python.state = random.getstate()
     if not _CAN_READ_PYTHON or not isinstance(generator, random.Random):
-        return random.getstate()
+        _Python.generator = ...
+        return
     if generator is not _Python.generator:
-        _Python.generator, _Python.memory, _Python.seen = generator, _python_memory(generator), None
+        _Python.generator, _Python.memory = generator, _python_memory(generator)
     # The normal number that the generator keeps for the next call is no part of this memory.
-    seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next  # type: ignore[attr-defined]  # not in the stubs
-    if seen != _Python.seen:
-        _Python.state, _Python.seen = random.getstate(), seen
-    return _Python.state
+    _Python.seen = _Python.memory[:_COMPARED_BYTES], generator.gauss_next
 
 
 def _python_memory(generator: random.Random) -> Any:
@@ -151,23 +155,25 @@ def _can_read_python() -> bool:
 
 
 class _Numpy:
-    generator: Any = None
+    generator: object = ...  # the one whose memory is known
     memory: Any = None
     seen: Any = None
     state: Any = None
 
 
-def _numpy_state() -> Any:
-    generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()
+_BIT_GENERATOR: Any = getattr(np.random, "get_bit_generator", lambda: None)
+_COMPARED_OF_NUMPY = slice(_MT19937_BYTES - _COMPARED_BYTES, None)  # the position is behind the words
+
+
+def _read_numpy(generator: Any) -> None:
+    _Numpy.state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
     if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
+        _Numpy.generator = ...
+        return
     if generator is not _Numpy.generator:
         memory = (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
-        _Numpy.generator, _Numpy.memory, _Numpy.seen = generator, memory, None
-    seen = _Numpy.memory[_MT19937_BYTES - _COMPARED_BYTES :]  # the position is behind the words
-    if seen != _Numpy.seen:
-        _Numpy.seen, _Numpy.state = seen, np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
-    return _Numpy.state
+        _Numpy.generator, _Numpy.memory = generator, memory
+    _Numpy.seen = _Numpy.memory[_COMPARED_OF_NUMPY]
 
 
 _CAN_READ_PYTHON = _can_read_python()

@@ -62,9 +62,8 @@ def slots_of_scores(names: tuple[str, ...], found: Mapping[str, Tensor | float],
     A number is ``[n]``, or one for all. ``like`` is a tensor of shape ``[n]`` on the device of the numbers.
     """
     rows = [found.get(name, 0.0) for name in names]
-    return torch.stack(
-        [row.double() if isinstance(row, Tensor) else torch.full_like(like, row).double() for row in rows]
-    )
+    numbers = {row: torch.full_like(like, row, dtype=torch.float64) for row in rows if not isinstance(row, Tensor)}
+    return torch.stack([row.double() if isinstance(row, Tensor) else numbers[row] for row in rows])
 
 
 class _Scores(ShapedReduction):

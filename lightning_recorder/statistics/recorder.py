@@ -303,10 +303,11 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             if isinstance(tap, _OF_FUNCTIONS):
                 tap.rest()
 
-    def _receive_scores(self, site: Site, tensor: Tensor, block: Tensor) -> None:
+    def _receive_scores(self, site: Site, tensor: Tensor | None, block: Tensor) -> None:
         """Update the statistics of the scores inside of a function, and those of each head or expert."""
         if not self.ignores():
-            self.states.add(site, tensor, extra=False)
+            if tensor is not None:
+                self.states.add(site, tensor, extra=False)
             self.states.add_scores(site, block)
 
     @property

@@ -226,10 +226,7 @@ class KeptBatch:
 
 def _versions(batch: Any) -> list[tuple[Tensor, int | None]]:
     """Return the tensors of a batch, with the number of in-place writes to each."""
-    if type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor}:  # most batches, without a search
-        tensors = batch
-    else:
-        tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
+    tensors = [each for _, each in iter_tensors(batch, "batch", unknown=ignore_unknown)]
     try:
         return list(zip(tensors, map(counted_version, tensors), strict=True))
     except RuntimeError:  # tensors of inference mode do not count
@@ -265,7 +262,14 @@ class StateKeeper:
             with pause_recording():
                 batch = own_copies({"batch": batch})["batch"]
         with without_functions():  # a function mode would be called for each property of a tensor that is read
-            versions = [] if self.must_copy else _versions(batch)
+            is_plain = type(batch) in (list, tuple) and set(map(type, batch)) == {Tensor} and not self.must_copy
+            versions: list[tuple[Tensor, int | None]] | None
+            try:  # most batches are plain, and need no further call
+                versions = list(zip(batch, map(counted_version, batch), strict=True)) if is_plain else None
+            except RuntimeError:  # tensors of inference mode do not count
+                versions = None
+            if versions is None:
+                versions = [] if self.must_copy else _versions(batch)
             frozen = list(filterfalse(_REQUIRES_GRAD, self._parameters))
         return KeptBatch(
             batch,

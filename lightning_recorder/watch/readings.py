@@ -116,8 +116,10 @@ class Reading:
             self.set_values(row.tolist())
         else:
             loss = math.nan if self.loss is None else float(self.loss.float())
-            self.set_values([loss, math.nan if self.norm is None else float(self.norm)])
-        return self.is_bad
+            self.values = loss, math.nan if self.norm is None else float(self.norm)
+        # As is_bad, with two calls less in each step.
+        loss, norm = map(math.isfinite, self.values)
+        return not ((loss or self.loss is None) and (norm or self.norm is None))
 
     def set_values(self, values: Sequence[float]) -> None:
         """Set the values that were read."""

@@ -61,6 +61,8 @@ class SpikeDetector:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.limit = math.inf
+        """No value up to this one would be a spike."""
         self.highest = 0.0  # of the values before the last one
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._count, self._first = 0, math.nan
@@ -119,8 +121,7 @@ class SpikeDetector:
         if not math.isfinite(value):
             return None
         values = self._values
-        is_candidate = len(values) >= LEAST and value > JUMP * values[-1]  # without a call for most values
-        median = self.median_below(value) if is_candidate else None
+        median = self.median_below(value) if value > self.limit else None  # without a call for most values
         if not self._count:
             self._first = value
         if self._count < RECENT:
@@ -129,6 +130,8 @@ class SpikeDetector:
         if values and values[-1] > self.highest:
             self.highest = values[-1]
         values.append(value)
+        if len(values) >= LEAST:
+            self.limit = JUMP * value
         self._count, self._age = self._count + 1, self._age + 1
         if median is not None:
             self._peak, self._usual, self._age = value, median, 0
@@ -137,8 +140,7 @@ class SpikeDetector:
     def median_below(self, value: float) -> float | None:
         """Return the running median if a value would be a spike, and None otherwise. The value is not added."""
         # The median is computed only for candidates, which are rare.
-        is_candidate = len(self._values) >= LEAST and value > JUMP * self._values[-1]
-        return self.median if is_candidate and self._is_spike(value) else None
+        return self.median if value > self.limit and self._is_spike(value) else None
 
     def early_median_below(self, value: float) -> float | None:
         """Return the running median if a value would be a spike, but is among the first ones."""

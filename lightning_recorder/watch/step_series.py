@@ -48,6 +48,8 @@ class StepSeries:
         self._is_due = threading.Event()
         self._written_s = -math.inf  # the time of the previous write
         self._has_begun = False
+        self.has_logged = False
+        """True if a step was written to the sink since the latest :meth:`replay`."""
 
     def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
         """Add a step; NaN for a value that there is none of."""
@@ -91,6 +93,7 @@ class StepSeries:
 
     def replay(self) -> None:
         """Run the queued writes of sinks that are bound to this thread."""
+        self.has_logged = False
         if self._sink is not None and not self._sink.is_idle:
             self._sink.replay()
 
@@ -125,6 +128,7 @@ class StepSeries:
             for step, _, loss, norm in rows:
                 if self._is_logged(step):
                     self._sink.write_scalars(step, _scalars(self._label, loss, norm))
+                    self.has_logged = True
 
 
 _SCHEMA = Schema((Site("loss", "out"), Site("grad_norm", "out")), ("value",), (None, None), (None, None))

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -106,7 +106,7 @@ class Model(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def fit(folder: Path, model: Model, **options: Any) -> ActivationRecorder:
+def fit(folder: Path, model: LightningModule, *more: Callback, **options: Any) -> ActivationRecorder:
     """Train for ten steps and record every second one."""
     outputs = Outputs(plots=False, dumps=False)
     recorder = ActivationRecorder(every_n_train_steps=2, outputs=outputs, sinks=[MemorySink()], strict=True)
@@ -119,7 +119,7 @@ def fit(folder: Path, model: Model, **options: Any) -> ActivationRecorder:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[recorder, GraphRecorder(formats=())],
+        callbacks=[recorder, GraphRecorder(formats=()), *more],
         **options,
     )
     trainer.fit(model, DataLoader(tokens, batch_size=16))  # type: ignore[arg-type]  # a tensor is a data set
@@ -182,6 +182,57 @@ def test_a_healthy_model_is_silent(tmp_path: Path) -> None:
     seed_everything(0, verbose=False)
     fit(tmp_path, Model())
     assert [each for each in open_recording(tmp_path).findings if each.rule in OWN] == []
+
+
+class Rotary(nn.Module):
+    """Returns the factors of a rotary embedding."""
+
+    def forward(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        angles = places[..., None] * torch.arange(1, WIDTH + 1) / 10
+        return angles.cos(), angles.sin()
+
+
+class Placed(LightningModule):
+    """A model whose tokens have positions, with a fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault, self.tokens, self.head = fault, nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.positions, self.rotary = nn.Embedding(LENGTH + 8, WIDTH), Rotary()
+        if fault == "zeros":
+            self.positions.weight = nn.Parameter(torch.zeros(LENGTH + 8, WIDTH), requires_grad=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        places = torch.arange(LENGTH).expand(len(batch), LENGTH)
+        one = torch.zeros_like(places)
+        added = one if self.fault == "same row" else places
+        if self.fault == "row of the sample":
+            added = torch.arange(len(batch))[:, None].expand(-1, LENGTH)
+        cos, sin = self.rotary(one if self.fault == "same factors" else places)
+        x = self.tokens(batch) + self.positions(added)
+        return F.cross_entropy(self.head(x * cos + x.roll(1, -1) * sin).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "what"),
+    [
+        ("", "", ""),
+        ("same factors", "rotary", "is the same for all 12 positions: 1 and 0"),
+        ("zeros", "positions", "is the same for all 12 positions: 0"),
+        ("same row", "positions", "a single row of positions has a gradient"),
+        ("row of the sample", "positions", "is the same for all 12 positions of a sample"),
+    ],
+)
+def test_positions_that_are_all_alike(tmp_path: Path, fault: str, place: str, what: str) -> None:
+    """A rotary embedding of constant factors, and an embedding with one row for each sample or for all, are named."""
+    seed_everything(0, verbose=False)
+    fit(tmp_path, Placed(fault), ParameterRecorder(every_n_train_steps=2))
+    found = [each for each in open_recording(tmp_path).findings if each.rule == "constant-positions"]
+    assert [each.module for each in found] == [place] * bool(fault)
+    assert all(what in each.verdict for each in found)
 
 
 class Joined(LightningModule):

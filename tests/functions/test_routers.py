@@ -39,9 +39,10 @@ def recorded(
     net = nn.ModuleDict({name: Layer(choose)})
     found: dict[str, ExpertScores] = {}
 
-    def receive(site: Site, best: Tensor, block: Tensor) -> None:
+    def receive(site: Site, best: Tensor | None, block: Tensor) -> None:
         assert len(block) == len(EXPERT_SLOTS)
-        assert best.shape == (TOKENS,)
+        assert (best is None) is (site.name in found)
+        assert best is None or best.shape == (TOKENS,)
         found.setdefault(site.name, ExpertScores()).update(block)
 
     tap = FunctionOutputTap(ChosenFunctions(net, {*FUNCTIONS, *SCORE_KINDS}), lambda site, tensor: None, strict=True)
@@ -201,6 +202,69 @@ def test_argmax(name: str, is_router: bool) -> None:
 def test_other_choices(choose: Callable[[Tensor], Tensor]) -> None:
     """The best of scores without probabilities, without a gradient, over tokens, of all, or the worst are no router."""
     assert recorded(choose)[0] == {}
+
+
+class Drawn:
+    """Draws one expert after the other, each among the scores that are left, and reads its probability."""
+
+    def __init__(self) -> None:
+        self.chosen: list[Tensor] = []
+        self.shares: list[Tensor] = []
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        found, left = [], scores
+        for _ in range(2):
+            near = left.masked_fill(left < left.detach().amax(-1, keepdim=True) - 3, -torch.inf)
+            noise = torch.empty_like(near).exponential_().log()
+            chosen = (near - noise).max(dim=-1)[1].unsqueeze(-1)
+            probabilities = torch.softmax(near, dim=-1)
+            found.append(probabilities.gather(dim=-1, index=chosen))
+            left = torch.scatter(left, -1, chosen, -torch.inf)
+            self.chosen.append(chosen)
+            self.shares.append(probabilities.detach())
+        return torch.cat(found, dim=-1)
+
+
+def test_experts_that_are_drawn_in_turn() -> None:
+    """Experts that are drawn one after the other, as in Phi-MoE, are one choice with the probabilities of the first."""
+    choose = Drawn()
+    found, scores = recorded(choose, name="router")
+    assert list(found) == ["router.gather"]
+    shares = choose.shares[0]
+    check(
+        found["router.gather"],
+        scores,
+        torch.cat(choose.chosen, dim=-1),
+        shares.clamp(min=torch.finfo(shares.dtype).tiny),
+        margins_of(choose.shares[1], 1),
+    )
+    assert recorded(Drawn())[0] == {}  # no name of a router
+
+
+def best_two(scores: Tensor) -> Tensor:
+    probabilities = scores.softmax(-1)
+    first = F.one_hot(probabilities.argmax(-1), EXPERTS)
+    second = F.one_hot(scores.masked_fill(first.bool(), -torch.inf).argmax(-1), EXPERTS)
+    assert torch.equal(probabilities.argmax(-1), first.argmax(-1))  # a choice that is repeated does not count
+    return probabilities * (first + second)
+
+
+def test_two_in_turn() -> None:
+    """A second expert among the scores without the first, as in NLLB-MoE, is part of the same choice."""
+    found, scores = recorded(best_two, name="router")
+    assert list(found) == ["router.argmax"]
+    check(found["router.argmax"], scores, scores.topk(2).indices, scores.softmax(-1), margins_of(scores, 2))
+
+
+def topk_then_gather(scores: Tensor) -> Tensor:
+    probabilities = scores.masked_fill(scores < 0, -20.0).softmax(-1)
+    return probabilities.gather(-1, (probabilities + 0.01).topk(2, dim=-1).indices)
+
+
+def test_reading_the_probabilities_of_a_choice_is_no_other_one() -> None:
+    """A router that reads the probabilities of its choice with ``gather`` has chosen once."""
+    found, _ = recorded(topk_then_gather, name="router")
+    assert {name: each["router_chosen"][0] for name, each in found.items()} == {"router.topk": 2.0}
 
 
 def test_many_tokens() -> None:

@@ -295,6 +295,24 @@ def test_compiled_code_stays_compiled() -> None:
     assert tap.unseen == "compiled code, which stays compiled"
 
 
+class Flex(nn.Module):
+    """Has an attention whose function is called by no mode; a CPU cannot train it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(x, x, x)
+
+
+@pytest.mark.parametrize("functions", [["heads"], ["relu"]])
+def test_flex_attention_is_named(functions: list[str]) -> None:
+    """A model with ``flex_attention`` says that it has no scores, if they are wanted."""
+    net = nn.ModuleDict({"first": Block(), "attention": Flex()})
+    tap = FunctionOutputTap(ChosenFunctions(net, functions), lambda site, tensor: None)
+    with tap:
+        assert tap.unseen == "flex_attention, as in attention" * ("heads" in functions)
+
+
 def test_copies_are_not_attached(net: Net) -> None:
     """A copy of a tap is not attached and may be removed."""
     tap = FunctionOutputTap(ChosenFunctions(net, FUNCTIONS), lambda site, tensor: None)

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_recorder.insight import RULES
 from lightning_recorder.insight.data_facts import DataFacts
-from tests.insight.records import Examination, chain, record
+from tests.insight.records import Examination, chain, parts, record
 
 GROUPS = ("activations", "gradients", "parameters")
 SITES: Mapping[str, Any] = {
@@ -67,6 +67,19 @@ def test_short_runs(records: int) -> None:
     (gap,) = examination.gaps()
     assert gap.rules == tuple(rule.name for rule in RULES if rule.records > records)
     assert examination.diagnosis().verdict == ("no findings" if records < 3 else "healthy")
+
+
+def test_heads_of_flex_attention() -> None:
+    """A model whose only attention is ``flex_attention`` has no heads, which is said, and may be healthy."""
+    examination = examined(*GROUPS, coverage={"activations": {"unseen_functions": "flex_attention, as in net.attn"}})
+    (gap,) = examination.gaps()
+    assert gap.line == (
+        "not examined: the heads of attention, because nothing has the scores of flex_attention, as in net.attn"
+    )
+    assert examination.diagnosis().is_healthy is True
+    with_heads = parts({"net.attn": [{}, {}]})
+    with_heads.facts = examination.facts
+    assert "the heads of attention" not in [each.what for each in with_heads.gaps()]
 
 
 def test_reasons_are_grouped() -> None:

@@ -13,12 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from typing_extensions import override
 
 from lightning_recorder.internals.loaders import (
-    batch_number,
+    current_batch,
     forget_indices,
     index_numbers,
-    indices_of,
     inner_loader,
     keep_indices,
+    kept_batch,
+    kept_of,
     rows_of_base,
 )
 
@@ -45,8 +46,11 @@ def loader(kind: str) -> DataLoader[Any]:
     return DataLoader(ROWS, 3, shuffle=shuffle, sampler=sampler, num_workers=workers, persistent_workers=persists)
 
 
-def known_indices(iterator: object, ahead: int) -> list[int] | None:
-    return indices_of(iterator, batch_number(iterator, ahead))
+def known_indices(iterator: object, ahead: int) -> Any:
+    number, found = current_batch(iterator, ahead)
+    kept = kept_batch(kept_of(iterator), -1 if number is None else number)
+    assert kept == found
+    return found
 
 
 def epochs(loader: DataLoader[Any]) -> tuple[list[list[int]], Any]:
@@ -89,7 +93,7 @@ def test_unknown_indices() -> None:
     assert keep_indices(named)
     iterator = iter(named)
     assert next(iterator) == "['a']"
-    assert known_indices(iterator, 0) is None
+    assert known_indices(iterator, 0) == ["a"]
 
 
 class Keyed(TensorDataset):
@@ -106,7 +110,7 @@ def test_indices_that_are_no_numbers_have_hashes(batch: list[Any]) -> None:
     assert keep_indices(kept)
     iterator = iter(kept)
     next(iterator)
-    found = index_numbers(iterator, batch_number(iterator, 0))
+    found = index_numbers(known_indices(iterator, 0))
     assert found is not None
     first, second, third = found.tolist()
     assert first == third != second
@@ -119,7 +123,7 @@ def test_indices_of_other_types_are_not_read() -> None:
     keep_indices(kept)
     iterator = iter(kept)
     next(iterator)
-    assert index_numbers(iterator, batch_number(iterator, 0)) is None
+    assert index_numbers(known_indices(iterator, 0)) is None
 
 
 class Stateful(Eager):

@@ -260,9 +260,7 @@ def test_a_series_that_does_not_come_back_from_a_spike(after: list[float], stays
 def test_a_spike_that_is_no_note_makes_a_note_a_warning() -> None:
     """The finding names the first spike, and the first one that is a warning; what to do is that of the latter."""
     one, other = (
-        finding_of_spike(
-            [("loss", value, 0.01)], Reading(step, 0, None, None, [], [step]), step, factor=10, share=value
-        )
+        finding_of_spike([("loss", value, 0.01)], Reading(step, 0, None, None, [], [step]), factor=10, share=value)
         for step, value in ((30, 0.2), (90, 0.15))
     )
     worse = replace(other, severity="warning", next="Do it.")

@@ -11,6 +11,7 @@ from lightning_recorder.functions import function_sites
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.parts import family_of, layers_of, listed
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
@@ -381,6 +382,71 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
     if found:
         verdict = f"queries and keys of {found[0].module} are equal at each position: their smallest cosine is 1"
         yield found[0].found(verdict, "attention_alike", others=_others(found), cosine=found[0].attention_alike[-1])
+
+
+_ROTARY = ("rotary", "rope")
+
+
+@rule(
+    "constant-positions",
+    statistic="least and largest value of an encoding of positions, and the rows of its weight that have a gradient",
+    usual="values that differ, and a row for each position",
+    why="All positions have the same encoding: their indices are the same, or the values do not depend on them. Then "
+    "attention cannot tell where a token is.",
+    next="Print the position ids of a batch. They should count up to the length of the sequence.",
+    false_alarms="Sequences of fewer than four positions do not count. Modules are found by their names or classes.",
+    needs=("activations",),
+    records=2,
+    explains={"unlike-siblings": _ANY},
+)
+def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: int = 4) -> Iterator[Finding]:
+    """Yield the modules that encode all positions alike: constants, and embeddings of which one row is used."""
+    encodings: dict[str, list[View]] = {}
+    for view in evidence.outputs:
+        is_rotary = any(each in f"{view.kind} {view.module}".lower() for each in _ROTARY)
+        if (is_rotary or _has_positions(view.module)) and len(view.shape) > 1:
+            encodings.setdefault(view.module, []).append(view)
+    for name, views in encodings.items():
+        ends = [_last(view, end, persistence) for view in views for end in ("min", "max")]
+        are_constant = all(
+            len(low) and np.array_equal(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)
+        )
+        if are_constant and views[0].shape[-2] >= positions:
+            values = " and ".join(f"{each[-1]:.3g}" for each in ends[::2])
+            verdict = f"the output of {name} is the same for all {views[0].shape[-2]} positions: {values}"
+            yield views[0].found(verdict, "max", positions=views[0].shape[-2])
+    for node in evidence.graph.nodes:
+        name = "" if node.parent is None else evidence.graph[node.parent].name
+        if node.name != "embedding" or len(node.inputs) < 2 or not _has_positions(name):
+            continue
+        length = (node.inputs[0].shape or (0,))[-1]
+        rows = node.inputs[1].shape[0] * (
+            1 - _last(evidence.parameter(name, "weight").gradient, "zero_fraction", persistence)
+        )
+        if length < positions:
+            continue
+        if len(rows) and all(0 < each < 1.5 for each in rows):
+            verdict = (
+                f"a single row of {name} has a gradient, where a sequence has {length} positions: all get this row"
+            )
+            yield evidence.output(name).found(verdict, None, positions=length)
+        elif any(_repeats_one(evidence.graph[edge.source], length) for edge in evidence.graph.into(node)):
+            verdict = (
+                f"the index of {name} is the same for all {length} positions of a sample: it was expanded from one for "
+                "each sample"
+            )
+            yield evidence.output(name).found(verdict, None, positions=length)
+
+
+def _has_positions(name: str) -> bool:
+    return is_position(name) or name.rpartition(".")[2] == "wpe"  # the word of GPT-2
+
+
+def _repeats_one(node: Node, length: int) -> bool:
+    """Return True if a tensor has one value for all positions of a sequence."""
+    return node.name in ("expand", "expand_as", "broadcast_to", "repeat") and node.inputs[0].shape[-1:] == (1,) != (
+        length,
+    )
 
 
 @rule(

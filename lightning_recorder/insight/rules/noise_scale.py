@@ -93,7 +93,8 @@ class _Norms(NamedTuple):
     why="The gradients of samples differ. Below this number of samples a step, twice as many need about half the "
     "steps; far above it, a larger batch hardly saves steps.",
     next="Compare it with the samples of a step, which the learning rate has to fit.",
-    false_alarms="It is a note, and only with noise_scale=True. It is that of the second half of the records.",
+    false_alarms="It is a note, and only with noise_scale=True. It is that of the second half of the records. A "
+    "sweep over batch sizes up to the same loss finds the average over the run.",
     needs=("parameters",),
     records=8,
 )
@@ -123,7 +124,11 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
     scale = (
         f"{value:.3g} {unit} (between {low:.3g} and {high:.3g} with 95 %)" if is_known else f"at least {low:.3g} {unit}"
     )
-    verdict = f"the gradient noise scale is {scale}; a step has {batches * samples:,}"
+    trace = _trace(evidence, norms, batches, samples, fewest)
+    over_run = [each for each in trace.values if 0 < each < math.inf]
+    is_curve = len(over_run) == len(trace.values) > 1
+    mean = f", and {np.mean(over_run):.3g} on average over the run" if is_curve else ""
+    verdict = f"the gradient noise scale is {scale}{mean}; a step has {batches * samples:,}"
     if len(known) > 1:
         least, most = (
             f"{name} ({each.value:.3g}, between {each.low:.3g} and {each.high:.3g})"
@@ -133,10 +138,12 @@ def gradient_noise(evidence: Evidence, *, fewest: int = 8, wide: float = 10.0) -
     view = evidence.view(evidence.parameters, "")
     ends = {f"{name}, {end}": getattr(each, end) for name, each in known.items() for end in ("low", "high")}
     numbers = {unit: value if is_known else math.inf, "low": low, "high": high, "step": float(batches * samples)}
+    if is_curve:
+        numbers["mean over the run"] = float(np.mean(over_run))
     yield replace(
         view.found(verdict, since=norms.steps[half][0]),
         numbers=numbers | {name: each.value for name, each in known.items()} | ends,
-        trace=_trace(evidence, norms, batches, samples, fewest),
+        trace=trace,
     )
 
 

@@ -293,6 +293,15 @@ def experts(*loads: float | Sequence[float], records: int = 8, **others: float) 
     return parts({"mlp.gate.topk": given}, kind="router", records=records).evidence()
 
 
+@cases("constant-positions")
+def _() -> Iterator[Evidence]:
+    ones: dict[str, Values] = {"rotary": {"min": 1.0, "max": 1.0}}
+    for records, positions in ((1, 8), (2, 8), (2, 3), (2, 4)):
+        yield case(ones, records=records, shapes={("rotary", "out"): (1, positions, 16)})
+    for lows in ([1.0, 0.5, 1.0], [0.5, 1.0, 1.0]):
+        yield case({"rotary": {"min": lows, "max": 1.0}}, records=3, shapes={("rotary", "out"): (1, 6, 16)})
+
+
 @cases("attention-scores-grow")
 def _() -> Iterator[Evidence]:
     for factor in (1.2, 0.7):

@@ -105,6 +105,20 @@ def test_the_note_has_the_scale_of_a_known_covariance() -> None:
     assert len(note.trace.steps) > 4
 
 
+def test_the_note_has_the_average_over_the_run() -> None:
+    """A scale that grows has another average over the run than in its second half; without a signal there is none."""
+    quiet, loud = drawn(128, 4, 16).split(64)
+    quiet = MEAN + (quiet - MEAN) / 2  # a quarter of the covariance
+    (note,) = trained(torch.cat([quiet, loud]))
+    assert note.numbers["samples"] == pytest.approx(SCALE, rel=0.3)
+    assert note.trace is not None
+    assert note.numbers["mean over the run"] == pytest.approx(np.mean(note.trace.values))
+    assert note.numbers["mean over the run"] == pytest.approx(SCALE * 5 / 8, rel=0.3)
+    assert f", and {note.numbers['mean over the run']:.3g} on average over the run; a step has 64" in note.verdict
+    without = torch.cat([quiet - quiet.mean((0, 1, 2)), loud, loud])
+    assert "on average" not in trained(without)[0].verdict
+
+
 def test_each_block_has_a_scale() -> None:
     """Blocks with the same gradients have the same scale, which is also that of the model."""
     (note,) = trained(drawn(32, 4, 16), names=("blocks.0", "blocks.1"))
