@@ -94,14 +94,15 @@ class _Order:
     def _before(self, entries: Sequence[int | None], after: int | None) -> int | None:
         """Return the entry of the call that must not be drawn behind the next one: the last call before it.
 
-        A call that has no data in common with several calls before it, such as the second tower of two, stands beside
-        the first one of them.
+        A call that has no data in common with the last one and those that it depends on, such as the second tower of
+        two, stands beside the first one of them.
         """
-        before = entries[-1]
+        before = last = entries[-1]
         for each in reversed(entries):
-            if each is None or after is None or self._data[each] & self._data[after]:
+            if each is None or last is None or after is None or self._data[each] & self._data[after]:
                 break
-            before = each if self._data[each] and self._data[after] else before
+            is_tower = self._data[after] and self._follows(each, last)
+            before = each if is_tower else before
         return before
 
     def _lead(self, start: int, entry: int) -> int:

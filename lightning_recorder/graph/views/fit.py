@@ -11,7 +11,7 @@ from typing import Any
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.constants import join_constants
+from lightning_recorder.graph.views.constants import join_constants, join_updates
 from lightning_recorder.graph.views.dense import close_dense
 from lightning_recorder.graph.views.dilations import with_dilations
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
@@ -208,7 +208,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     """
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
-    joined = folded if constants else lambda view: folded(join_constants(view))
+    joined = folded if constants else lambda view: folded(join_constants(join_updates(view)))
     view = joined(used)
     # Others only update a buffer that is not shown, such as the number of batches.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}
