@@ -106,7 +106,8 @@ def test_functions_of_parameters_with_a_gradient_stay() -> None:
     """Four functions that make a weight are shown, since they are trained."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        return x @ (net.scale * 2).exp().sin().cos()
+        weight: Tensor = (net.scale * 2).exp().sin().cos()
+        return x @ weight
 
     net: Any = Net(forward)
     net.scale = nn.Parameter(torch.ones(4, 4))
