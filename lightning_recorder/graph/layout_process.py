@@ -38,6 +38,7 @@ _NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _INSIDE = 3.0  # points between a line inside a frame and its border
+_LETTER = 6.0  # points of the width of a letter of a label
 _WIDER = 1.05  # Without the font, Graphviz takes a text for up to 4 % narrower than it is.
 _REMEDY = "install Graphviz, on Debian and Ubuntu with apt-get install graphviz; its dot is then used"
 _QUICK_S = 10.0  # No further layout is made that would probably end after this time of the processor.
@@ -322,6 +323,11 @@ def keep_inside(layout: Any) -> None:
 
         # A curve lies inside the convex hull of its control points.
         edge["pos"] = _POINT.sub(inside, edge["pos"])
+        if "lp" in edge:
+            # Between the line and its label was nothing else, so the label may follow it up to the border.
+            x, y = map(float, edge["lp"].split(","))
+            half = _LETTER / 2 * len(re.sub("<[^>]*>|>", "", edge.get("label", "")))
+            edge["lp"] = f"{min(max(x, left - half), right + half):.2f},{y}"
 
 
 def with_margins(source: str, width: float, height: float) -> str:

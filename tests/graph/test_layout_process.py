@@ -80,7 +80,10 @@ def test_a_wide_frame_with_nearly_enough_room_gets_wider() -> None:
 
 
 def test_a_line_inside_a_frame_stays_there() -> None:
-    """A line between two nodes of a frame that bends out of it is moved into it; others keep their places."""
+    """A line between two nodes of a frame that bends out of it is moved into it; others keep their places.
+
+    Its label is moved to the border.
+    """
     leaving = "e,50,20 50,80 150,80 150,20 50,20"
     boxes = [
         {"name": "cluster_1", "bb": "0,0,120,100", "nodes": [2, 3]},
@@ -89,10 +92,11 @@ def test_a_line_inside_a_frame_stays_there() -> None:
         {"name": "n5"},
     ]
     edges: list[dict[str, Any]] = [
-        {"tail": 2, "head": 3, "pos": leaving},
-        {"tail": 2, "head": 4, "pos": leaving},
+        {"tail": 2, "head": 3, "pos": leaving, "lp": "170,50", "label": "<<font>next</font>>"},
+        {"tail": 2, "head": 4, "pos": leaving, "lp": "170,50", "label": "next"},
         {"tail": 2, "head": 3},
     ]
     keep_inside({"objects": boxes, "edges": edges})
     inside = "e,50.00,20.00 50.00,80.00 117.00,80.00 117.00,20.00 50.00,20.00"
     assert [each.get("pos") for each in edges] == [inside, leaving, None]
+    assert [each.get("lp") for each in edges] == ["129.00,50.0", "170,50", None]

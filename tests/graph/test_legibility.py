@@ -328,6 +328,22 @@ def test_an_open_block_is_below_those_before_it(tmp_path: Path) -> None:
     assert backward_edges(picture) == []
 
 
+def test_towers_stand_beside_each_other(tmp_path: Path) -> None:
+    """A second tower stands beside the first one, although the head of the first one runs before it."""
+
+    def forward(net: Any, image: Tensor, text: Tensor) -> Tensor:
+        one = net.project(net.vision(image))
+        return one @ net.words(text).T  # type: ignore[no-any-return]  # the attributes are not declared
+
+    towers = {name: nn.Sequential(linear(), nn.ReLU(), linear(), nn.Tanh()) for name in ("vision", "words")}
+    drawing = draw(Net(forward, **towers, project=linear()), input_data=[X, X + 1])
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    calls = {node.name: node.id for node in drawing.view.module_calls()}
+    one, other = (picture.named(f"cluster_{calls[name]}") for name in towers)
+    assert other.top < (one.top + one.bottom) / 2
+    assert other.bottom > picture.named(f"n{calls['project']}").bottom
+
+
 def test_small_and_short_pictures_are_one_sheet(tmp_path: Path) -> None:
     """A net of three layers is never divided, in any direction."""
     net = nn.Sequential(linear(), nn.ReLU(), linear())

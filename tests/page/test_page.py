@@ -1037,6 +1037,19 @@ def test_colors_have_one_meaning_each_for_everyone(theme: str, is_relative: bool
     page.emulate_media(color_scheme="light")
 
 
+def test_lines_of_charts_are_bright_in_the_dark_theme(page: Page, files: Path) -> None:
+    """The lines of charts and their legend change with the theme, also while the page is open."""
+    opened(page, files / "both.html")
+    legend = page.locator(".curves .legend i").first
+    for theme, ink in (("light", 0), ("dark", 255)):
+        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]  # a word
+        expect(legend).to_have_css("background-color", "rgb(0, 114, 178)" if ink == 0 else "rgb(86, 180, 233)")
+        chart = np.asarray(Image.open(BytesIO(page.locator(".curves canvas").first.screenshot())).convert("RGB"))
+        wanted = np.array([0, 114, 178] if ink == 0 else [86, 180, 233])
+        assert (np.abs(chart.astype(int) - wanted).max(2) < 8).sum() > 50
+    page.emulate_media(color_scheme="light")
+
+
 @pytest.mark.parametrize(("width", "height"), [(400, 800), (700, 450)])  # a phone, and a laptop at 200 %
 def test_check_and_runs_fit_into_a_narrow_window(width: int, height: int, page: Page, tmp_path: Path) -> None:
     """Nothing is cut at 400 pixels or at 200 %, and each word of the check is in one line."""

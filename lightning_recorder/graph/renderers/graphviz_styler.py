@@ -187,7 +187,7 @@ class GraphvizStyler:
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
-        about = (labels.shown_class(node), labels.size(node))
+        about = (labels.shown_dilations(node, graph), labels.shown_class(node), labels.size(node))
         lines = (*about, labels.same_weights(node, graph), _repetition(node, graph), labels.tied_to(node))
         return {
             # Short lines, since the layout looks for a gap of this width between the edges from above.
@@ -257,7 +257,8 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         lines.append(small(about))
     if node.note.endswith((NEVER_CALLED, DENSE, CONSTANT)) and "note" not in details:
         lines.append(small(node.note))
-    lines += [small(each) for each in (labels.same_weights(node, graph), labels.unused(node, graph)) if each]
+    further = labels.same_weights(node, graph), labels.unused(node, graph), labels.shown_dilations(node, graph)
+    lines += [small(each) for each in further if each]
     if (again := _repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
     lines += [small(each) for each in ("failed here" if node.failed else "", labels.tied_to(node)) if each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Edge, Graph, Node
+from lightning_recorder.graph.views.dilations import dilations_in
 
 __all__ = [
     "caption",
@@ -16,6 +17,7 @@ __all__ = [
     "short_name",
     "shown_across",
     "shown_class",
+    "shown_dilations",
     "shown_part",
     "shown_shapes",
     "shown_times",
@@ -28,6 +30,7 @@ __all__ = [
 
 _LONGEST_NAME = 60  # characters
 _MOST_SHAPES = 2
+_MOST_DILATIONS, _MOST_UNSORTED = 4, 12
 
 
 def title(graph: Graph) -> str:
@@ -173,6 +176,23 @@ def shown_times(node: Node) -> str:
     if node.repeats == 1:
         return ""
     return f"×{node.repeats}" + " side by side" * node.parallel + ", same weights" * node.shared
+
+
+def shown_dilations(node: Node, graph: Graph) -> str:
+    """Return the dilations of folded blocks, such as ``dilation 1, 2, …, 32``; empty if a call around says them."""
+    values = dilations_in(node.arguments)
+    if not values or any(dilations_in(around.arguments) for around in graph.ancestors(node)):
+        return ""
+    # They often begin again, as in a WaveNet.
+    again = next(each for each in range(len(values), 0, -1) if values == values[: len(values) // each] * each)
+    values = values[: len(values) // again]
+    most = _MOST_DILATIONS if values == sorted(values, key=_number) else _MOST_UNSORTED
+    shown = [*values[:3], "…", values[-1]] if len(values) > most else values
+    return f"dilation {', '.join(shown)}" + (f", {again} times" if again > 1 else "")
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def shown_across(edge: Edge, graph: Graph) -> str:

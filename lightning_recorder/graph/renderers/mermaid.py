@@ -12,6 +12,7 @@ from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     short_name,
     shown_across,
+    shown_dilations,
     shown_shapes,
     shown_times,
     tied_to,
@@ -109,7 +110,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
         return [*looks, *frames, *marks, *([_LINES] if self.graph.edges else [])]
 
     def _name(self, node: Node) -> str:
-        parts = ("✗" * node.failed, short_name(node, self.graph), shown_times(node))
+        parts = ("✗" * node.failed, short_name(node, self.graph), shown_times(node), shown_dilations(node, self.graph))
         return " ".join(part for part in parts if part)
 
     def _put(self, canvas: list[str], node: Node, line: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 from lightning_recorder.graph.model import Graph, Node
 
@@ -40,6 +39,14 @@ class _Order:
                 for around in (node, *graph.ancestors(node)):
                     self._inside.setdefault(around.id, []).append(node.id)
         self._entries: dict[int, int | None] = {}
+        # The places of the inputs and random tensors that each node depends on, as the bits of a number.
+        self._data = {node.id: 0 for node in graph.nodes}
+        fed = {edge.target for edge in self._onward}
+        for node in graph.nodes:
+            if node.id not in fed and node.kind in ("input", "op"):
+                self._data[node.id] = 1 << self._place[node.id]
+        for edge in sorted(self._onward, key=lambda each: self._place[each.target]):
+            self._data[edge.target] |= self._data[edge.source]
 
     def _reachable(self) -> dict[int, int]:
         """Return the places of the nodes that depend on each node, as the bits of a number."""
@@ -68,7 +75,7 @@ class _Order:
         if not children:
             return
         entries = [self._entry(child) for child in children if child.kind == "module"]
-        wanted = list(pairwise(entries))
+        wanted = [(self._before(entries[: at + 1], each), each) for at, each in enumerate(entries[1:])]
         first = self._entry(call)
         if call.parent is not None and first is not None:
             starts = [each for each in self._starts(call) if each != first]
@@ -83,6 +90,20 @@ class _Order:
         for one, other in wanted:
             if one is not None and other is not None:
                 yield one, other
+
+    def _before(self, entries: Sequence[int | None], after: int | None) -> int | None:
+        """Return the entry of the call that must not be drawn behind the next one: the last call before it.
+
+        A call that has no data in common with the last one and those that it depends on, such as the second tower of
+        two, stands beside the first one of them.
+        """
+        before = last = entries[-1]
+        for each in reversed(entries):
+            if each is None or last is None or after is None or self._data[each] & self._data[after]:
+                break
+            is_tower = self._data[after] and self._follows(each, last)
+            before = each if is_tower else before
+        return before
 
     def _lead(self, start: int, entry: int) -> int:
         """Return the number of steps from a constant to the data that enters a call at another node."""

@@ -15,6 +15,7 @@ from lightning_recorder.graph.renderers.labels import (
     full_name,
     short_name,
     shown_across,
+    shown_dilations,
     shown_shapes,
     shown_times,
     tied_to,
@@ -102,7 +103,8 @@ class TextRenderer(BaseRenderer[list[str]]):
         name = " ".join(part for part in ("✗" * node.failed, self._shown[node.id], shown_times(node)) if part)
         kind = "" if node.kind == node.name else node.kind
         what = class_and_size(node) if node.kind in ("module", "op") else node.type_name or kind
-        return "  ".join(part for part in (name, printable(what), printable(tied_to(node)), shown_shapes(node)) if part)
+        about = printable(what), printable(tied_to(node)), shown_dilations(node, self.graph), shown_shapes(node)
+        return "  ".join(part for part in (name, *about) if part)
 
     def _sources(self, node: Node) -> str:
         taken = self._taken.get(node.id, [])

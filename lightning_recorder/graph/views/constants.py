@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import IN_PLACE, RECOMPUTED, VMAPPED, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["CONSTANT", "join_constants"]
+__all__ = ["CONSTANT", "join_constants", "join_updates"]
 
 CONSTANT = "functions, no input"
 """The end of the note of a node that stands for several functions."""
@@ -54,6 +55,74 @@ def join_constants(graph: Graph) -> Graph:
         if target[node.id] == node.id
     ]
     return rebuilt(graph, nodes, target)
+
+
+def join_updates(graph: Graph) -> Graph:
+    """Draw four or more functions that change parameters as one node, such as those of a moving average.
+
+    They follow each other in one call and take no other tensors. The node lists the tensors that no others take.
+
+    Args:
+        graph: A view that is not folded.
+    """
+    users: dict[int, set[int]] = {}
+    for edge in graph.edges:
+        users.setdefault(edge.source, set()).add(edge.target)
+    target = {node.id: node.id for node in graph.nodes}
+    joined: dict[int, Node] = {}
+    for run in _updates(graph):
+        inside = {node.id for node in run}
+        taken = dict.fromkeys(edge.source for node in run for edge in graph.into(node))
+        tensors = [graph[each] for each in taken if graph[each].kind in _OF_MODEL]
+        # Others are taken by functions elsewhere. A layer is known to use its own.
+        tensors = [each for each in tensors if all(one in inside or _owns(graph[one], each) for one in users[each.id])]
+        for each in tensors:
+            del target[each.id]
+        target |= dict.fromkeys(inside, run[-1].id)
+        names = dict.fromkeys([*(each.name for each in tensors), *(name for node in run for name in node.tied)])
+        name, note = f"{run[0].name} … {run[-1].name}", f"{len(run)} {CONSTANT}"
+        joined[run[-1].id] = replace(run[-1], name=name, note=note, arguments=(), outputs=(), tied=tuple(names))
+    if not joined:
+        return graph
+    nodes = [joined.get(node.id, node) for node in graph.nodes if target.get(node.id) == node.id]
+    return rebuilt(graph, nodes, target)
+
+
+_OF_MODEL = ("parameter", "buffer")
+_NO_GRADIENT = "stops the gradient"  # the beginning of the note of a function
+
+
+def _changes(node: Node) -> bool:
+    """Return True for a function that changes a tensor, or passes on no gradient: then this is its only note."""
+    return node.name == "set_data" or node.note == IN_PLACE or node.note.startswith(_NO_GRADIENT)
+
+
+def _owns(node: Node, tensor: Node) -> bool:
+    return node.kind == "module" and bool(node.name) and tensor.name.startswith(f"{node.name}.")
+
+
+def _updates(graph: Graph) -> Iterator[list[Node]]:
+    """Yield the functions that change parameters: some that follow each other and take only tensors of the model."""
+    for call in (graph.root, *graph.module_calls()):
+        run: list[Node] = []
+        known: set[int] = set()
+        for node in [*graph.children(call), None]:
+            if node is not None and node.kind in _OF_MODEL:
+                continue
+            if node is not None and node.kind == "op" and not (node.failed or node.parameters or _is_random(node)):
+                sources = {edge.source for edge in graph.into(node)}
+                is_free = all(each in known or graph[each].kind in _OF_MODEL for each in sources)
+                if (
+                    is_free
+                    and not node.note.startswith((RECOMPUTED, VMAPPED))
+                    and (not run or node.scope == run[0].scope)
+                ):
+                    run.append(node)
+                    known.add(node.id)
+                    continue
+            if len(run) >= _LEAST and any(map(_changes, run)):
+                yield run
+            run, known = [], set()
 
 
 def _only_for(last: Node, graph: Graph, users: dict[int, set[int]], constant: set[int]) -> list[Node]:

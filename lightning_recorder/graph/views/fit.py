@@ -11,8 +11,9 @@ from typing import Any
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.constants import join_constants
+from lightning_recorder.graph.views.constants import join_constants, join_updates
 from lightning_recorder.graph.views.dense import close_dense
+from lightning_recorder.graph.views.dilations import with_dilations
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
@@ -70,7 +71,7 @@ def fit_view(
         check_integer("depth", depth, 1)
     # The functions of a call are shown if calls are closed only below it.
     deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
-    whole = gather(graph)
+    whole = with_dilations(gather(graph))
     contents: _Contents = {}
 
     def folded(view: Graph) -> Graph:
@@ -186,7 +187,7 @@ def view_at_depth(
     all: bool = False,  # noqa: A002 - as for fit_view
 ) -> Graph:
     """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
-    whole = gather(graph) if fold else graph
+    whole = with_dilations(gather(graph) if fold else graph)
 
     def folded(view: Graph) -> Graph:
         return _folded(view, whole, {}) if fold else drop_isolated(view)
@@ -207,7 +208,7 @@ def _essential(graph: Graph, folded: Callable[[Graph], Graph], *, shapes: bool, 
     """
     shown = graph if shapes else hide(graph)
     used = shown if dead else drop_dead_ends(shown)
-    joined = folded if constants else lambda view: folded(join_constants(view))
+    joined = folded if constants else lambda view: folded(join_constants(join_updates(view)))
     view = joined(used)
     # Others only update a buffer that is not shown, such as the number of batches.
     unused = {edge.target for edge in shown.edges} - {node.id for node in used.nodes}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import lcm
 
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
+from lightning_recorder.graph.views.dilations import DILATION, joined_dilations
 from lightning_recorder.graph.views.forms import TENSORS, forms, operands
 from lightning_recorder.graph.views.periods import period_of, repetitions
 from lightning_recorder.graph.views.runs import (
@@ -26,6 +27,7 @@ __all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
 _FEW = 8  # the largest number of parallel layers that stay apart, since their names are informative
 _PARTS = ("module", "op", "backward", "optimizer")
+_Arguments = tuple[tuple[str, str], ...]
 
 
 def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
@@ -38,8 +40,9 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
     may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
     the same number. The names of the modules may differ in their numbers, and the sizes of tensors that are not
-    determined by parameters; see :class:`TensorMeta`. An index or a number that a function takes may be another one in
-    each unit. If two to four of them recur in turn, that many units are folded together.
+    determined by parameters; see :class:`TensorMeta`. An index or a number that a function takes, and the dilation of a
+    convolution with its padding, may be another one in each unit. If two to four indices or numbers recur in turn, that
+    many units are folded together.
 
     The words in :attr:`Edge.across` tell an edge from one occurrence to the next, an edge into the first one only, an
     edge from all of them to a later node, and one between occurrences with the same number; see :data:`Repetition`.
@@ -49,7 +52,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
     recorded tensors that it represents.
 
     Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
-    others are not folded, since their names are informative, such as those of query, key and value.
+    others are not folded, since their names are informative, such as those of query, key and value; nor are up to eight
+    parallel functions.
 
     Args:
         graph: The graph to fold.
@@ -203,7 +207,10 @@ class _Fold:
             one, other = self._operands(siblings, run.units(), run.length, only_places=not is_framed)
             if one != other:
                 return False
-        return nested or not run.parallel or run.times > _FEW
+        # The layers of a unit have names, and functions have none.
+        is_nameless = all(nodes[part].kind == "op" and not nodes[part].parameters for part in unit)
+        number = run.times * run.length if is_nameless else run.times
+        return nested or not run.parallel or number > _FEW
 
     def _merge(self, siblings: Siblings, run: Run) -> list[int]:
         """Keep the first unit of a run, and return its nodes."""
@@ -333,18 +340,18 @@ class _Fold:
     def _widen(self, pairs: Mapping[int, int]) -> None:
         """Let the kept nodes show the sizes and the settings of the nodes that they replace."""
         nodes = self._graph.nodes
-        given: dict[int, dict[tuple[tuple[str, str], ...], None]] = {}
+        given: dict[int, list[_Arguments]] = {}
         for node_id, kept_id in pairs.items():
             kept, node = nodes[kept_id], nodes[node_id]
+            given.setdefault(kept_id, []).append(node.arguments)
             if node_id == kept_id:
                 continue
             if kept.outputs != node.outputs:
                 self._widest.setdefault(kept_id, kept.outputs)
                 nodes[kept_id] = replace(kept, outputs=tuple(map(_wider, kept.outputs, node.outputs)))
-            if kept.arguments != node.arguments:
-                given.setdefault(kept_id, {kept.arguments: None})[node.arguments] = None
         for kept_id, several in given.items():
-            nodes[kept_id] = replace(nodes[kept_id], arguments=_joined_arguments(list(several)))
+            if len(set(several)) > 1:
+                nodes[kept_id] = replace(nodes[kept_id], arguments=_joined_arguments(several))
 
     def _rebuilt(self) -> Graph:
         nodes = self._graph.nodes
@@ -427,10 +434,16 @@ def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | N
     return replace(edge, source=pairs.get(edge.source, edge.source), target=goal, multiplicity=number, across=across)
 
 
-def _joined_arguments(given: list[tuple[tuple[str, str], ...]]) -> tuple[tuple[str, str], ...]:
-    """Return the arguments of several nodes as one: those that all have, with the values that differ as ``0.0…0.3``."""
-    joined = []
+def _joined_arguments(given: list[_Arguments]) -> _Arguments:
+    """Return the arguments of several nodes as one: those that all have, with the values that differ as ``0.0…0.3``.
+
+    The dilations are listed, also those of 1, which convolutions leave out.
+    """
+    dilations = joined_dilations(given)
+    joined = [(DILATION, dilations)] if dilations else []
     for name, first in given[0]:
+        if name == DILATION and dilations:
+            continue
         values = [value for arguments in given for other, value in arguments if other == name]
         if len(set(values)) == 1 or len(values) != len(given):
             joined += [(name, first)] if len(values) == len(given) else []

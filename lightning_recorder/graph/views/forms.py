@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
+from lightning_recorder.graph.views.dilations import undilated
 from lightning_recorder.graph.views.wiring import Key, MutableGraph
 
 __all__ = ["GEOMETRY", "TENSORS", "VARIED", "forms", "is_setting", "operands", "without_numbers"]
@@ -146,10 +147,10 @@ def _label_without_sizes(node: Node) -> Key:
 
 
 def _settings(node: Node) -> Key:
-    """Return the arguments in which equal nodes agree, such as a dilation."""
+    """Return the arguments in which equal nodes agree, such as a stride."""
     if node.kind == "module":
-        return tuple(pair for pair in node.arguments if pair[0] not in VARIED)
-    return tuple(pair for pair in node.arguments if is_setting(node, pair[0]))
+        return undilated([pair for pair in node.arguments if pair[0] not in VARIED])
+    return undilated([pair for pair in node.arguments if is_setting(node, pair[0])])
 
 
 def is_setting(node: Node, name: str) -> bool:
@@ -180,6 +181,8 @@ def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:
         return meta.shape, meta.dtype
     sizes: Iterable[int | None] = [None] * len(meta.shape)
     if node.parameters and meta.shape:
-        fixed = 1 if node.type_name.startswith(_CHANNELS_FIRST) and len(meta.shape) > 1 else len(meta.shape) - 1
+        # A class of the user, or one that torch makes for a weight norm, ends with the name of the layer.
+        is_first = any(kind in node.type_name for kind in _CHANNELS_FIRST) and len(meta.shape) > 1
+        fixed = 1 if is_first else len(meta.shape) - 1
         sizes = [size if place == fixed else None for place, size in enumerate(meta.shape)]
     return tuple(sizes), meta.dtype

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from lightning_recorder.graph.model import Node
 from lightning_recorder.graph.views.forms import without_numbers
 from lightning_recorder.graph.views.wiring import (
     FARTHEST,
@@ -81,8 +82,15 @@ def merged_ports(
     ]
     if back > 1:
         return merge_deep_ports(ports)
-    exact = siblings.graph.nodes[node].kind == "op" if exact is None else exact
-    return merge_ports(ports[0], ports[1], exact=exact)
+    first = siblings.graph.nodes[node]
+    exact = first.kind == "op" if exact is None else exact
+    return merge_ports(ports[0], ports[1], exact=exact, from_zero=_adds_zero(first))
+
+
+def _adds_zero(node: Node) -> bool:
+    """Return True for a function that adds 0 to a tensor, such as the first one of Python's ``sum``."""
+    operands = (value for name, value in node.arguments if name in ("input", "other"))
+    return node.kind == "op" and node.name == "add" and any(value in ("0", "0.0") for value in operands)
 
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:

@@ -288,13 +288,15 @@ Merged = list[tuple[Words, Key, int]]
 """The relation to the repetition, the source and the number of tensors of each edge into a node."""
 
 
-def merge_ports(first: Port, later: Port, *, exact: bool) -> Merged | None:
+def merge_ports(first: Port, later: Port, *, exact: bool, from_zero: bool = False) -> Merged | None:
     """Combine the sources of a node in the first repetition with those in the later ones.
 
     Args:
         first: The sources in the first repetition.
         later: The sources in each later repetition.
         exact: Require the same number of tensors in all repetitions.
+        from_zero: The first repetition may take nothing in place of the tensor of the repetition before: the number 0
+            that is added instead is no tensor.
 
     Returns:
         The edges. Those without relation and those of the first repetition are in the order of ``first``, the others in
@@ -310,6 +312,8 @@ def merge_ports(first: Port, later: Port, *, exact: bool) -> Merged | None:
     if any(key[0][0] != "out" for key, _ in start) or any(key[0][0] != "before" or key[0][3] > 1 for key, _ in onward):
         return None
     numbers = [sum(number for _, number in part) for part in (start, onward)]
+    if from_zero and numbers == [0, 1]:
+        return [((), key, common[key]) if key in common else (("next",), key, number) for key, number in later]
     if bool(numbers[0]) != bool(numbers[1]) or (exact and numbers[0] != numbers[1]):
         return None
     # The tensors that differ are in the same place among the arguments: a subtraction is not equal to its reverse. The

@@ -32,8 +32,8 @@ _CHANGES = (
     *("zeros_like", "ones_like", "rand_like", "scaled_dot_product_attention"),
 )
 """The functions that one block alone calls by mistake rather than by design."""
-_MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout")
-"""The functions that move values to other places, such as into windows, or drop some."""
+_MOVES = ("pad", "roll", "flip", "getitem", "narrow", "select", "index_select", "gather", "dropout", "detach")
+"""The functions that move values to other places, such as into windows, drop some, or stop their gradient."""
 _SUMS = ("add", "iadd", "radd", "addcmul")
 _ARITHMETIC = (
     *(*_SUMS, "sub", "isub", "mul", "imul", "rmul", "div", "truediv", "itruediv", "pow", "square", "sqrt", "rsqrt"),

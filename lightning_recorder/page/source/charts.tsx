@@ -7,6 +7,20 @@ import { format, FOUND, isShare, NOT_FINITE, NOT_RECORDED, Recorder, Scale } fro
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
 export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+/** The same, on a dark page. */
+const LIGHTER: Record<string, string> = { "#0072b2": "#56b4e9", "#d55e00": "#ff9457", "#009e73": "#35d0a0", "#cc79a7": "#e9a5c8", "#e69f00": "#ffc857", "#56b4e9": "#b9e0ff" };
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+
+/** Returns the color that a color has in the theme of the page; it may end with an opacity. */
+function useTheme(): (color: string) => string {
+  const [dark, setDark] = useState(DARK.matches);
+  useEffect(() => {
+    const update = (): void => setDark(DARK.matches);
+    DARK.addEventListener("change", update);
+    return () => DARK.removeEventListener("change", update);
+  }, []);
+  return (color) => dark ? (LIGHTER[color.slice(0, 7)] ?? color.slice(0, 7)) + color.slice(7) : color;
+}
 
 export function save(name: string, type: string, text: string): void {
   const link = document.createElement("a");
@@ -83,7 +97,7 @@ export function Lines(props: {
 }) {
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
-  const chosen = useRef(props.step);
+  const chosen = useRef(props.step), inTheme = useTheme();
   const key = JSON.stringify([props.title, props.curves.map((each) => [each.label, each.steps.length, each.values[each.values.length - 1]]), props.acted]);
   useEffect(() => {
     const element = holder.current!;
@@ -100,7 +114,7 @@ export function Lines(props: {
       scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
       axes: [{ ...axis, size: 26, incrs: STEPS, splits: (_, __, low, high, by) => stepMarks(low, high, by), space: (_, __, ___, high) => Math.max(50, 24 + 6.5 * high.toLocaleString("en").length), values: (_, found) => { element.dataset.steps = found.join(" "); return found.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, splits: (self, _, low, high) => fixed ? [low, (low + high) / 2, high] : ticks(low, high, self.bbox.height / devicePixelRatio, log), filter: (_, found) => found, values: (_, found) => { element.dataset.values = found.join(" "); return new Set(found.map(format)).size < found.length ? found.map(String) : found.map(format); } }],
       series: [{}, ...props.curves.map((each) => ({
-        label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
+        label: each.label, stroke: inTheme(each.color), width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
         points: { show: each.steps.length < 2 },
       }))],
       hooks: {
@@ -128,7 +142,7 @@ export function Lines(props: {
     const watch = new ResizeObserver(() => made.setSize({ width: element.clientWidth, height: props.height }));
     watch.observe(element);
     return () => { watch.disconnect(); made.destroy(); };
-  }, [key, props.height]);
+  }, [key, props.height, inTheme(COLORS[0]!)]);
   useEffect(() => { chosen.current = props.step; plot.current?.redraw(false); }, [props.step]);
   const last = props.curves.map((each) => `${each.label} ${format(each.values[each.values.length - 1] ?? NaN)}`).join(", ");
   return (
@@ -136,7 +150,7 @@ export function Lines(props: {
       <figcaption>
         <span>{props.title}</span>
         <span class="legend">{props.curves.length > 1 && props.curves.filter((each) => each.label).map((each) => (
-          <span><i style={{ background: each.color }} />{each.label}</span>))}
+          <span><i style={{ background: inTheme(each.color) }} />{each.label}</span>))}
           {props.acted && props.acted.length > 0 && <span><i style={{ background: FOUND }} />the watch acted</span>}</span>
         <span class="save">
           <button type="button" onClick={() => saveSvg(props.title, props.curves)} aria-label={`save ${props.title} as SVG`}>SVG</button>
@@ -249,7 +263,7 @@ export function Channels(props: { statistic: string; steps: number[]; values: Fl
 
 /** One bar for each of some modules, in their order; a bar for NaN or ∞ is full and marked. */
 export function Bars(props: { names: string[]; values: number[]; chosen: number; label: string; onPick: (name: string) => void }) {
-  const { names, values } = props, width = 380, height = 54, each = width / names.length;
+  const { names, values } = props, width = 380, height = 54, each = width / names.length, inTheme = useTheme();
   const finite = values.filter(Number.isFinite), most = Math.max(...finite.map(Math.abs), 0);
   return (
     <figure class="chart">
@@ -257,7 +271,7 @@ export function Bars(props: { names: string[]; values: number[]; chosen: number;
       <svg class="bars" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={`${props.label}: ${names.map((name, at) => `${name} ${format(values[at]!)}`).join(", ").slice(0, 400)}`}>
         {names.map((name, at) => {
           const bad = !Number.isFinite(values[at]!), tall = bad ? height : Math.max(1.5, (height - 2) * Math.abs(values[at]!) / (most || 1));
-          return <rect x={at * each + 0.5} y={height - tall} width={Math.max(1, each - 1)} height={tall} fill={bad ? NOT_FINITE : at === props.chosen ? "#d55e00" : "#0072b2"} onClick={() => props.onPick(name)}>
+          return <rect x={at * each + 0.5} y={height - tall} width={Math.max(1, each - 1)} height={tall} fill={bad ? NOT_FINITE : inTheme(COLORS[at === props.chosen ? 1 : 0]!)} onClick={() => props.onPick(name)}>
             <title>{`${name}: ${format(values[at]!)}`}</title></rect>;
         })}
       </svg>

@@ -145,7 +145,9 @@ function box(id: string, nodes: NodeData[], open: boolean, root: boolean, hasPar
   if (nodes.length > 1) title = `${ownName(first, around)} … ${shortName(last.name)}  ×${nodes.length}`;
   const tensors = first.outputs ?? [];
   const shape = tensors.length ? tensors[0]!.split(" ")[0]! + (tensors.length > 1 ? ` +${tensors.length - 1}` : "") : "";
-  const detail = [first.type_name, shape].filter(Boolean).join(" · ");
+  const dilations = nodes.map((each) => each.arguments?.find(([name]) => name === "dilation")?.[1].replace(/[()]|,\)/g, "") ?? "1");
+  const differ = new Set(dilations).size > 1 ? `dilation ${dilations.slice(0, 3).join(", ")}${nodes.length > 4 ? ", …" : ""}${nodes.length > 3 ? `, ${dilations[nodes.length - 1]}` : ""}` : "";
+  const detail = [first.type_name, shape, differ].filter(Boolean).join(" · ");
   const cells = nodes.length > 1 ? Math.ceil(nodes.length / CELLS) : 0;
   // The title is in the middle, so the sign at the right takes its room on both sides.
   const sign = hasParts && nodes.length === 1 ? 2 * SIGN : 0;

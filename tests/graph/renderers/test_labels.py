@@ -18,6 +18,7 @@ from lightning_recorder.graph.renderers.labels import (
     short_count,
     short_name,
     shown_across,
+    shown_dilations,
     shown_part,
     shown_shapes,
     shown_times,
@@ -175,6 +176,24 @@ def test_a_module_inside_a_later_call_is_numbered_once() -> None:
     again = "same weights as call 1"
     first, second = [("encoder", ""), ("0", ""), ("1", "")], [("encoder (call 2)", again), ("0", ""), ("1", "")]
     assert shown == [*first, *second, ("encoder.0 (call 3)", again)]
+
+
+@pytest.mark.parametrize(
+    ("joined", "shown"),
+    [
+        ("2", ""),
+        ("6 | 12 | 18", "dilation 6, 12, 18"),
+        ("1 | 2 | 4 | 8 | 16", "dilation 1, 2, 4, …, 16"),
+        ("1 | 2 | 1 | 2 | 1 | 2", "dilation 1, 2, 3 times"),
+        ("2 | 4 | 1 | 2 | 4", "dilation 2, 4, 1, 2, 4"),
+    ],
+)
+def test_dilations_of_folded_blocks(joined: str, shown: str) -> None:
+    """The outermost call that has several dilations says them, those that recur once."""
+    block = Node(1, "module", "block", 0, 1, arguments=(("dilation", joined),))
+    inner = Node(2, "module", "block.conv", 1, 2, arguments=(("dilation", joined),))
+    graph = Graph((Node(0, "module", "", None, 0), block, inner), ())
+    assert [shown_dilations(node, graph) for node in (block, inner)] == [shown, ""]
 
 
 def test_a_class_is_not_repeated() -> None:

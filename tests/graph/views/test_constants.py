@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_recorder.graph import Graph, capture_graph, fit_view
-from lightning_recorder.graph.views.constants import join_constants
+from lightning_recorder.graph.views.constants import CONSTANT, join_constants
 from tests.graph.nets import Net, X, linear
 
 
@@ -71,3 +73,43 @@ def test_a_buffer_of_one_number_is_a_constant() -> None:
     view = fit_view(capture_graph(net, X))
     assert _functions(view) == ["add … exp", "add", "sqrt", "neg", "exp", "mul", "add"]
     assert [node.name for node in view.nodes if node.kind == "buffer"] == ["table"]
+
+
+@pytest.mark.parametrize("way", ["data", "mul_", "lerp_"])
+def test_a_moving_average_is_one_node(way: str) -> None:
+    """The functions that update a second network are one node, which lists the parameters that no layer shows."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, parameter in zip(net.mean.parameters(), net.live.parameters(), strict=True):
+                if way == "data":
+                    mean.data = mean.data * 0.9 + parameter.data * 0.1
+                elif way == "mul_":
+                    mean.mul_(0.9).add_(parameter, alpha=0.1)
+                else:
+                    mean.lerp_(parameter, 0.1)
+            target = net.mean(x)
+        return F.mse_loss(net.live(x), target)
+
+    net = Net(forward, live=nn.Sequential(linear(), linear()), mean=nn.Sequential(linear(), linear()))
+    view = fit_view(capture_graph(net.requires_grad_(), X))
+    functions = [node for node in view.nodes if node.kind == "op"]
+    count = {"data": 24, "mul_": 8, "lerp_": 4}[way]
+    assert [node.note for node in functions][:1] == [f"{count} {CONSTANT}"]
+    assert [node.name for node in functions][1:] == ["mse_loss"]
+    assert sorted(functions[0].tied) == sorted(name for name, _ in net.named_parameters())
+    assert not [node for node in view.nodes if node.kind == "parameter"]
+    assert {view[edge.target].name for edge in view.out_of(functions[0])} == {"mean.0", "mean.1"}
+
+
+def test_functions_of_parameters_with_a_gradient_stay() -> None:
+    """Four functions that make a weight are shown, since they are trained."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weight: Tensor = (net.scale * 2).exp().sin().cos()
+        return x @ weight
+
+    net: Any = Net(forward)
+    net.scale = nn.Parameter(torch.ones(4, 4))
+    view = fit_view(capture_graph(net, X))
+    assert [node.name for node in view.nodes if node.kind == "op"] == ["mul", "exp", "sin", "cos", "matmul"]

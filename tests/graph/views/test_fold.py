@@ -26,7 +26,7 @@ from lightning_recorder.graph import (
     to_text,
     without,
 )
-from lightning_recorder.graph.renderers.labels import shown_times, size
+from lightning_recorder.graph.renderers.labels import shown_dilations, shown_times, size
 from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.wiring import Siblings
 from tests.graph.nets import Net, X, bare, linear, stack
@@ -1095,6 +1095,72 @@ def test_settings_that_differ_between_blocks() -> None:
     assert dict(drop.arguments)["p"] == "0.1…0.4"
     (product,) = (node for node in view.nodes if node.name == "mul")
     assert dict(product.arguments)["other"] == "1.1…1.4"
+
+
+def _dilated(dilation: int, padding: int, *, by_function: bool) -> nn.Module:
+    conv = nn.Conv1d(4, 4, 3, padding=0 if by_function else padding, dilation=dilation)
+    return Net(lambda net, x: x + net.conv(F.pad(x, (padding, padding)) if by_function else x), conv=conv)
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_dilations_that_differ(by_function: bool) -> None:
+    """Blocks that differ in the dilation are drawn once with all dilations, open or closed."""
+    blocks = [_dilated(2**at, 2**at, by_function=by_function) for at in range(4)]
+    graph = capture_graph(nn.Sequential(*blocks), torch.ones(2, 4, 40))
+    for depth in (None, 1):
+        view = fit_view(graph, depth=depth)
+        (block,) = (node for node in view.nodes if node.type_name == "Net")
+        assert (block.repeats, dict(block.arguments)["dilation"]) == (4, "1 | 2 | 4 | 8")
+        assert shown_dilations(block, view) == "dilation 1, 2, 4, 8"
+    whole = without(graph, ("parameter", "buffer"))
+    view = fold_repeats(whole)
+    assert same_graph(unfold(view), whole)
+    (conv,) = (node for node in view.module_calls() if node.type_name == "Conv1d")
+    assert shown_dilations(conv, view) == "dilation 1, 2, 4, 8"
+
+
+def test_a_padding_that_does_not_follow_the_dilation_keeps_blocks_apart() -> None:
+    """A convolution that keeps the size is not folded with one that does not."""
+    blocks = [_dilated(2, padding, by_function=False) for padding in (2, 2, 2)]
+    blocks[1] = nn.Sequential(nn.Conv1d(4, 4, 3, dilation=2), nn.ConstantPad1d(2, 0.0))
+    assert [node.repeats for node in bare(nn.Sequential(*blocks), torch.ones(2, 4, 9)).module_calls()] == [1] * 7
+    layers = [nn.Conv1d(4, 4, 3, padding=padding, dilation=dilation) for padding, dilation in ((1, 1), (4, 2), (2, 2))]
+    view = fold_repeats(collapse(bare(nn.Sequential(*layers), torch.ones(2, 4, 9))), 2)
+    assert [(node.name, node.repeats) for node in view.module_calls()] == [("0", 1), ("1", 1), ("2", 1)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_sum_that_begins_with_zero(reverse: bool) -> None:
+    """The first step of a sum adds the number 0, as Python's ``sum`` does, and is folded with the others."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        total: Any = 0
+        for layer in net.layers:
+            x = layer(x)
+            total = x.exp() + total if reverse else total + x.exp()
+        return total  # type: ignore[no-any-return]
+
+    graph = bare(Net(forward, layers=nn.ModuleList(linear() for _ in range(5))), X)
+    view = fold_repeats(collapse(graph))
+    (frame,) = (node for node in view.nodes if node.repeats > 1)
+    assert [node.name for node in view.children(frame)] == ["layers.0", "exp", "add"]
+    assert frame.repeats == 5
+    assert same_graph(unfold(fold_repeats(graph)), graph)
+
+
+@pytest.mark.parametrize(("number", "repeats"), [(2, []), (3, [3])])
+def test_many_functions_side_by_side(number: int, repeats: list[int]) -> None:
+    """More than eight parallel functions without layers are folded, such as the waves of a position."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        waves = [wave(x * 2.0**power) for power in range(number) for wave in (torch.sin, torch.cos)]
+        return torch.cat([x, *waves])
+
+    graph = bare(Net(forward), X)
+    view = fold_repeats(graph)
+    assert [node.repeats for node in view.nodes if node.repeats > 1] == repeats
+    assert [node.parallel for node in view.nodes if node.repeats > 1] == [True] * len(repeats)
+    assert same_graph(unfold(view), graph)
 
 
 def test_blocks_that_are_not_registered_are_folded_from_the_first_on() -> None:

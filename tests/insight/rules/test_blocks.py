@@ -168,6 +168,19 @@ def test_shifted_windows_hide_no_residual_connection() -> None:
     assert (finding.rule, finding.module) == ("no-residual", "blocks.1.attn")
 
 
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def test_a_detach_hides_no_residual_connection() -> None:
+    """A layer whose input is detached has its residual connection; another rule names the detach."""
+    model = Model(**PRE)
+    blocks: Any = model.blocks
+    blocks[1].norm2 = nn.Sequential(nn.LayerNorm(16), Detached())
+    assert [each.rule for each in found(model)] == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layer", "module"), [("attn", "blocks.1.attn"), ("mlp", "blocks.1.mlp.down")])
 def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: str) -> None:
