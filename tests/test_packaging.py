@@ -180,6 +180,7 @@ def test_compiler_pictures_and_tensorboard_can_be_missing(tmp_path: Path) -> Non
     assert all((folder / "records" / f"{each}.jsonl").stat().st_size for each in recorders)
     assert all((folder / each).exists() for each in ("findings.json", "graph.json"))
     assert done.stderr.count("graph.json, without a picture: the package graphviz is missing, `pip install") == 1
+    assert done.stderr.count("writes no more plots: the package pillow is missing, `pip install pillow`") == 3
     assert done.stderr.count("/nonexistent did not build it") == 1
 
 
