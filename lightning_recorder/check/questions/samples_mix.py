@@ -140,7 +140,7 @@ def _in_another_order(bench: Bench, rows: int) -> LossCall | None:
     if rows < 2:
         return None
     passes = [bench.observe(take_rows(bench.few, [first, *range(1, rows)]), training=False) for first in (0, 1)]
-    for before, after in zip(*(each.losses for each in passes), strict=False):
+    for before, after in zip(passes[0].losses, passes[1].losses, strict=False):
         prediction, target = before.prediction, before.target
         if (prediction.shape, target.shape) != (after.prediction.shape, after.target.shape):
             continue
