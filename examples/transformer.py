@@ -65,6 +65,7 @@ def main(folder: Path, steps: int = 120) -> float:
         max_steps=steps,
         accelerator="cpu",
         log_every_n_steps=20,
+        gradient_clip_val=1.0,  # some windows, such as lines of dashes, have a gradient that is many times as large
         logger=TensorBoardLogger(folder, name="transformer"),
         # Record the outputs of every block and of its leaves, the gradients of the parts of the attention, and the
         # update-to-weight ratios of the blocks.

@@ -5,8 +5,7 @@ The callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder`, :class:`G
 package is cheap: each name is loaded on first use.
 """
 
-import lazy_loader
-
+from lightning_recorder.lazy import attach_stub
 from lightning_recorder.version import __version__ as __version__
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -248,6 +248,8 @@ def imported(name: str, value: object) -> object:
 
 def describe_error(error: BaseException) -> str:
     """Return the class and the text of an error, without secrets, or only the class if its ``__str__`` raises."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "PIL":  # a package of another name
+        return "the package pillow is missing, `pip install pillow` installs it"
     try:
         return str(hide_secrets(f"{type(error).__name__}: {error}"))
     except Exception:  # noqa: BLE001 - an error's own __str__ may raise anything

@@ -27,7 +27,7 @@ _SECRET_WORDS = ("apikey", "credential", "passcode", "passphrase", "passwd", "pa
 _OF_SECRET_KEYS = ("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh")
 
 # Words that denote a secret at the end of a name only.
-_SECRET_HEADS = ("auth", "authorization", "bearer", "cookie", "dsn", "jwt", "pw", "sig", "signature")
+_SECRET_HEADS = ("auth", "authorization", "bearer", "cookie", "dsn", "jwt", "pin", "pw", "sig", "signature")
 
 # Words before "token" in settings of language and vision models.
 _OF_ORDINARY_TOKENS = (
@@ -78,9 +78,12 @@ _LONGEST = 200  # characters of a value that are read to decide about it
 
 # The folder of a file with a suffix, and an absolute path. A module, such as blocks.0/linear, is none.
 _FOLDER = re.compile(
-    r"""[^\s'"(),;=]*[\\/](?=[\w.\-]+\.\w{1,5}\b)|(?<![\w.)\]])(?:[A-Za-z]:|~)?[\\/][^\s'"(),;]*[\\/]"""
+    r"""(?<![^\s'"(),;=])[^\s'"(),;=]*[\\/](?=[\w.\-]+\.\w{1,5}\b)|(?<![\w.)\]])(?:[A-Za-z]:|~)?[\\/][^\s'"(),;]*[\\/]"""
 )
-_ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"]+")
+_ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]{0,30}://[^\s'\"]+")
+
+# The message of an error, which may quote a sample, and its class, which stays. The advice of a finding may follow.
+_MESSAGE = re.compile(r"\b(failed: \w+|\w*(?:Error|Exception)): .*?(?=\. To know it: |$)", re.DOTALL)
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
@@ -111,13 +114,15 @@ def hide_secrets(value: Any, name: str = "") -> Any:
 
 
 def hide_places(text: str) -> str:
-    """Return a text without folders and addresses; the names of files stay.
+    """Return a text without folders, addresses and messages of errors; names of files and classes of errors stay.
 
     Example:
         >>> hide_places("sqrt at /home/me/net.py:42 of https://host/run")
         'sqrt at net.py:42 of (left out)'
+        >>> hide_places("step 2 failed: KeyError: 'the text of a sample'")
+        'step 2 failed: KeyError'
     """
-    return _FOLDER.sub("", _ADDRESS.sub(LEFT_OUT, text))
+    return _FOLDER.sub("", _ADDRESS.sub(LEFT_OUT, _MESSAGE.sub(r"\1", text)))
 
 
 def _is_secret(name: str, text: str) -> bool:
@@ -125,7 +130,7 @@ def _is_secret(name: str, text: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     head, before = ([*reversed(words), "", ""])[:2]
     if _NO_TEXT.fullmatch(text):
-        return text.isdecimal() and head.endswith(_SECRET_WORDS)
+        return text.isdecimal() and (head.endswith(_SECRET_WORDS) or head == "pin")
     singular = [word.removesuffix("s") for word in words]
     has_secret_key = any(pair[0] in _OF_SECRET_KEYS and pair[1] == "key" for pair in pairwise(singular))
     if has_secret_key or head in _SECRET_HEADS or any(word.endswith(_SECRET_WORDS) for word in singular):

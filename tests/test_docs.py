@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,19 +46,34 @@ def blocks(path: Path) -> list[tuple[int, str]]:
     return [(text[: each.start(1)].count("\n"), each[1]) for each in found if not each[1].startswith(">>>")]
 
 
+def run_on_two_ranks(program: str) -> None:
+    """Run a program in the current folder, on two ranks."""
+    Path("train.py").write_text(program, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(launcher, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RecorderWarning" not in done.stderr
+
+
 # The first page of the site has the code of the README.
 @pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path) and page != "docs/index.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given the reader's model and loader, the blocks of a page run in order, in an empty folder, without a warning."""
+    """Given the reader's model and loader, the blocks of a page run in order, in an empty folder, without a warning.
+
+    Those of a page that calls ``torchrun`` are one program, which two processes run.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loggers, "_SINKS", dict(loggers._SINKS))  # a page may register a sink
     namespace: dict[str, Any] = {"__name__": "reader", "model": Classifier(), "loader": digits(50, 2)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Lightning says about few workers and missing arguments
         warnings.filterwarnings("error", category=RecorderWarning)
-        for line, block in blocks(PAGES[page]):
-            exec(compile("\n" * line + block, page, "exec"), namespace)
+        if "$ torchrun --nproc-per-node 2 train.py" in PAGES[page].read_text(encoding="utf-8"):
+            run_on_two_ranks("\n".join(block for _, block in blocks(PAGES[page])))
+        else:
+            for line, block in blocks(PAGES[page]):
+                exec(compile("\n" * line + block, page, "exec"), namespace)
     for path, answer in re.findall(
         r"^\$ lightning-recorder doctor (\S+)\n(.*?)^```", CASES.get(page, ""), re.MULTILINE | re.DOTALL
     ):

@@ -18,7 +18,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 
 # From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("privacy",),
+    ("lazy", "privacy"),
     ("bins", "errors", "fonts", "graph.unused", "internals.random_states", "notebook", "switch", "version"),
     ("disk", "folder_lock", "portable", "signatures", "structure", "temporary", "untrusted"),
     ("internals",),

@@ -134,6 +134,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     description = metadata.partition("\n\n")[2]
     assert "## Five lines" in description
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", description) == []  # they would lead nowhere at PyPI
+    assert "$ pip install lightning-recorder " in description  # whoever reads it there has no clone
+    paths = re.findall(r" \(`([\w./-]+)`\)", description)
+    assert "docs/pictures/stuck-loss-page.png" in paths
+    assert [each for each in paths if not (ROOT / each).exists()] == []
     assert f"Version: {lightning_recorder.__version__}" in metadata.splitlines()
     assert wheel.name == f"lightning_recorder-{lightning_recorder.__version__}-py3-none-any.whl"
 
@@ -176,6 +180,7 @@ def test_compiler_pictures_and_tensorboard_can_be_missing(tmp_path: Path) -> Non
     assert all((folder / "records" / f"{each}.jsonl").stat().st_size for each in recorders)
     assert all((folder / each).exists() for each in ("findings.json", "graph.json"))
     assert done.stderr.count("graph.json, without a picture: the package graphviz is missing, `pip install") == 1
+    assert done.stderr.count("writes no more plots: the package pillow is missing, `pip install pillow`") == 3
     assert done.stderr.count("/nonexistent did not build it") == 1
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recorder.privacy import HIDDEN, hide_secrets
+from lightning_recorder.privacy import HIDDEN, LEFT_OUT, hide_places, hide_secrets
 
 SECRETS: dict[str, Any] = {
     "api_key": "hunter2",
@@ -22,6 +22,7 @@ SECRETS: dict[str, Any] = {
     "refresh_tokens": ["8d7f8d7f8d7f8d7f"],
     "password": "hunter2",
     "db_passwd": 1234,
+    "card_pin": 1234,
     "user.Password": "hunter2",
     "client_secret": "hunter2",
     "secrets": "hunter2",
@@ -60,6 +61,8 @@ ORDINARY: dict[str, Any] = {
     "author": "someone",
     "keyboard": "qwerty",
     "passes": 3,
+    "spin": 1,
+    "pin_memory": True,
     "bypass": "none",
     "optimizer": "AdamW(lr=0.1, betas=(0.9, 0.99))",
     "url": "https://host:8080/data?split=train#part",
@@ -113,8 +116,23 @@ def test_secrets_are_known_by_their_forms(text: str, shown: str) -> None:
     assert hide_secrets({"note": (shown,)}) == {"note": (shown,)}
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("it failed: BadRow: Anna, 31. To know it: wait.", "it failed: BadRow. To know it: wait."),
+        ("ValueError: no number: 'Anna'\nin row 3", "ValueError"),
+        ("Error: the mean is 0.1 of /home/me/net.py:4", "Error"),
+        ("the error of net.2 is large: 0.1", "the error of net.2 is large: 0.1"),
+    ],
+)
+def test_messages_of_errors_are_left_out(text: str, shown: str) -> None:
+    """The message of an error, which may quote a sample, is left out of a text for others; its class stays."""
+    assert hide_places(text) == shown
+
+
 @pytest.mark.parametrize("unit", ["a", "a.", "a:", "key=", "--a ", "'", "://", "://a:b", "a:b@", "sk-ant-"])
 def test_long_texts_are_searched_quickly(unit: str) -> None:
     """The search for secrets is linear in the length of a text: 100,000 characters take no minute."""
     text = unit * (100_000 // len(unit))
     assert len(hide_secrets(text)) <= len(text) * len(HIDDEN)
+    assert len(hide_places(text)) <= len(text) * len(LEFT_OUT)

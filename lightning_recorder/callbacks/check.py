@@ -63,7 +63,8 @@ class Check(GuardedCallback):
             default, all of :data:`~lightning_recorder.check.QUESTIONS`.
         only: End the program after the check, with the exit status 1 if an answer is *wrong*, 2 if no question has an
             answer, and 0 otherwise.
-        seconds: The time limit. A check also does at most the work of 30 training steps.
+        seconds: The time after which no further question is asked. A check also does at most the work of 30 training
+            steps.
         strict: Raise errors of the check instead of warning about them.
 
     Raises:

@@ -77,7 +77,7 @@ class Bench:
         functions: The parts of the fit.
         validation_batch: A batch of the validation, if one is known.
         batch_size: The number of samples in a batch according to the loader, if it is known.
-        seconds: The time limit.
+        seconds: The time after which no further question is asked.
         loader: The loader of the training batches, if there is one.
     """
 

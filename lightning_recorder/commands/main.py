@@ -168,9 +168,7 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")
     show.add_argument("--stage", help="show this stage, for example validate; by default train")
     show.add_argument("--statistic", action="append", help="show this statistic, by default rms; may be repeated")
-    show.add_argument(
-        "--all", action="store_true", help="list all sites, even if they are more than a screen has lines"
-    )
+    show.add_argument("--all", action="store_true", help="list all sites, not only as many as a screen shows")
     show.add_argument(
         "--details", action="store_true", help="print all statistics of each site, with a line for each step"
     )
@@ -245,7 +243,9 @@ def _add_report(commands: Any) -> None:
         "A .md file is Markdown with its pictures beside it. A .html file is complete, and a browser prints it as PDF.",
     )
     report.add_argument("path", metavar="PATH", help=_PATH)
-    report.add_argument("--output", metavar="FILE", default="report.md", help="the file, .md or .html; report.md")
+    report.add_argument(
+        "--output", metavar="FILE", default="report.md", help="the file, .md or .html; by default report.md"
+    )
 
 
 def _add_export(commands: Any) -> None:

@@ -30,9 +30,10 @@ _CONTENTS = f"""\
 A run, reduced by lightning_recorder {__version__}. `lightning-recorder doctor FOLDER` and `view FOLDER` read it after
 unpacking.
 
-It contains statistics and histograms of the tensors, names and classes of modules, shapes, arguments of functions,
-names of code files with line numbers, and settings that are numbers. It contains no tensors, weights or samples, no
-texts from hyperparameters, no folders and addresses, and no checksums of batches.
+It contains statistics and histograms of the tensors, names and classes of modules, names of logged metrics, shapes,
+arguments of functions, names of code files with line numbers, and settings that are numbers. The statistics of a tensor
+with a single value are this value. It contains no tensors, weights or samples, no texts from hyperparameters, no
+messages of errors, no folders and addresses, and no checksums of batches.
 """
 
 
@@ -96,7 +97,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _reduced(value: Any, name: str = "") -> Any:
-    """Return data without secrets, folders, addresses, hyperparameters that are texts, and values of samples."""
+    """Return data without secrets, folders, addresses, hyperparameters that are texts, messages and samples."""
     if isinstance(value, dict):
         if "rule" in value and "next" in value and isinstance(value.get("numbers"), dict):
             value = {**value, "next": next_without_samples(value["rule"], value["next"], value["numbers"])}

@@ -3,6 +3,6 @@
 Each name is loaded on first use, so that the names of functions do not import torch.
 """
 
-import lazy_loader
+from lightning_recorder.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

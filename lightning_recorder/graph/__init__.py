@@ -3,9 +3,8 @@
 Each name is loaded on first use, so that reading a graph does not import torch.
 """
 
-import lazy_loader
-
 # Not on first use, since the file of the same name would hide the function.
 from lightning_recorder.graph.diff import diff as diff
+from lightning_recorder.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -68,6 +68,9 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (("exp", "exp2", "expm1", "mm", "addmm", "bmm", "baddbmm", "sum", "mean", "convolution", "square"), *_OVERFLOWS),
 )
+# Of finite numbers, only negative ones make NaN in the forward pass of these.
+_SIGNED = ("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow")
+_WHY_NEGATIVE = "A root, a logarithm or a fractional power of a negative number."
 _SIMPLE = ("add", "sub", "rsub", "mul")  # of finite numbers, none is NaN
 _WHY_NUMBER = "A number that this operation uses is NaN or infinite."
 _OR_NUMBER = "Or a number that this operation uses is infinite."
@@ -125,6 +128,8 @@ def _cause(origin: Origin) -> tuple[str, str]:
         return _WHY_CONSTANT, "find where it is made, and check or replace it."
     if origin.has_bad_input:
         return (_WHY_INFINITY if is_nan else _OVERFLOWS[0]), "find where the infinities of its input are made."
+    if is_nan and not origin.backward and origin.operation in _SIGNED:
+        return _WHY_NEGATIVE, "keep its argument from becoming negative, such as by clamp or softplus."
     if origin.operation in _SIMPLE:
         if not is_nan:
             return f"{_OVERFLOWS[0]} {_OR_NUMBER}", _OVERFLOWS[1]
@@ -144,7 +149,7 @@ def finding_without_origin(
     some = "" if is_forward or not modules else f"; the last parameter with a bad gradient is {modules[-1]}"
     verdict = f"{what} first at step {reading.step} ({where}): it arose in the {part}{some}"
     module = modules[-1].rpartition(".")[0] if modules and not is_forward else ""
-    following = f"The module is not known, because {because}. To know it: {option}"
+    following = f"The module is not known, because {because}. To know it: {option}."
     finding = _finding(NON_FINITE, "critical", module, reading, verdict, _WHY, following)
     return replace(finding, numbers={"batch": float(batches[0] if batches else 0), "epoch": float(reading.epoch)})
 

@@ -136,8 +136,9 @@ def test_nothing_is_added_or_imported_unless_requested(value: str | None) -> Non
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if value is None else {"LIGHTNING_RECORDER": value})
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n{code}"]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert set(out[0].split()) <= {"__main__", "lazy_loader", "lightning_recorder"}
-    assert set(out[1].split()) == {f"lightning_recorder{name}" for name in ("", ".entry_point", ".switch", ".version")}
+    assert set(out[0].split()) <= {"__main__", "lightning_recorder"}
+    files = ("", ".entry_point", ".lazy", ".switch", ".version")
+    assert set(out[1].split()) == {f"lightning_recorder{name}" for name in files}
 
 
 @pytest.mark.parametrize("name", PACKAGES)

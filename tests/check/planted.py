@@ -76,6 +76,10 @@ def unshifted(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0]).flatten(0, 1), batch[0].flatten())
 
 
+def transposed_targets(net: Any, batch: Any) -> Any:
+    return F.cross_entropy(net(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].T.flatten())
+
+
 def shifted_twice(net: Any, batch: Any) -> Any:
     return F.cross_entropy(net(batch[0][:, :-2]).flatten(0, 1), batch[0][:, 2:].flatten())
 
@@ -265,6 +269,7 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
     "target not shifted": (lambda: language(unshifted), "past-sees-future"),
     "target shifted twice": (lambda: language(shifted_twice), "past-sees-future"),
     "positions along the batch": (lambda: language(along=0), "samples-mix"),
+    "targets in another order": (lambda: language(transposed_targets), "samples-mix"),
     "detached body": (lambda: language(detach=True), "parameters-learn"),
     # Sequences.
     "not batch first": (lambda: sequences(batch_first=False), "samples-mix"),

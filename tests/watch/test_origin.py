@@ -179,6 +179,9 @@ def test_a_backward_hook_is_named(kind: str) -> None:
     [
         (lambda x: torch.log(x * 0), "A logarithm of zero"),
         (lambda x: torch.sqrt(x * 0), "A root of a negative number, or one of zero"),
+        (lambda x: torch.sqrt(x - 2), "power of a negative number"),
+        (lambda x: torch.log(x - 2), "power of a negative number"),
+        (lambda x: (x - 2) ** 0.5, "power of a negative number"),
         (lambda x: x.norm(dim=1, keepdim=True) * 0 / (x * 0), "A division by zero"),
         (lambda x: (x * 1e38).exp(), "too large"),
         (lambda x: x * INF, "a number that this operation uses is infinite"),

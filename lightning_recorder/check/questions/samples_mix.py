@@ -4,7 +4,8 @@ The first sample stays and all others are replaced by copies of it. Its predicti
 last sample, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is intended.
 In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch, and a
 recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in that
-order: a positional encoding along the batch depends on the place of a sample.
+order: a positional encoding along the batch depends on the place of a sample. Where predictions cannot be told apart,
+their targets may be in another order.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
 from lightning_recorder.check.batches import named_tensors, rows_of, take_rows
 from lightning_recorder.check.influence import by_row, change_of, tolerance
-from lightning_recorder.check.passes import ModuleCall, Pass
+from lightning_recorder.check.passes import LossCall, ModuleCall, Pass
 
 if TYPE_CHECKING:
     from lightning_recorder.check.bench import Bench
 
 __all__ = ["QUESTION"]
+
+_OWN = 0.5  # the share of the targets of a sample that are beside its own predictions
 
 
 def answer(bench: Bench) -> Answer:
@@ -30,6 +33,9 @@ def answer(bench: Bench) -> Answer:
     rows = rows_of(bench.few)
     in_evaluation = _mixing(bench, rows, training=False)
     if in_evaluation is None:
+        if (call := _in_another_order(bench, rows)) is not None:
+            text = "predictions of a sample are compared with targets of others: are both flattened in the same order?"
+            return Answer("look", text, line=call.line)
         raise NoAnswerError("no prediction was seen whose samples can be told apart")
     share, culprit, line = in_evaluation
     numbers = {"share of other samples": share}
@@ -124,6 +130,26 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         return 0.0, None, ""
     line = base.losses[0].line if base.losses else ""
     return share, _culprit(base, first, last), line
+
+
+def _in_another_order(bench: Bench, rows: int) -> LossCall | None:
+    """Return a loss most of whose targets of a sample are beside predictions of other samples.
+
+    The first sample becomes a copy of the second one. The predictions and the targets that change are its own.
+    """
+    if rows < 2:
+        return None
+    passes = [bench.observe(take_rows(bench.few, [first, *range(1, rows)]), training=False) for first in (0, 1)]
+    for before, after in zip(passes[0].losses, passes[1].losses, strict=False):
+        prediction, target = before.prediction, before.target
+        if (prediction.shape, target.shape) != (after.prediction.shape, after.target.shape):
+            continue
+        if target.dim() and prediction.shape[:1] == target.shape[:1] != (rows,):
+            predictions = (prediction != after.prediction).reshape(len(prediction), -1).any(1)
+            targets = (target != after.target).reshape(len(target), -1).any(1)
+            if predictions.any() and targets.any() and predictions[targets].double().mean() < _OWN:
+                return before
+    return None
 
 
 def _predictions(seen: Pass, base: Pass, rows: int, bench: Bench) -> list[Tensor | None]:

@@ -325,6 +325,19 @@ def test_a_lone_step_among_many_blocks(rms: list[Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "rules"),
+    [(40.0, ["gradient-step"]), (1.6, ["gradient-step"]), (1.4, []), (math.nan, ["gradient-step"])],
+)
+def test_growth_in_the_first_block_is_there_from_the_start(first: float, rules: list[str]) -> None:
+    """A first block that learns to write a large residual stream is no step: its growth is not in the first record."""
+    gradients: dict[str, Values] = {f"blocks.{place}.fc": {"rms": 1.0} for place in range(4)}
+    gradients["blocks.0.fc"] = {"rms": [first] + [40.0] * 9}
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in gradients}
+    found = run(layers, gradients, graph=chain(*gradients))
+    assert [each.rule for each in found if each.rule == "gradient-step"] == rules
+
+
+@pytest.mark.parametrize(
     ("factors", "began", "first"),
     [
         ([40.0] * 8, 3, "gradient-step"),
