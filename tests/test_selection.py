@@ -57,6 +57,16 @@ class Net(nn.Module):
         self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
 
 
+class Inner(nn.Module):
+    """A layer that has another one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(8, 8)
+        layer.register_module("act", nn.ReLU())
+        self.layers, self.weights = [layer], nn.ParameterList(layer.parameters())
+
+
 class Lender(nn.Module):
     """A model that has its layers in lists and registers their parameters, as one of Keras does.
 
@@ -67,12 +77,9 @@ class Lender(nn.Module):
 
     def __init__(self, *, trains: bool = True, teacher: nn.Module | None = None) -> None:
         super().__init__()
-        inner = nn.Module()
-        inner.layers = [nn.Linear(8, 8)]
-        inner.layers[0].register_module("act", nn.ReLU())
-        inner.weights = nn.ParameterList(inner.layers[0].parameters())
-        self.layers = [nn.Linear(4, 8), nn.ReLU(), inner, *([teacher] if teacher is not None else [])]
-        parameters = [*self.layers[0].parameters(), *inner.weights]
+        first, inner = nn.Linear(4, 8), Inner()
+        self.layers = [first, nn.ReLU(), inner, *([teacher] if teacher is not None else [])]
+        parameters = [*first.parameters(), *inner.weights]
         self.weights = nn.ParameterList(parameters if trains else ())
 
 

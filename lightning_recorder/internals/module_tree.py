@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TopLevelTracedModule
 from typing_extensions import TypeIs
 
 __all__ = [

@@ -25,8 +25,9 @@ def recorded(net: nn.Module, run: Callable[[], object]) -> dict[str, dict[str, l
     """Return the statistics of the heads by site."""
     found: dict[str, HeadScores] = {}
 
-    def receive(site: Site, largest: Tensor, block: Tensor) -> None:
+    def receive(site: Site, largest: Tensor | None, block: Tensor) -> None:
         assert site.path == SCORES
+        assert largest is not None
         assert not largest.requires_grad
         assert largest.isfinite().all()
         if len(block) == len(HEAD_SLOTS):
