@@ -469,6 +469,15 @@ def test_blocks_that_are_added_up_are_one_box(page: Page, tmp_path: Path) -> Non
     assert titles == ["block0 … block39  ×40", "block41 … block79  ×39"]
 
 
+def test_a_box_lists_the_dilations_of_its_blocks(page: Page, tmp_path: Path) -> None:
+    """Blocks that differ in the dilation of a layer inside are one box, as in the picture, which says it."""
+    sizes = (1, 2, 4, 8, 16)
+    blocks = (nn.Sequential(nn.Conv1d(4, 4, 3, padding=size, dilation=size), nn.ReLU()) for size in sizes)
+    opened(page, graph_of(tmp_path, nn.Sequential(*blocks), torch.ones(2, 4, 40)), "#tab=graph")
+    box = page.locator("g.node", has=page.locator("text.title", has_text="×5"))
+    expect(box.locator("text.detail")).to_have_text("Sequential · 2×4×40 · dilation 1, 2, 4, …, 16")
+
+
 def test_the_steps_of_a_chart_are_whole(page: Page, tmp_path: Path) -> None:
     """The marks of the axis of steps are whole numbers, even of a short run on a wide screen."""
     path = graph_of(tmp_path, named(part=nn.ReLU()), torch.ones(1, 2))
