@@ -129,7 +129,8 @@ def is_scripted(module: object) -> bool:
 
 def takes_hooks(module: object) -> bool:
     """Return False for a TorchScript module, unless it is the whole of a trace, whose call begins in Python."""
-    return not is_scripted(module) or issubclass(type(module), torch.jit.TopLevelTracedModule)
+    whole: type = torch.jit.TopLevelTracedModule  # type: ignore[attr-defined]  # not in the list of public names
+    return not is_scripted(module) or issubclass(type(module), whole)
 
 
 def is_training(module: nn.Module) -> bool:
