@@ -23,8 +23,11 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # "APIKey_2" has the words 
 # Ends of words that denote a secret wherever they are in a name, such as "db_password" and "clientsecret_2".
 _SECRET_WORDS = ("apikey", "credential", "passcode", "passphrase", "passwd", "password", "pwd", "secret", "webhook")
 
-# Words that denote a secret before "key". Most other keys are names of entries, such as "batch_key".
-_OF_SECRET_KEYS = ("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh")
+# Words that denote a secret before "key", services among them. Most other keys are names of entries, as "batch_key".
+_OF_SECRET_KEYS = (
+    *("access", "account", "api", "auth", "encryption", "license", "private", "secret", "signing", "ssh"),
+    *("anthropic", "aws", "azure", "comet", "github", "huggingface", "neptune", "openai", "wandb"),
+)
 
 # Words that denote a secret at the end of a name only.
 _SECRET_HEADS = ("auth", "authorization", "bearer", "cookie", "dsn", "jwt", "pin", "pw", "sig", "signature")

@@ -32,6 +32,8 @@ SECRETS: dict[str, Any] = {
     "sentry_dsn": "hunter2",
     "slack_webhook_url": "hunter2",
     "my_key": "0123456789abcdef0123456789abcdef",
+    "wandb_key": "hunter2",
+    "OPENAI_KEY": "hunter2",
     "neptune_key_prod": "a1b2c3d4-1234-1234-1234-123456789abc",
 }
 
