@@ -251,19 +251,23 @@ def test_the_search_takes_few_replays(samples: int) -> None:
         assert calls <= most
 
 
-def test_the_training_is_the_same(tmp_path: Path) -> None:
-    """With the watch, two epochs of shuffled batches with a spike and workers that persist are equal to the bit."""
+@pytest.mark.parametrize(("row", "step"), [(5, 16), (100, 52)])
+def test_the_training_is_the_same(row: int, step: int, tmp_path: Path) -> None:
+    """With the watch, two epochs of shuffled batches with a spike and workers that persist are equal to the bit.
+
+    The spike is among the first steps, or a late one.
+    """
 
     def trained(*callbacks: Any) -> tuple[list[float], Any]:
         seed_everything(3, verbose=False)
-        data = dataset(1024, scaled(700, 300))
+        data = dataset(1024, scaled(row, 300))
         loader = DataLoader(data, ROWS, shuffle=True, num_workers=2, persistent_workers=True)
         model = fit(tmp_path, Net(lambda: nn.Dropout(0.2)), loader, *callbacks, max_epochs=2)
         return model.losses, [*model.state_dict().values(), torch.get_rng_state()]
 
     watch = StepWatch(strict=True)
     (losses, state), (usual, before) = trained(watch), trained()
-    assert watch.found[0].numbers["row"] == 700
+    assert (watch.found[0].numbers["row"], watch.found[0].first_step) == (row, step)
     assert losses == usual
     assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
 
