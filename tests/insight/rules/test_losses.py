@@ -479,7 +479,7 @@ class PolicyGradient(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         chosen = self.net(batch["x"]).log_softmax(1).gather(1, batch["action"][:, None])[:, 0]
-        loss = self.sign * (chosen * self.scale(batch["rewards"])).mean()
+        loss: Tensor = self.sign * (chosen * self.scale(batch["rewards"])).mean()
         loss.backward()
         return loss
 
