@@ -234,11 +234,9 @@ def read_manifest(path: str | Path) -> list[dict[str, Any]]:
             line["file"] = (PurePosixPath(place) / line["file"]).as_posix()
             found.append(line)
     if not found and not any(manifests(path / place) for place in _PLACES):
-        below = [
-            each.relative_to(path) for depth in ("*/", "*/*/", "*/*/*/") for each in path.glob(f"{depth}{MANIFEST}")
-        ]
-        if below:
-            run = path / next(iter(below)).parent
+        below = (each.parent for depth in ("*/", "*/*/", "*/*/*/") for each in path.glob(f"{depth}{MANIFEST}"))
+        run = next(below, None)
+        if run is not None:
             raise FileNotFoundError(
                 f"there is no {MANIFEST} in {str(path)!r}, but there is one in {str(run)!r}: "
                 f"read_manifest({str(run)!r}) reads it"

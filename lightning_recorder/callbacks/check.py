@@ -146,13 +146,7 @@ class Check(GuardedCallback):
         why = _why_not(trainer, pl_module)
         if why:
             ranks = self._answer_of_ranks(trainer, pl_module, batch)
-            answers = tuple(
-                replace(ranks, question=each.name, expected=each.expects, asks=each.asks)
-                if ranks is not None and each.name == RANKS.name
-                else Answer("no answer", why, question=each.name, asks=each.asks)
-                for each in self.questions
-            )
-            self.result = Result(answers, 0.0, 0.0)
+            self.result = Result(tuple(_without_step(each, why, ranks) for each in self.questions), 0.0, 0.0)
         else:
             if self.only and self._validation_batch is None:
                 self._validation_batch = _validation_batch(trainer)
@@ -209,6 +203,13 @@ def _why_not(trainer: Trainer, pl_module: LightningModule) -> str:
     if needed > _free_bytes(device_of(pl_module)):
         return f"{_COPIES} copies of the parameters do not fit into the memory"
     return ""
+
+
+def _without_step(question: Question, why: str, ranks: Answer | None) -> Answer:
+    """Return the answer to a question if the step cannot be repeated: only that about the ranks may have one."""
+    if ranks is not None and question.name == RANKS.name:
+        return replace(ranks, question=question.name, expected=question.expects, asks=question.asks)
+    return Answer("no answer", why, question=question.name, asks=question.asks)
 
 
 def _start_of(trainer: Trainer, pl_module: LightningModule, batch: Any) -> RankStart:

@@ -82,12 +82,7 @@ def other_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -
 
 
 def replay(
-    trainer: Trainer,
-    pl_module: LightningModule,
-    batches: Sequence[KeptBatch],
-    *,
-    steps: int = 0,
-    is_exact: bool = True,
+    trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptBatch], *, steps: int = 0, is_exact: bool = True
 ) -> Replay:
     """Run the batches of a step again, and find the origin of the first bad value in them.
 

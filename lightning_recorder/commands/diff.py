@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import counted, module, printable, table
@@ -129,9 +130,7 @@ def _differences(differences: list[Difference], *, is_long: bool) -> list[str]:
     """Format the differences that are not numerical, with one line for all that are alike."""
     lines: list[str] = []
     counts: Counter[str] = Counter()
-    for (kind, recorder, one, other), group in groupby(
-        differences, key=lambda each: (each.kind, each.recorder, each.one, each.other)
-    ):
+    for (kind, recorder, one, other), group in groupby(differences, attrgetter("kind", "recorder", "one", "other")):
         names = [printable(each.what) for each in group]
         counts[kind] += 1
         if counts[kind] > _MOST_ALIKE and not is_long:

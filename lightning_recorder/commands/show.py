@@ -159,10 +159,7 @@ def _unusual(series: Series, findings: Sequence[Finding]) -> dict[tuple[str, str
 
 
 def _values_of(
-    site: SiteSeries,
-    conditions: list[_Condition],
-    wanted: list[str] | None,
-    unusual: dict[tuple[str, str], int],
+    site: SiteSeries, conditions: list[_Condition], wanted: list[str] | None, unusual: dict[tuple[str, str], int]
 ) -> dict[str, Any]:
     """Return the statistics of a site where the conditions hold, without those that cannot exist."""
     kept = _holds(site, conditions).tolist()

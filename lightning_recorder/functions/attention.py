@@ -66,11 +66,7 @@ class _Sample(NamedTuple):
 
 
 def scores_of_call(
-    name: str,
-    module: nn.Module | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    paddings: Sequence[Tensor] = (),
+    name: str, module: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any], paddings: Sequence[Tensor] = ()
 ) -> Scores | None:
     """Return the scores of a call of a function; None if it is no attention or cannot be read.
 
@@ -189,7 +185,7 @@ class _Places(NamedTuple):
     each_query: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a part of a tensor, ``[samples, heads, queries, …]``; one of size 1 stands for all."""
+        """Return the chosen part of a tensor, ``[samples, heads, queries, …]``; dimensions of size 1 stay."""
         found = tensor[:: self.each_sample] if tensor.shape[0] > 1 else tensor
         return found[..., self.first :: self.each_query, :] if tensor.shape[-2] > 1 else found
 

@@ -22,7 +22,8 @@ _OF_PAIRS = ("cosine_embedding_loss", "margin_ranking_loss")  # the target is th
 _IGNORING = {"cross_entropy": 4, "nll_loss": 4}  # the place of the argument ``ignore_index``
 _IGNORED = -100  # its default
 _OF_CLASSES = ("cross_entropy", "nll_loss", "multi_margin_loss")
-_OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logits": 0.0}  # the least of the second one
+# The least output that stands for the second class.
+_OF_TWO_CLASSES = {"binary_cross_entropy": 0.5, "binary_cross_entropy_with_logits": 0.0}
 
 
 def sides_of_loss(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -96,8 +97,7 @@ def classes_of_loss(
         if not 1 < prediction.shape[dim] <= CLASSES:
             return {}
         predicted = prediction.argmax(dim)
-        has_numbers = not target.is_floating_point()
-        meant = target if has_numbers else target.argmax(min(target.dim() - 1, 1))
+        meant = target.argmax(min(target.dim() - 1, 1)) if target.is_floating_point() else target
     elif name in _OF_TWO_CLASSES and prediction.numel() == len(prediction):
         predicted, meant = prediction > _OF_TWO_CLASSES[name], target > 0.5
     else:

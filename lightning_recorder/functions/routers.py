@@ -154,7 +154,7 @@ def _is_first(node: Node | None, site: str) -> bool:
 
 
 def _is_masked(node: Node | None) -> bool:
-    """Return True for scores of which all but some were set to a constant."""
+    """Return True if the scores were masked: some of them stayed, and all others were set to a constant."""
     for _ in range(_DEEPEST):
         if node is None:
             return False
@@ -184,13 +184,7 @@ def _of_normalizer(
 
 
 def _chosen(
-    name: str,
-    module: nn.Module,
-    site: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    given: Tensor,
-    result: Any,
+    name: str, module: nn.Module, site: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Tensor, result: Any
 ) -> tuple[Tensor, Tensor] | None:
     """Return the scores, and the indices of the best of each token, ``[…, chosen]``; None if none are chosen."""
     if name == "argmax":

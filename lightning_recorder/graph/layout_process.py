@@ -238,8 +238,8 @@ def boxes_of(layout: Any) -> dict[str, tuple[float, float, float, float]]:
 def stretch(layout: Any, least: float, gaps: Sequence[tuple[float, float, float]]) -> None:
     """Move everything in a layout to other heights; a title stays at the border of its frame.
 
-    The height ``least`` becomes zero. A gap is where a stretch without nodes begins and ends, and by how much it
-    becomes longer.
+    The height ``least`` becomes zero. Each gap is a range of heights without nodes, as its ends and the height that is
+    added to it.
     """
 
     def height(y: float) -> float:

@@ -462,17 +462,15 @@ class Graph:
         if version not in _READABLE:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")
         try:
-            nodes = tuple(map(_node, data["nodes"]))
-            edges = tuple(map(_edge, data["edges"]))
+            nodes, edges = tuple(map(_node, data["nodes"])), tuple(map(_edge, data["edges"]))
             unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
             graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused=unused)
             for each in (*nodes, *edges, graph):
                 check_fields(each)
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
-        there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
-        if not nodes or nodes[0].parent is not None or not ends <= there:
+        if not nodes or nodes[0].parent is not None or not ends <= {node.id for node in nodes}:
             raise ArgumentError("this is not a graph written by lightning_recorder: nodes are missing")
         return graph
 

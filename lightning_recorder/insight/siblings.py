@@ -196,10 +196,8 @@ def _outliers(
     is_vector = words.endswith("vector")
     wider = limits.vector if is_vector or words == WEIGHT_GRADIENT else 1.0
     # Nothing but the largest and the smallest value can be far from all others.
-    for place in sorted({int(known.argmin()), int(known.argmax())}):
+    for place in sorted({int(known.argmin()), int(known.argmax())}) if np.isfinite(known).all() else ():
         site, value, others = group[place], float(known[place]), np.delete(known, place)
-        if not np.isfinite(known).all():
-            continue
         is_end = place in (0, len(group) - 1)
         if not (value > 0 and (others > 0).all()):
             # A parameter that begins at zero, or the only one that does not.

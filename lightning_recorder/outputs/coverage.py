@@ -226,6 +226,5 @@ def with_gradients(modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 def _parents(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the parent module of each module by name."""
     named = named_submodules(root)
     return {name: named[name.rpartition(".")[0]] for name in named if name and name.rpartition(".")[0] in named}

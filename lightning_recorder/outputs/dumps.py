@@ -219,15 +219,11 @@ class TensorDumps:
         strict: bool = False,
     ) -> None:
         self.folder = folder
-        self._buffers = buffers
-        self._at = at
-        self._event = event
-        self._name = name
-        self._strict = strict
+        self._at, self._event, self._buffers = at, event, buffers
+        self._name, self._strict = name, strict
         self._queue = BackgroundQueue(_WAITING)
         self._latest: _Step | None = None
-        self._failed = False
-        self._has_warned = False
+        self._failed = self._has_warned = False
         self.steps = self.tensors = 0
         """The number of captured steps, and the number of their tensors."""
 

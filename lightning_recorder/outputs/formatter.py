@@ -57,21 +57,14 @@ class TagBudget:
     """
 
     def __init__(
-        self,
-        max_tags: int | None,
-        name: str = "the recorder",
-        *,
-        stages: int = 1,
-        log: Callable[[str], object] = warn,
+        self, max_tags: int | None, name: str = "the recorder", *, stages: int = 1, log: Callable[[str], object] = warn
     ) -> None:
         self.max_tags = _WHOLE if max_tags is None else max_tags
         self.is_brief = False
         """True if only the main statistics are shown, because there are too many tags and no limit was given."""
         self._is_given = max_tags is not None
-        self._log = log
+        self._log, self._name, self._stages = log, name, max(1, stages)
         self._past: deque[tuple[tuple[Site, ...], Floats]] = deque(maxlen=_REMEMBERED)
-        self._name = name
-        self._stages = max(1, stages)
         self._sites: dict[Site, int] = {}  # the shown sites with their number of tags
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
@@ -199,11 +192,7 @@ class TagBudget:
         return sum(self._sites.values())
 
     def _choose(
-        self,
-        new: list[str],
-        modules: Mapping[str, list[Site]],
-        unusual: Mapping[str, float],
-        tags: Mapping[Site, int],
+        self, new: list[str], modules: Mapping[str, list[Site]], unusual: Mapping[str, float], tags: Mapping[Site, int]
     ) -> None:
         """Choose among the new modules, and show the modules that have become unusual."""
         cost = {name: sum(tags[site] for site in sites) for name, sites in modules.items()}
@@ -357,13 +346,10 @@ class SinkFormatter:
         budget: TagBudget | None = None,
         numbered: bool = False,
     ) -> None:
-        self.group = group
-        self._label = group
-        self._budget = budget
+        self.group = self._label = group
+        self._budget, self.histograms, self.statistics = budget, histograms, tuple(statistics)
         self._numbers: dict[str, str] | None = {} if numbered else None
-        self.statistics = tuple(statistics)
         self._has_main_curves = curves == "main" and self.statistics == DEFAULT_STATISTICS
-        self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
         self.named: Callable[[], Set[str]] = frozenset

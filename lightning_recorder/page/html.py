@@ -38,17 +38,11 @@ def page_html(data: Mapping[str, Any], title: str) -> str:
         title: The title of the browser's tab.
     """
     script, style = _bundle()
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            # The layout of the graph is WebAssembly.
-            f"script-src '{_digest(script)}' 'wasm-unsafe-eval'",
-            "style-src 'unsafe-inline'",
-            f"connect-src {repr('self') if data.get('live') else repr('none')}",
-            "img-src data: blob:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
+    server = "'self'" if data.get("live") else "'none'"
+    policy = (
+        # The layout of the graph is WebAssembly.
+        f"default-src 'none'; script-src '{_digest(script)}' 'wasm-unsafe-eval'; style-src 'unsafe-inline'; "
+        f"connect-src {server}; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

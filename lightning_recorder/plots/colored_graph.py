@@ -174,13 +174,8 @@ class StatisticStyler(GraphvizStyler):
         text = legible_on(fill)
         # The grey details of a label would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
-        return {
-            **style,
-            "fillcolor": fill,
-            "fontcolor": text,
-            "label": _with_row(label, f'<td><font color="{text}">{_text(words)}</font></td>'),
-            **self.attributes,
-        }
+        label = _with_row(label, f'<td><font color="{text}">{_text(words)}</font></td>')
+        return {**style, "fillcolor": fill, "fontcolor": text, "label": label, **self.attributes}
 
     @override
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
@@ -215,7 +210,6 @@ class StatisticStyler(GraphvizStyler):
         return {**style, "label": f'<<table border="0" cellborder="0" cellspacing="0">{rows}</table>>'}
 
     def _legend(self) -> list[str]:
-        """Return the cells of the legend."""
         known = [value for value in self.values.values() if math.isfinite(value)]
         kind = {"linear": "", "log": ", log scale", "symlog": ", symlog scale"}[self.scale.kind]
         cells = [f'<td border="0">{_text(self.caption + kind)}</td>']
@@ -266,8 +260,7 @@ def color_graph(
     looks = {name: look for name, look in styler.looks(calls).items() if look}
     marked = replace(graph, nodes=tuple(_marked(node, looks) for node in graph.nodes))
     drawing = draw(marked, styler=styler, **{"depth": None, **options})
-    view = replace(drawing.view, nodes=tuple(map(_unmarked, drawing.view.nodes)))
-    return replace(drawing, graph=graph, view=view)
+    return replace(drawing, graph=graph, view=replace(drawing.view, nodes=tuple(map(_unmarked, drawing.view.nodes))))
 
 
 def _marked(node: Node, looks: Mapping[str, int]) -> Node:

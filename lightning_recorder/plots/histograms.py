@@ -177,13 +177,8 @@ def _draw_ridge(
     curves = [_curve(each, row, distance, head, area[2]) for row, each in enumerate(parts)]
     inside = VIRIDIS[np.linspace(40, 215, len(curves)).round().astype(int)].tolist()
     colors = ["#{:02x}{:02x}{:02x}".format(*each) for each in inside]
-    canvas.ridges(
-        left,
-        TOP,
-        area[2],
-        area[3] + head,
-        [(curve, color, "#ffffff") for curve, color in zip(curves, colors, strict=True)],
-    )
+    filled = [(curve, color, "#ffffff") for curve, color in zip(curves, colors, strict=True)]
+    canvas.ridges(left, TOP, area[2], area[3] + head, filled)
     canvas.frame(left, TOP, area[2], area[3] + head)
     # Each name stands next to the baseline of its curve.
     row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance, marked)

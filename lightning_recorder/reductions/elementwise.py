@@ -266,15 +266,9 @@ class Change(ShapedReduction):
         cosine = ((last * first).sum(-1) / (norm * next_norm)).clamp(-1, 1)
         ratio = next_norm / norm
         pair = torch.stack((torch.ones_like(cosine), cosine, ratio), dim=-1)
-        ends.copy_(
-            torch.stack(
-                (
-                    torch.where(there[..., None] > 0, ends[..., 0, :], next_ends[..., 0, :]),
-                    torch.where(there_next[..., None] > 0, next_ends[..., 1, :], ends[..., 1, :]),
-                ),
-                dim=-2,
-            )
-        )
+        begin = torch.where(there[..., None] > 0, ends[..., 0, :], next_ends[..., 0, :])
+        end = torch.where(there_next[..., None] > 0, next_ends[..., 1, :], ends[..., 1, :])
+        ends.copy_(torch.stack((begin, end), dim=-2))
         carried = torch.where(there > 0, lead[..., 4], next_lead[..., 4])
         lead[..., :4] += next_lead[..., :4]
         lead[..., :3] += torch.where(joined[..., None], pair, 0)

@@ -245,17 +245,14 @@ class Encoder:
         shapes = pickle.dumps([self._shape(kind) for kind in kinds])
         is_known = self._known.get(scope) == shapes
         self._known[scope] = shapes
-        parts: list[Tensor] = []
-        for kind in kinds:
-            parts += [kind.flags, kind.diverged, kind.means, *_thinned(kind.states)]
-        sizes = [part.numel() for part in parts]
+        parts = [part for each in kinds for part in (each.flags, each.diverged, each.means, *_thinned(each.states))]
         about: dict[str, Any] = {
             "absent": contribution.absent,
             "left_out": contribution.left_out,
             "refused": contribution.refused,
             "values": contribution.values,
             "shapes": None if is_known else shapes,
-            "sizes": sizes,
+            "sizes": [part.numel() for part in parts],
         }
         head = pickle.dumps(about)
         message = bytearray(len(head).to_bytes(8, "little") + head)

@@ -70,8 +70,7 @@ class RankChannel:
         """The number of the channel in this process. It is the same on all ranks."""
         self.parent, self.children = _tree(self.rank, self.ranks)
         self._lost: set[int] = set()
-        self._encoder = Encoder()
-        self._decoders = {child: Decoder() for child in self.children}
+        self._encoder, self._decoders = Encoder(), {child: Decoder() for child in self.children}
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._free = threading.Semaphore(_MOST_PENDING)
         self._pending: list[_Job] = []

@@ -253,18 +253,15 @@ class RankMergingRecorder:
         strict: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.recorder = recorder
-        self.name = name
-        self.exchange = exchange
-        self.strict = strict
+        self.recorder, self.exchange = recorder, exchange
+        self.name, self.strict = name, strict
         self.enabled = True
         """False to record nothing. May be changed between two batches."""
         self.failed = False
         """True if recording has stopped because of an error."""
         self._is_first = rank == 0
         self._contained = _Contained(self)
-        self._collector = RareCollections()
-        self._clock = clock
+        self._collector, self._clock = RareCollections(), clock
         self._absent_ranks: set[int] = set()  # the ranks about which a warning was given
         self._pending: list[PendingMerge] = []  # those whose errors have not been reported
 

@@ -135,24 +135,21 @@ class EpochSamples:
         self.keys = Sketch()
         self.contents = self.keys
         """The values of the samples, even if their indices are known."""
-        self.is_whole = False
+        self.is_whole = self._is_repeat = False
         self.overwritten = self.checked = 0
         """The number of batches that were written to while they were used, and of those that were looked at."""
         self.order = 0
         """A number that depends on the order of the samples."""
         self._is_ascending = True
-        self._last_row = -1
+        self._last_row = self._last_class = -1
         self._first_repeat = 0  # the number of samples before it
         self._recent: deque[Keys] = deque(maxlen=_NEAR)
-        self._near = self._equal = 0
-        self._is_repeat = False
+        self._near = self._equal = self._consecutive = self._cached = self._changes = 0
         self._equal_input: int | None = None
         self._sets = Sketch(_BATCHES)
         self._before: int | None = None
         self._seen: dict[int, int] = {}  # the set of indices by the values of a batch
-        self._consecutive = self._cached = self._changes = 0
         self._classes: NDArray[np.int64] | None = np.zeros(_MOST_CLASSES, dtype=np.int64)
-        self._last_class = -1
 
     def add(self, batch: BatchSamples, step: int) -> None:
         """Add a batch."""

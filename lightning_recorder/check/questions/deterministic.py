@@ -23,18 +23,11 @@ __all__ = ["QUESTION"]
 def answer(bench: Bench) -> Answer:
     """Repeat the step, and compare losses, outputs and gradients."""
     first, second = bench.repeated
-    place = next(
-        (
-            one
-            for one, other in zip(first.modules, second.modules, strict=False)
-            if not all(map(torch.equal, one.outputs, other.outputs))
-        ),
-        None,
-    )
+    pairs = zip(first.modules, second.modules, strict=False)
+    place = next((one for one, other in pairs if not all(map(torch.equal, one.outputs, other.outputs))), None)
     if place is not None:
-        return Answer(
-            "look", f"the output of {place.name} ({place.kind}) differs when the step is repeated", module=place.name
-        )
+        text = f"the output of {place.name} ({place.kind}) differs when the step is repeated"
+        return Answer("look", text, module=place.name)
     if _loss(first) != _loss(second):
         return Answer("look", f"the loss differs when the step is repeated: {_loss(first)} and {_loss(second)}")
     if first.loss is None:

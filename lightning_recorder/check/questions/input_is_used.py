@@ -44,11 +44,10 @@ def answer(bench: Bench) -> Answer:
     unused = _unused_features(bench, found) + _unused_positions(bench, found)
     if unused:
         return Answer("look", "no influence on the prediction: " + "; ".join(unused), line=line)
-    names = ", ".join(found.inputs)
     ignored = [name for name in found.unused if named_tensors(found.batch)[name].dim() > 1]
     if ignored:
         return Answer("look", f"no influence on prediction or loss: {', '.join(ignored)}", line=line)
-    return Answer("ok", f"the prediction depends on {names}", line=line)
+    return Answer("ok", f"the prediction depends on {', '.join(found.inputs)}", line=line)
 
 
 def _matters_in_training(bench: Bench, found: Influences) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from lightning_recorder.check.answer import Answer, NoAnswerError, Question
@@ -40,20 +41,14 @@ def compare(ranks: Sequence[RankStart]) -> Answer:
     differing = [name for name, number in known[0].items() if any(each.get(name, number) != number for each in known)]
     if differing:
         more = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
-        return Answer(
-            "wrong", f"the {len(ranks)} ranks start with other values of {differing[0]}{more}", module=differing[0]
-        )
+        text = f"the {len(ranks)} ranks start with other values of {differing[0]}{more}"
+        return Answer("wrong", text, module=differing[0])
     parts = {each.place: set(each.samples) for each in ranks}
     if len(parts) < 2:
         raise NoAnswerError("all ranks train on the same batches, as with tensor parallelism")
     if not all(parts.values()):
         raise NoAnswerError("the samples of the first batches are not known")
-    shared = [
-        len(one & other) / len(one)
-        for place, one in parts.items()
-        for further, other in parts.items()
-        if place != further
-    ]
+    shared = [len(one & other) / len(one) for one, other in permutations(parts.values(), 2)]
     numbers = {"share": max(shared), "ranks": float(len(parts))}
     if max(shared) < _SHARE:
         return Answer("ok", f"the first batches of {len(parts)} ranks have other samples", numbers)

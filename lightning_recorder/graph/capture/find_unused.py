@@ -93,9 +93,8 @@ def _never_called(
     root: nn.Module, registered: Set[str], builder: GraphBuilder, opaque: set[str], given: Collection[str]
 ) -> Iterable[str]:
     """Yield the outermost registered modules of which neither a call nor a tensor was recorded, nor a gradient."""
-    nodes = builder.nodes
     kinds: tuple[Kind, ...] = ("module", "parameter", "buffer")
-    recorded = {nodes[number].name for kind in kinds for number in builder.of_kind(kind)}.union(given)
+    recorded = {builder.nodes[number].name for kind in kinds for number in builder.of_kind(kind)}.union(given)
     if registered <= recorded:
         return  # the usual case
     modules = named_submodules(root)
@@ -108,11 +107,10 @@ def _never_called(
     for name, module in modules.items():
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
             continue
-        around = name.rpartition(".")[0]
         unused.add(name)
         # A container without entries has nothing to call. A metric is updated in other steps.
         empty = type(module).forward is nn.Module.forward and not any(children_of(module))
-        if around not in unused and not empty and not is_metric(module):
+        if name.rpartition(".")[0] not in unused and not empty and not is_metric(module):
             yield name
 
 
@@ -154,8 +152,7 @@ def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
             continue  # a later function stops the gradient
         reason = node.note or _reason(node, ends.get(number))
         node.note = f"stops the gradient: {reason}"
-        around = nodes[node.parent or 0].name
-        place = f"{around}/{node.name}" if around else node.name
+        place = "/".join(filter(None, (nodes[node.parent or 0].name, node.name)))
         yield f"{place} ({reason})" + (f" at {node.source}" if node.source else "")
 
 

@@ -224,7 +224,7 @@ class ModelNames:
             if name and (number := below.get(name)):
                 around = name.rpartition(".")[0]
                 below[around] = below.get(around, 0) + number
-        registered = islice(self._names.items(), len(self._registered))  # the first ones
+        registered = islice(self._names.items(), len(self._registered))  # the names of further modules come after them
         return {key: (own.get(each.name, 0), below.get(each.name, 0)) for key, each in registered}
 
     def registered(self) -> set[str]:

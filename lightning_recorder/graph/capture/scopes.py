@@ -87,9 +87,8 @@ class Scopes:
             behind = node.kind in ("op", "module") and number not in layers and users and users <= found
             if _is_backward(node) or behind:
                 found.add(number)
-        trained = {place[number] for number in self._trained()}
         # A computation on the targets alone, before they are combined with the model output, is not part of the loss.
-        found = found & trained or found
+        found = found & {place[number] for number in self._trained()} or found
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
 
     def _trained(self) -> set[int]:

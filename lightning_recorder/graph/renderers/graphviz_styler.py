@@ -260,10 +260,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     lines += [small(each) for each in (labels.same_weights(node, graph), labels.unused(node, graph)) if each]
     if (again := _repetition(node, graph)) and "note" not in details:
         lines.append(small(again))
-    if node.failed:
-        lines.append(small("failed here"))
-    if tied := labels.tied_to(node):
-        lines.append(small(tied))
+    lines += [small(each) for each in ("failed here" if node.failed else "", labels.tied_to(node)) if each]
     if shapes and node.outputs:
         lines.append(small(labels.shown_shapes(node)))
     lines += [small(text) for detail in details if (text := describe_detail(node, detail))]
