@@ -162,7 +162,7 @@ class WatchedRun:
 
     def start_batch(self, batch: Any, batch_idx: int, step: int, rows: list[int] | None = None) -> None:
         """Begin a batch: keep what is needed to run it again."""
-        # This runs for every batch, so what is rarely needed is asked for without a call.
+        # This runs for every batch, so rare cases are recognized without a call.
         if not self._reads_now and (found := self._queue.take()):
             self._arrive(found)
         self._series.replay()

@@ -323,7 +323,7 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
 
 
 def _with_distance(finding: Finding, other: Finding) -> Finding:
-    """Return the finding of the records about ranks that differ, with what the checksums say about them."""
+    """Complete a finding from the records, that ranks differ, by one from the checksums of their parameters."""
     if finding.is_note != other.is_note:
         return finding
     knows_cause = not other.numbers.keys().isdisjoint(("settings", "idle", "step_counts", "no_sync", "not_averaged"))

@@ -406,7 +406,7 @@ def _is_setting(node: Node, name: str, value: str) -> bool:
 
 
 def _other_users(blocks: _Blocks) -> Iterator[OddBlock]:
-    """Yield the block whose result is not used as that of all others is, for example by an addition."""
+    """Yield the block whose result is used by other functions than those of its siblings, or not at all."""
     users = [blocks.users(block) for block in blocks.blocks[1:-1]]
     counts = Counter(frozenset(each) for each in users)
     usual = counts.most_common(1)[0][0]

@@ -346,7 +346,7 @@ def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
 
 
 def _missing(tables: list[Floats], groups: _Groups) -> Floats:
-    """Return the degree of sites that were recorded before, but not at the last step, unless most like them are."""
+    """Return the degree of sites that are missing at the last step while most sites like them were recorded."""
     known: NDArray[np.bool_] = np.any([~np.isnan(table) for table in tables], axis=0)
     found = np.zeros(len(known))
     for group, chosen in groups.like():

@@ -91,7 +91,7 @@ def indices_of(iterator: object, number: int | None) -> list[int] | None:
 
 
 def kept_of(iterator: object) -> object:
-    """Return what keeps the indices of an iterator over a data loader, in place of which it may stand."""
+    """Return the sampler of an iterator over a data loader, which keeps the indices, or the argument itself."""
     return getattr(iterator, "_sampler_iter", iterator)
 
 

@@ -61,7 +61,7 @@ def overview(
 def pictures(
     history: PlotHistory, *, group: str, statistics: Sequence[str], max_images: int, findings: Sequence[Finding]
 ) -> Iterator[tuple[str, Image]]:
-    """Draw the images of :func:`overview` one by one; yield their tags and them."""
+    """Draw the images of :func:`overview` one by one; yield each with its tag."""
     check_integer("max_images", max_images, 0)
     steps, sites = history.steps, history.sites
     if not len(steps) or not sites:

@@ -149,7 +149,7 @@ class PlotHistory(History[Hashable]):
             self._thin_counts()
 
     def _places_in(self, sites: tuple[Hashable, ...]) -> NDArray[np.intp]:
-        """Return the places of the sites, the same array for those of the previous record."""
+        """Return the places of the sites. The same sites as in the previous record get the same array again."""
         if sites != self._last[0]:
             places = [self.places.setdefault(site, len(self.places)) for site in sites]
             self._last = sites, np.array(places, dtype=np.intp)

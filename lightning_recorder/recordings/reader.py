@@ -279,7 +279,6 @@ class RecordReader:
         return self._again(entry, read)
 
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
-        """Read a line again."""
         try:
             found = parse(self._tail.line_at(entry.offset))
             sites = [(line[0], line[1]) for line in found["sites" if "sites" in found else "layout"]]

@@ -226,7 +226,6 @@ _LOCK = threading.RLock()
 
 
 def _lock_of(sink: Sink) -> threading.RLock:
-    """Return the lock for writes to a sink."""
     with _LOCK:
         try:
             return _LOCKS.setdefault(sink, threading.RLock())

@@ -336,7 +336,7 @@ class EventFile:
 
     @contextmanager
     def joined(self, lose: Callable[[int], object] = lambda nbytes: None) -> Iterator[None]:
-        """Append the events that this thread adds in the block at once; ``lose`` gets the size of skipped ones."""
+        """Hold the events that this thread adds, and append them together; ``lose`` gets the size of skipped ones."""
         held: list[bytes] = []
         self._held.records = held
         try:

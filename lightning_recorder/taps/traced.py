@@ -278,7 +278,6 @@ def _parts(value: Any) -> list[tuple[str | None, Any]]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value."""
     if isinstance(value, Tensor):
         return [value]
     return [tensor for _, part in _parts(value) for tensor in _tensors(part)]

@@ -72,7 +72,7 @@ def _file(folder: Path) -> Path:
 
 
 def _unique(key: str, taken: Mapping[str, Tensor]) -> str:
-    """Return the key, with a suffix if a name with a slash or a path that looks like a part already produced it."""
+    """Return the key, with a suffix if it is taken, since a name with a slash can give the key of another tensor."""
     while key in taken:
         key += "~"
     return key

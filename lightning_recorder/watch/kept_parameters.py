@@ -80,7 +80,7 @@ class _Measured:
 
 
 class ParameterCopies:
-    """Copies of the parameters, taken as often as they cost nearly nothing.
+    """Copies of the parameters, taken so rarely that they cost nearly nothing.
 
     With ``"auto"`` there are two copies, so that nothing waits for the device: the older one is overwritten once the
     values of all steps before the newer one have arrived. They are kept if both together take less than a tenth of the

@@ -397,7 +397,7 @@ class OriginTrace(TorchDispatchMode):
 
     def enter(self, name: str) -> None:
         """Begin a call of a module."""
-        if in_backward():  # checkpointing repeats the call; the last one comes first
+        if in_backward():  # checkpointing repeats the calls, the last one first
             call = max(1, self._calls[name] - self._repeated[name])
             self._repeated[name] += 1
         else:

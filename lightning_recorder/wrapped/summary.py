@@ -290,7 +290,6 @@ class Summary:
         return [parameters, sizes, [f"Currently recording: {recorded or None}"]]
 
     def _cell(self, row: SummaryRow, column: str) -> str:
-        """Return the text of a row in a column."""
         if column in ("input_size", "output_size"):
             return _shapes(row.input_shapes if column == "input_size" else row.output_shapes)
         if column == "kernel_size":

@@ -386,7 +386,6 @@ def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _bits(number: float) -> int:
-    """Return the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
