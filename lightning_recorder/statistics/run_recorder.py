@@ -381,8 +381,7 @@ class RunRecorder(RankMergingRecorder):
         snapshot = merged.snapshot
         if snapshot is None or not (self._window.has_states or "pending" in about):
             return None
-        if self._window.is_merged:
-            snapshot = snapshot.without_ranks()
+        snapshot = snapshot.without_ranks() if self._window.is_merged else snapshot
         of_step: dict[str, Any] = {}
         with self.contained():
             settings, of_step = self.recorder.settings(), self.recorder.about()

@@ -331,9 +331,7 @@ class RecordedNet(nn.Module):
             known = list(dict.fromkeys(self.labels.values()))
             closest = difflib.get_close_matches(entry, known, n=3, cutoff=0.5) or known[1:4] or known
             return f"there is no module {entry!r}; the closest names are {', '.join(map(repr, closest))}"
-        last: dict[int, Label] = {}
-        for label in sorted(self._calls):
-            last[label[0]] = label
+        last = {label[0]: label for label in sorted(self._calls)}
         return f"no call has the label {entry!r}; the last ones are {', '.join(map(str, last.values()))}"
 
     def forward(

@@ -36,14 +36,12 @@ def answer(bench: Bench) -> Answer:
     if not first.modules and not first.losses:
         raise NoAnswerError("no module was called in evaluation")
     if first.dropouts:
-        text = "dropout is active in evaluation: pass training=self.training"
-        return Answer("wrong", text, line=first.dropouts[0])
+        return Answer("wrong", "dropout is active in evaluation: pass training=self.training", line=first.dropouts[0])
     wrong_mode = [each for each in first.modules if each.is_training and _is_modal(bench, each.name)]
     if wrong_mode:
         text = f"{wrong_mode[0].name} ({wrong_mode[0].kind}) is in training mode in evaluation"
         return Answer("wrong", text, module=wrong_mode[0].name)
-    asleep = _asleep(bench)
-    if asleep:
+    if asleep := _asleep(bench):
         names = ", ".join(asleep[:_FEW]) + (f" and {len(asleep) - _FEW} more" if len(asleep) > _FEW else "")
         text = f"in evaluation mode during training, although their parameters are trained: {names}"
         return Answer("look", text, module=asleep[0])
