@@ -323,8 +323,8 @@ class WatchedRun:
         self.flush()
         self._series.end()
 
-    def _loss(self, batches: list[KeptBatch]) -> Tensor | None:
-        """Return the mean loss of the batches of a step, as the user computes it."""
+    def _reading(self, batches: list[KeptBatch]) -> Reading:
+        """Return the mean loss of the batches, as the user computes it, with the gradient norm of the step."""
         divides = self._is_automatic or getattr(self._trainer, "logs_loss", False)
         # A closure that an optimizer calls several times computes the loss again.
         if len(batches) == 1 and len(batches[0].losses) == 1:
@@ -337,10 +337,6 @@ class WatchedRun:
             loss = loss * (count / len(losses))
         if loss is not None and self._scaler is not None:
             loss = loss / self._scale(loss)
-        return loss
-
-    def _reading(self, batches: list[KeptBatch]) -> Reading:
-        loss = self._loss(batches)
         totals = list(self._step.totals.values())
         norm = totals[0] if len(totals) == 1 else None
         if len(totals) > 1:
@@ -514,7 +510,7 @@ class WatchedRun:
             if self._trainer.world_size > 1:  # raises an error if the step communicates
                 replay(self._trainer, self._pl_module, [batch])
             of_gradient = series != "loss"
-            loss = None if of_gradient or len(reading.batches) == 1 else self._loss([batch])
+            loss = None if of_gradient or len(reading.batches) == 1 else self._reading([batch]).loss
             whole = reading.values[of_gradient] if loss is None else float(loss)
             found = find_row(
                 self._trainer,
