@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ from lightning_recorder.functions import function_sites
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.module_edges import is_position
 from lightning_recorder.insight.parts import family_of, layers_of, listed
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
@@ -384,7 +384,8 @@ def equal_query_and_key(evidence: Evidence, *, persistence: int = 2, cosine: flo
         yield found[0].found(verdict, "attention_alike", others=_others(found), cosine=found[0].attention_alike[-1])
 
 
-_ROTARY = ("rotary", "rope")
+_ROTARY = re.compile(r"rotary|(?<![pu])rope")  # no property
+_POSITIONS = re.compile(r"(?<![mx])pos(ition|_|$|e[mn]|\d)|wpe$")  # no composition, posterior or transpose; wpe: GPT-2
 
 
 @rule(
@@ -403,7 +404,7 @@ def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: i
     """Yield the modules that encode all positions alike: constants, and embeddings of which one row is used."""
     encodings: dict[str, list[View]] = {}
     for view in evidence.outputs:
-        is_rotary = any(each in f"{view.kind} {view.module}".lower() for each in _ROTARY)
+        is_rotary = _ROTARY.search(f"{view.kind} {view.module}".lower()) is not None
         if (is_rotary or _has_positions(view.module)) and len(view.shape) > 1:
             encodings.setdefault(view.module, []).append(view)
     for name, views in encodings.items():
@@ -439,7 +440,7 @@ def constant_positions(evidence: Evidence, *, persistence: int = 2, positions: i
 
 
 def _has_positions(name: str) -> bool:
-    return is_position(name) or name.rpartition(".")[2] == "wpe"  # the word of GPT-2
+    return _POSITIONS.search(name.rpartition(".")[2].lower()) is not None
 
 
 def _repeats_one(node: Node, length: int) -> bool:

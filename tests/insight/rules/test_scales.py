@@ -222,3 +222,20 @@ def test_logits_that_drift(fault: str, grows: bool) -> None:
     if grows:
         rms = found.evidence().outputs[0].rms
         assert notes[0].numbers["rate"] == pytest.approx((rms[12] - rms[6]) / 0.6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_position"),
+    [
+        *(
+            (name, True)
+            for name in ("pos_embed", "position_embeddings", "relpos", "posemb", "wpe", "pos0", "rotary_emb")
+        ),
+        *((name, True) for name in ("rope", "LlamaRoPE")),
+        *((name, False) for name in ("composition", "posterior", "positive", "transpose", "proposal", "property")),
+    ],
+)
+def test_constant_positions_are_those_of_encodings(name: str, is_position: bool) -> None:
+    """A constant output is one of positions if its name says so, and not if another word has the same letters."""
+    found = run({name: {"min": 1.0, "max": 1.0}}, shapes={(name, "out"): (2, 8, 16)})
+    assert ("constant-positions" in {each.rule for each in found}) == is_position
