@@ -14,6 +14,7 @@ from lightning_recorder.internals.module_tree import (
     attributes_of,
     bases_of,
     children_of,
+    class_attribute,
     class_name,
     is_a,
     named_modules_of,
@@ -135,10 +136,10 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 def is_metric(module: nn.Module) -> bool:
     """Return True if the module is a torchmetrics metric; torchmetrics need not be installed."""
-    return any(
-        class_name(base) in ("Metric", "MetricCollection") and package_of(base) == "torchmetrics"
-        for base in bases_of(type(module))
-    )
+    for base in bases_of(type(module)):
+        if class_name(base) in ("Metric", "MetricCollection") and package_of(base) == "torchmetrics":
+            return True
+    return False
 
 
 def is_never_called(module: nn.Module) -> bool:
@@ -147,7 +148,7 @@ def is_never_called(module: nn.Module) -> bool:
     A subclass with its own ``forward`` is an ordinary module.
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return is_a(module, containers) and type(module).forward is nn.Module.forward
+    return is_a(module, containers) and class_attribute(type(module), "forward") is nn.Module.forward
 
 
 def _lent_modules(registered: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -190,7 +191,10 @@ def modules_in_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple
         if issubclass(type(module), torch.jit.ScriptModule):
             continue
         attributes = attributes_of(module)
-        if not any(issubclass(type(attributes[each]), _CONTAINERS) for each in attributes.keys() - _OWN):
+        for attribute in attributes.keys() - _OWN:
+            if issubclass(type(attributes[attribute]), _CONTAINERS):
+                break
+        else:
             continue  # the usual case
         for attribute, value in attributes.items():
             if attribute in _OWN or not is_a(value, _CONTAINERS) or attribute in nn.Module.__dict__:

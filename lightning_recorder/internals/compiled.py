@@ -10,14 +10,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_recorder.internals.autograd import MODULE_CALLS, is_compiled
-from lightning_recorder.internals.module_tree import ModuleSet, modules_of, named_modules_of, stored_attribute
+from lightning_recorder.internals.module_tree import (
+    ModuleSet,
+    bases_of,
+    class_attribute,
+    modules_of,
+    named_modules_of,
+    package_of,
+    stored_attribute,
+)
 
 __all__ = [
     "CompiledCallObserver",
@@ -179,10 +187,12 @@ def flex_attention_users(root: nn.Module) -> list[str]:
 
 
 def _uses_flex_attention(module: nn.Module) -> bool:
+    forward = class_attribute(type(module), "forward")
+    if isinstance(forward, FunctionType) and "flex_attention" in forward.__code__.co_names:
+        return True
     config: Any = stored_attribute(module, "config")
-    code = getattr(type(module).forward, "__code__", None)
-    named = "flex_attention" in getattr(code, "co_names", ())
-    return named or getattr(config, "_attn_implementation", None) == "flex_attention"
+    is_of_transformers = any(package_of(each) == "transformers" for each in bases_of(type(config)))
+    return is_of_transformers and getattr(config, "_attn_implementation", None) == "flex_attention"
 
 
 class _Stance:

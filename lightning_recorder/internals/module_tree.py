@@ -10,7 +10,7 @@ which have no such tables, are asked themselves.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, TypeVar, overload
 
 import torch
@@ -250,29 +250,29 @@ def stored_attribute(owner: object, name: str, default: Any = None) -> Any:
     return default if found is _MISSING or hasattr(type(found), "__get__") else found
 
 
-def class_name(kind: type) -> str:
-    """Return ``__name__`` of a class."""
-    name: str = _NAME.__get__(kind)
-    return name
+# The getters themselves, since a capture calls them for each module.
+class_name: Callable[[type], str] = vars(type)["__name__"].__get__
+"""Return ``__name__`` of a class."""
 
-
-def bases_of(kind: type) -> tuple[type, ...]:
-    """Return ``__mro__`` of a class, which begins with the class itself."""
-    bases: tuple[type, ...] = _MRO.__get__(kind)
-    return bases
+bases_of: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+"""Return ``__mro__`` of a class, which begins with the class itself."""
 
 
 def package_of(kind: type) -> str:
     """Return the top-level package in which a class is defined, such as ``"torch"``."""
-    return str(_MODULE.__get__(kind)).partition(".")[0]
+    return str(_MODULE(kind)).partition(".")[0]
 
 
 def class_attribute(kind: type, name: str, default: Any = None) -> Any:
     """Return what a class or the first of its bases stores under a name, such as a function or a property."""
-    return next((stored[name] for each in bases_of(kind) if name in (stored := _DICT.__get__(each))), default)
+    for each in bases_of(kind):
+        stored = _DICT(each)
+        if name in stored:
+            return stored[name]
+    return default
 
 
-_NAME, _MRO, _MODULE, _DICT = (vars(type)[name] for name in ("__name__", "__mro__", "__module__", "__dict__"))
+_MODULE, _DICT = (vars(type)[name].__get__ for name in ("__module__", "__dict__"))
 
 
 class ModuleMap(MutableMapping[nn.Module, Value]):

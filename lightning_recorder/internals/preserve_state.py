@@ -157,14 +157,14 @@ class ModuleState:
 def read_extra_repr(module: nn.Module) -> str:
     """Return the text of ``extra_repr``, with everything as it was before; empty if it raises or returns no text."""
     kind = type(module)
-    if class_attribute(kind, "extra_repr") is nn.Module.extra_repr:
+    described = class_attribute(kind, "extra_repr")
+    if described is nn.Module.extra_repr:
         return ""
     # ``parametrize`` gives each parametrized module a class of its own, whose properties compute the tensors. The class
     # before it reads the same names from the tables.
     before = bases_of(kind)[1]
     if class_name(kind) == f"Parametrized{class_name(before)}" and "parametrizations" in table_of(module, "_modules"):
-        kind = before
-    described = class_attribute(kind, "extra_repr")
+        kind, described = before, class_attribute(before, "extra_repr")
     try:
         if package_of(kind) == "torch":
             text: object = described(_stand_in(module, kind))

@@ -161,10 +161,13 @@ def fit(folder: Path, *, validates: bool = False, **options: Any) -> nn.Module:
 
 
 def lines(log_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a file of records without the times that they took."""
+    """Return the lines of a file of records without the times that they took, and what only a Trainer plans."""
     path = log_dir / "recorder" / "records" / f"{name}.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: each for key, each in line.items() if key != "time" and not key.endswith("_ms")} for line in found]
+    left_out = ("time", "planned_steps", "schedules")
+    return [
+        {key: each for key, each in line.items() if key not in left_out and not key.endswith("_ms")} for line in found
+    ]
 
 
 def watched(log_dir: Path, series: str) -> dict[int, float]:

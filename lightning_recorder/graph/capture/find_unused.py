@@ -10,7 +10,7 @@ from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.graph.unused import Unused
-from lightning_recorder.internals.module_tree import children_of
+from lightning_recorder.internals.module_tree import children_of, class_attribute
 from lightning_recorder.module_names import is_metric, named_submodules
 
 __all__ = ["find_unused"]
@@ -109,7 +109,7 @@ def _never_called(
             continue
         unused.add(name)
         # A container without entries has nothing to call. A metric is updated in other steps.
-        empty = type(module).forward is nn.Module.forward and not any(children_of(module))
+        empty = class_attribute(type(module), "forward") is nn.Module.forward and not any(children_of(module))
         if name.rpartition(".")[0] not in unused and not empty and not is_metric(module):
             yield name
 

@@ -85,7 +85,8 @@ function App(props: { data: PageData }) {
 
   useEffect(() => { document.title = `${folderOf(run)}: ${run.data.verdict}`; }, [run]);
   const shownBefore = useRef<State & { at: number } | null>(null);
-  useEffect(() => {
+  // A layout effect runs before the page is painted, so that no key and no address is missed.
+  useLayoutEffect(() => {
     const parts = new URLSearchParams({ tab: state.tab, step: String(state.step), show: `${state.recorder}/${state.statistic}` });
     if (state.layer) parts.set("layer", state.layer);
     const before = shownBefore.current, now = performance.now();
@@ -97,7 +98,6 @@ function App(props: { data: PageData }) {
       if (before === null || isMove || playing) history.replaceState(null, "", `#${parts}`); else history.pushState(null, "", `#${parts}`);
     } catch { /* a frame inside a notebook has no address */ }
   }, [state]);
-  // A layout effect runs before the page is painted, so that no key and no address is missed.
   useLayoutEffect(() => {
     const follow = (): void => change(readHash());
     addEventListener("hashchange", follow);
