@@ -160,7 +160,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # All are torch warnings at the first tensor of such a kind about an interface that may change.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
