@@ -17,7 +17,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor, is_automatic
 from lightning_recorder.errors import SelectionError, check_some
-from lightning_recorder.internals.module_tree import ModuleSet
+from lightning_recorder.internals.module_tree import ModuleSet, class_name, stored_attribute
 from lightning_recorder.module_names import default_modules, named_submodules, own_parameters
 from lightning_recorder.reductions.user import Extras
 from lightning_recorder.schedule import Schedule
@@ -228,12 +228,13 @@ def _plan(trainer: Trainer) -> dict[str, Any]:
         counts["epoch"] = math.ceil(steps / math.ceil(per_epoch))
     schedules = []
     for each in getattr(trainer, "lr_scheduler_configs", ()):
-        lengths = [getattr(each.scheduler, name, None) for name in _LENGTHS]
-        length = next((number for number in lengths if isinstance(number, int)), None)
+        # A property of a class of the user may do anything.
+        lengths = [stored_attribute(each.scheduler, name) for name in _LENGTHS]
+        length = next((number for number in lengths if type(number) is int), None)
         if length is not None and each.interval in counts and len(counts) == 2:
             (unit,) = (counts[name] for name in counts if name != each.interval)
-            about = {"class": type(each.scheduler).__name__, "interval": each.interval, "length": length}
-            schedules.append({**about, "times": counts[each.interval] // each.frequency, "unit": unit})
+            about = {"class": class_name(type(each.scheduler)), "interval": each.interval, "length": length}
+            schedules.append({**about, "times": counts[each.interval] // max(1, each.frequency), "unit": unit})
     return {"planned_steps": steps, **({"schedules": schedules} if schedules else {})}
 
 

@@ -290,6 +290,32 @@ def test_a_record_has_the_length_of_the_schedule(interval: str, times: int, unit
     assert entry.table.about["schedules"] == [expected]
 
 
+class Hostile(torch.optim.lr_scheduler.StepLR):
+    """A schedule with a property of its own code."""
+
+    @property
+    def T_max(self) -> int:  # noqa: N802 - the name of torch
+        torch.randn(1)
+        raise KeyError("T_max")
+
+
+def test_the_code_of_a_schedule_is_not_called(tmp_path: Path) -> None:
+    """A property of a schedule that draws and raises costs no record, and changes no bit of the training."""
+
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), 1e-3)
+            return [optimizer], [Hostile(optimizer, 5)]
+
+    states = []
+    for recorders in ([], [ParameterRecorder(every_n_train_steps=1, outputs=QUIET, strict=True)]):
+        seed_everything(0, verbose=False)
+        model = Scheduled()
+        make_trainer(tmp_path, recorders, max_epochs=1, limit_train_batches=3).fit(model, batches())
+        states.append((*model.parameters(), torch.get_rng_state()))
+    assert all(map(torch.equal, *states))
+
+
 def report_of(folder: Path) -> Path:
     """The path of the report of the run in a folder."""
     return open_recording(folder).run.directory / REPORT

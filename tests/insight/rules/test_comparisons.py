@@ -583,7 +583,8 @@ class Unrolled(nn.Module):
 @pytest.mark.parametrize(("weights", "alarm"), [(6, True), (1, False)])
 def test_steps_of_a_recurrence_are_no_blocks(weights: int, alarm: bool) -> None:
     """Gradients that shrink through calls with weights of their own are a finding; through time they are not."""
-    graph = capture_graph(nn.Sequential(Unrolled(weights)), torch.ones(2, 4))
+    # Functions behind the last layer would be those of the loss.
+    graph = capture_graph(nn.Sequential(Unrolled(weights), nn.Linear(4, 1)), torch.ones(2, 4))
     names = ["0.tanh", *(f"0.tanh#{number}" for number in range(2, 7))]
     gradients: dict[str, Values] = {name: {"rms": 4.0**place} for place, name in enumerate(names)}
     found = [each.rule for each in run(None, gradients, graph=graph) if each.rule == "block-trend"]
