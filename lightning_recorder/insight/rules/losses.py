@@ -697,7 +697,7 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     why="The value that a network gives to the state after the end of an episode counts, although nothing follows.",
     next="Multiply the value of the next state with 1 - done: reward + gamma × (1 - done) × value.",
     false_alarms="Only a tensor that no operation uses counts, with a name such as done or terminated, or the only one "
-    "of truth values in a batch without names.",
+    "of truth values in a batch without names. One that is zero in all records marks no end.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -710,6 +710,9 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
     ends = ends or [node for node in flags if _own_name(node).isdigit() and len(flags) == 1]
     if not ends or any(step.users(node) for node in ends):
         return
+    marks, _ = evidence.view(evidence.losses, "", ends[0].name).column("max")
+    if len(marks) and not marks.any():
+        return  # no episode has ended, as in tasks that go on for ever
     for node in step.operations:
         sources = step.sources(node)
         if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.graph import GraphCapture, capture_graph
-from tests.insight.records import Examination, Values, brief, examined
+from tests.insight.records import Examination, Values, brief, examined, record
 from tests.insight.rules.test_operations import NAMES, Function, Loss, Step, classes, examine, mlp, rows
 
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
@@ -469,6 +470,19 @@ def test_the_end_of_an_episode_that_is_ignored(end: str, options: dict[str, bool
     found = [each for each in found if each.rule == "end-ignored"]
     assert brief(found) == [("warning", "end-ignored", "")] * is_wrong
     assert all(f".{end}, and the target of mse_loss in training_step " in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(("largest", "is_wrong"), [(1.0, 1), (0.0, 0)])
+def test_episodes_that_do_not_end(largest: float, is_wrong: int) -> None:
+    """A tensor of ends that is zero in all records marks none, as in tasks that go on for ever."""
+    batch = {"x": rows, "after": rows + 1, "reward": rows[:, 0], "done": torch.zeros(8)}
+    graph = capture_graph(Bootstrapped(), batch)
+    (end,) = (node for node in graph.nodes if node.name.endswith("done"))
+    nodes = (replace(node, name="batch.done") if node is end else node for node in graph.nodes)  # as in a fit
+    examination = Examination(replace(graph, nodes=tuple(nodes)))
+    for step in (0, 10, 20):
+        examination.add(record("activations", step, {("", "batch.done"): {"max": largest}}, recorder="batch"))
+    assert [each.rule for each in examination.findings()].count("end-ignored") == is_wrong
 
 
 @pytest.mark.parametrize(("flags", "is_wrong"), [(1, 1), (2, 0)])
