@@ -308,7 +308,9 @@ def test_the_code_of_a_schedule_is_not_called(tmp_path: Path) -> None:
             return [optimizer], [Hostile(optimizer, 5)]
 
     states = []
-    for recorders in ([], [ParameterRecorder(every_n_train_steps=1, outputs=QUIET, strict=True)]):
+    recorder = ParameterRecorder(every_n_train_steps=1, outputs=QUIET, strict=True)
+    recorded: list[list[Callback]] = [[], [recorder]]
+    for recorders in recorded:
         seed_everything(0, verbose=False)
         model = Scheduled()
         make_trainer(tmp_path, recorders, max_epochs=1, limit_train_batches=3).fit(model, batches())
