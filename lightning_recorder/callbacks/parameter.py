@@ -184,6 +184,13 @@ class ParameterRecorder(StatisticsCallback):
             with run.contained():
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
+    def keep_values(self) -> None:
+        """Keep the values before a step of which no hook tells. The loop then says that it comes when it has ended."""
+        run = self._run
+        if run is not None and run.phase is RunPhase.RECORDING and isinstance(run.recorder, OptimizerRecorder):
+            with run.contained():
+                run.recorder.keep_values()
+
     @override
     def _set_up_recorder(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if not isinstance(recorder, OptimizerRecorder):

@@ -23,6 +23,7 @@ from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.check import Check
 from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.lightning import rank_zero_info
+from lightning_recorder.callbacks.parameter import ParameterRecorder
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, check_integer, warn
 from lightning_recorder.internals.autograd import version_of
 from lightning_recorder.internals.module_tree import parameters_of
@@ -454,8 +455,7 @@ class Monitor:
             if all(torch.equal(now.detach(), before) for now, before in step.compared):
                 return False
         self._say(
-            "no optimizer of torch steps in this loop: each batch that changes parameters counts as a step. Its values "
-            "of parameters are those after it, and updates are not recorded",
+            "no optimizer of torch steps in this loop: each batch that changes parameters counts as a step",
             is_warning=False,
         )
         self._call("on_before_optimizer_step", _ByHand(parameters_of(self._root)))
@@ -470,6 +470,10 @@ class Monitor:
             step.compared = self._compared()
             self._has_stepped(step)  # for the version of the scale before the step
             self._call("on_train_batch_start", step.batch, self._batch_idx)
+            if not (self._known or trainer.optimizers):
+                for each in trainer.callbacks:
+                    if isinstance(each, ParameterRecorder):
+                        each.keep_values()
 
     def _end_batch(self, step: _Step, error: BaseException | None) -> None:
         trainer = self._begin()

@@ -134,6 +134,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
         self._steps: list[_Step] = []
+        self._kept: dict[int, Tensor] = {}  # values before a step of which no hook tells
         self._failed: set[str] = set()
         self._groups: dict[int, list[dict[str, Any]]] = {}  # by the id of the optimizer
         self._earlier_groups: list[dict[str, Any]] = []  # those before a resume, until an optimizer steps
@@ -264,12 +265,30 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             if isinstance(step.optimizer, Optimizer):
                 self._after(step)
         self._steps.clear()
+        self._kept.clear()
         self._attached = False
         if self._batch_tap is not None:
             self._batch_tap.remove()
         handles, self._handles, self._hooked = self._handles, [], []
         for handle in handles:
             handle.remove()
+
+    def keep_values(self) -> None:
+        """Keep the values of the trained parameters until :meth:`before_step`, which is then called after the step.
+
+        For a step of which no hook tells, such as one of an optimizer that is none of torch.
+        """
+        if self._attached and not self._kept and {"values", "updates"}.intersection(self.parts):
+            with pause_recording(), self._stopwatch or nullcontext():
+                trained = [each for _, each in self._first_sites() if each.requires_grad and not is_uninitialized(each)]
+                try:
+                    self._kept = {id(each): each.detach().clone() for each in trained}
+                except torch.OutOfMemoryError as error:
+                    self._give_up_updates(error)
+
+    def _give_up_updates(self, error: Exception) -> None:
+        self.parts = tuple(part for part in self.parts if part != "updates")
+        warn(f"updates of parameters are not recorded, because a copy is too large: {describe_error(error)}")
 
     def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
         """Record the tensors before a step, and record its updates when it has ended.
@@ -287,10 +306,16 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._note_settings(optimizer, parameters)
             for each in self._running_statistics(parameters):
                 self._add(each, "", each.tensor, wanted="buffers")
+            # With hooks, the step is still to come.
+            kept = {} if hasattr(optimizer, "register_step_post_hook") else self._kept
+            self._kept = {}
             for each in parameters:
-                self._add(each, "", each.tensor, wanted="values")
+                self._add(each, "", kept.get(id(each.tensor), each.tensor), wanted="values")
                 self._add(each, ".grad", each.tensor.grad, wanted="gradients", factor=factor)
-            self._begin(optimizer, parameters)
+            if kept:
+                self._after(_Step(optimizer, parameters, [kept.get(id(each.tensor)) for each in parameters]))
+            else:
+                self._begin(optimizer, parameters)
 
     def _begin(self, optimizer: Optimizer, parameters: list[_Parameter]) -> None:
         before: list[Tensor | None] = [None] * len(parameters)
@@ -298,8 +323,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             try:
                 before = [each.tensor.detach().clone() for each in parameters]
             except torch.OutOfMemoryError as error:
-                self.parts = tuple(part for part in self.parts if part != "updates")
-                warn(f"updates of parameters are not recorded, because a copy is too large: {describe_error(error)}")
+                self._give_up_updates(error)
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
             # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.

@@ -689,10 +689,30 @@ def test_a_loop_without_an_optimizer_is_recorded(tmp_path: Path) -> None:
     run = open_recording(tmp_path).run
     assert [run[name].steps for name in ("activations", "gradients", "parameters")] == [list(range(6))] * 3
     assert {site.path for site in run["parameters"].sites if site.name == "head"} == {
-        "weight", "weight.grad", "bias", "bias.grad",
+        "weight", "weight.grad", "weight.update", "bias", "bias.grad", "bias.update",
     }  # fmt: skip
     assert len(watched(tmp_path, "grad_norm")) == 6
     assert not run.findings
+
+
+def test_a_loop_without_an_optimizer_has_the_records_of_one_with_it(tmp_path: Path) -> None:
+    """Values are those before the step, and updates the change in it."""
+    net = new()
+    with Monitor(net, log_dir=tmp_path / "by hand", every_n_steps=2) as monitor:
+        _train_by_hand(net, 0.1, monitor)
+    net = new()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with Monitor(net, log_dir=tmp_path / "optimizer", every_n_steps=2) as monitor:
+        for batch in loader():
+            with monitor.step(batch):
+                optimizer.zero_grad()
+                F.cross_entropy(net(batch[0]), batch[1]).backward()
+                optimizer.step()
+    found, expected = (open_recording(tmp_path / name).run["parameters"] for name in ("by hand", "optimizer"))
+    assert found.steps == expected.steps == [0, 1, 3, 5]
+    assert found.sites == expected.sites
+    for statistic in ("mean", "rms", "min", "max", "update_ratio"):
+        np.testing.assert_array_equal(found.numbers(statistic), expected.numbers(statistic))
 
 
 class _Sgd:

@@ -61,7 +61,7 @@ def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterato
 
 @rule(
     "learning-rate-too-large",
-    statistic="median update_ratio of the weights, if the learning rate is known",
+    statistic="median update_ratio of the weights",
     usual="1e-4 to 0.02",
     why="The learning rate is far too high for the size of the weights.",
     next="Lower the learning rate of all groups, or warm it up.",
@@ -100,8 +100,9 @@ def learning_rate_too_large(
     rates = [rate for each in evidence.weights for rate in each.learning_rate]
     # A linear model may take large steps: nothing behind it is spoilt, and if they are too large, it diverges.
     is_linear = len(evidence.weights) == 1 and evidence.weights[0].is_last
-    if not sizes or not rates or is_linear:
+    if not sizes or is_linear:
         return
+    known = {"learning_rate": max(rates)} if rates else {}
     later = {each: float(np.median(found[1:])) for each, found in sizes.items()}
     at_first = {each: float(found[0]) for each, found in sizes.items() if np.isfinite(found[0])}
     for when, values, limit in (
@@ -111,8 +112,9 @@ def learning_rate_too_large(
         middle = float(np.median(list(values.values()) or [0.0]))
         if middle > limit:
             largest = max(values, key=lambda each: values[each])
-            verdict = f"{when} the weights by {middle:.1%} of their size (learning rate {max(rates):.3g})"
-            yield largest.found(verdict, "update_ratio", update_ratio=middle, learning_rate=max(rates))
+            rate = f" (learning rate {max(rates):.3g})" if rates else ""
+            verdict = f"{when} the weights by {middle:.1%} of their size{rate}"
+            yield largest.found(verdict, "update_ratio", update_ratio=middle, **known)
             return
 
 

@@ -26,9 +26,11 @@ NAN = float("nan")
     ],
 )
 def test_learning_rate_too_large(ratio: float | list[float], expected: list[str]) -> None:
-    """A median update of over 15 %, or a first one of over 50 %, names the learning rate if it is known."""
+    """A median update of over 15 %, or a first one of over 50 %, is named, with the learning rate if it is known."""
     weights = network(*"abc", **{name: trained(name, ratio=ratio) for name in "abc"})
-    assert brief(run(parameters=weights)) == []  # an older record file
+    unknown = run(parameters=weights)  # a loop whose optimizer is none of torch
+    assert [each.rule for each in unknown] == expected
+    assert not any("learning rate" in each.verdict for each in unknown)
     known = {
         key: {**value, "learning_rate": 0.5} if key.endswith("weight") else value for key, value in weights.items()
     }
