@@ -39,6 +39,7 @@ _REASONS = (
     "compiled",
     "frozen",
     "empty",
+    "whole numbers",
     "no step",
     "shared",
     "never called",
@@ -214,6 +215,8 @@ class Coverage:
 
     def _missing_parameter_reason(self, name: str) -> str:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]
+        if not any(parameter.is_floating_point() or parameter.is_complex() for parameter in parameters):
+            return "whole numbers: none of its own parameters can have a gradient"  # a seed of Keras is a parameter
         if not any(parameter.requires_grad for parameter in parameters):
             return "frozen: none of its own parameters requires a gradient"
         if all(not is_uninitialized(parameter) and not parameter.numel() for parameter in parameters):

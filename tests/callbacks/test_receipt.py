@@ -78,7 +78,11 @@ class Odd(Classifier):
 
 
 class Silent(nn.Module):
-    """Returns nothing."""
+    """Returns nothing, and has a parameter of whole numbers, like the seed of a layer of Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
 
     def forward(self, x: Tensor) -> None:
         return None
@@ -150,6 +154,7 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "head": "weight, bias",
             "bypassed": "weight, bias",
             "unused": "weight, bias",
+            "silent": "whole numbers: none of its own parameters can have a gradient",
             "detached": "weight, bias",
             "apart": "weight, bias",
             "attention": "in_proj_weight, in_proj_bias, out_proj.weight, out_proj.bias",

@@ -27,6 +27,8 @@ _SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # t
 _EVERYTHING_AFTER, _ANYWHERE = ("downstream", "same"), ("any",)
 _WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
 _NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
+_WHY_ZERO = "Its weight is zero, and a ReLU after it lets no gradient of zero pass, so that it stays zero."
+_NEXT_ZERO = "Look at how the weight is initialized, and at masks and pruning that set it to zero."
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 
 
@@ -83,12 +85,31 @@ def dead_output(
             continue  # a constant that no gradient passes, such as the logarithm of a determinant: nothing has died
         least = values[steps >= since].min()
         share = "only zeros" if least == 1 else f"at least {np.floor(1000 * least) / 10:.1f}% zeros"
-        feed = _feed(view, since, large_update)
+        zero = _zero_weight(view, persistence)
+        feed = f": {zero} is zero" if zero else _feed(view, since, large_update)
         verdict = f"{site_title(*view.site)} returns {share} {_from(since, steps)}{feed}"
         found = view.found(verdict, "zero_fraction", since=since, zero_fraction=values[-1])
-        if feed.startswith(": "):  # its input was recorded
+        if zero:
+            found = replace(found, why=_WHY_ZERO, next=_NEXT_ZERO)
+        elif feed.startswith(": "):  # its input was recorded
             found = replace(found, why=_WHY_NEGATIVE, next=_NEXT_NEGATIVE)
         yield found if dead else replace(found, severity="note")
+
+
+def _zero_weight(view: View, persistence: int) -> str:
+    """Return the name of the only weight of a module, or of the one before a ReLU, if it is zero in all records."""
+    evidence, wiring = view.evidence, view.evidence.wiring
+    names = [view.module]
+    if view.kind in _RELUS:
+        names += [
+            wiring.calls[each]
+            for call in wiring.calls_of.get(view.module, ())
+            for each in wiring.producers[call]
+            if each >= 0
+        ]
+    weights = [each for name in names for each in evidence.weights_of.get(name, ())]
+    is_zero = len(weights) == 1 and len(weights[0].rms) >= persistence and not weights[0].rms.any()
+    return weights[0].name if is_zero else ""
 
 
 def _feed(view: View, since: int, large: float) -> str:

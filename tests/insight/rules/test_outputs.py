@@ -95,6 +95,21 @@ def test_a_large_update_before_a_dead_output_is_named(largest: float, high: floa
     assert found.verdict == verdict + update
 
 
+@pytest.mark.parametrize(
+    ("rms", "module", "named"),
+    [(0.0, "fc", True), (0.0, "act", True), ([0.1] + [0.0] * 7, "fc", False), (0.5, "fc", False)],
+)
+def test_a_dead_output_of_a_zero_weight_names_the_weight(rms: float | list[float], module: str, named: bool) -> None:
+    """Zeros of a layer whose weight is zero in all records, and of the ReLU behind it, are explained by the weight."""
+    layers: dict[str, Values] = {"fc": {"max": 0.0}, "act": {}}
+    layers[module]["zero_fraction"] = 1.0
+    parameters = {"fc/weight": {"rms": rms}, "fc/weight.grad": {"rms": 0.0}}
+    (found,) = run(layers, None, parameters, graph=chain("fc", "act", act="ReLU"))
+    assert found.rule == "dead-output"
+    assert found.verdict.endswith("in every record: fc.weight is zero") is named
+    assert ("Its weight is zero" in found.why) is named
+
+
 def test_a_dead_layer_is_one_finding() -> None:
     """Zeros behind a dead layer and missing gradients before it are merged into its finding."""
     names = ("a", "act", "c", "d", "head")
