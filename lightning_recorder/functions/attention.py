@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
     Args:
         largest: The largest score of each query and head that may attend a key, otherwise zero.
-        block: The numbers of each head, ``[23, heads]``; see ``HEAD_SLOTS``.
+        block: The numbers of each head, ``[24, heads]``; see ``HEAD_SLOTS``.
     """
 
     largest: Tensor
@@ -144,6 +144,11 @@ def _scores(sample: _Sample, padding: Tensor | None = None) -> Scores:
         each_query["placed"] = each_query["queries"]
         each_query["distance"] = (weights * offsets.abs()).sum(-1)
         each_query["future"] = (weights * (offsets > 0)).sum(-1)
+        each_query["own"] = each_query["queries"]
+        if hidden is not None:
+            each_query["own"] = (
+                ~hidden[..., torch.arange(len(sample.rows), device=scores.device), sample.rows]
+            ).float()
     no_counts = ~counts
     sums = torch.stack([*each_query.values()]).masked_fill_(no_counts, 0.0).sum((1, 3), dtype=torch.float64)
     ends = torch.stack([ratio, -ratio]).masked_fill_(no_counts, -torch.inf).amax((1, 3))
@@ -356,9 +361,8 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
     given.apply_defaults()
     call = given.arguments
     query, key, value, heads = (call[name] for name in ("query", "key", "value", "num_heads"))
-    is_plain = all(call[name] is None for name in ("bias_k", "bias_v", "static_k", "static_v"))
-    if not is_plain or call["add_zero_attn"]:
-        return None  # there are further keys
+    if call["static_k"] is not None or call["static_v"] is not None:
+        return None
     query, key, value = (each[:, None] if each.dim() == 2 else each for each in (query, key, value))
     samples, features = query.shape[1:]
     if call["use_separate_proj_weight"]:
@@ -369,18 +373,28 @@ def _of_module(module: nn.Module | None, *args: Any, **kwargs: Any) -> _Sample |
     each_sample = math.ceil(samples / MOST_SAMPLES)
     query, key, value = (each[:, ::each_sample] for each in (query, key, value))
     made = [F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True)]
+    # Keys that all queries may attend come behind those of the sequence: a learned one, and one of zeros.
+    learned = [call["bias_k"], call["bias_v"]]
+    if learned[0] is not None:
+        made[1:] = [
+            torch.cat([each, bias.expand(1, *each.shape[1:])]) for each, bias in zip(made[1:], learned, strict=True)
+        ]
+    if call["add_zero_attn"]:
+        made[1:] = [F.pad(each, (0, 0, 0, 0, 0, 1)) for each in made[1:]]
+    more = (0, (learned[0] is not None) + bool(call["add_zero_attn"]))
     # [samples, heads, positions, features]
     query, key, value = (each.unflatten(-1, (heads, features // heads)).permute(1, 2, 0, 3) for each in made)
     mask, is_causal = call["attn_mask"], False
     if mask is None and call["is_causal"]:
         is_causal = True
     if mask is not None:
-        mask = _negated(mask)
+        mask = F.pad(_negated(mask), more, value=mask.dtype == torch.bool)
         mask = mask.unflatten(0, (samples, heads)) if mask.dim() == 3 else mask[None, None]
         mask = mask[::each_sample] if mask.shape[0] > 1 else mask
     padding = call["key_padding_mask"]
     if padding is not None:
         padding = _negated(padding if padding.dim() == 2 else padding[None])[::each_sample, None, None]
+        padding = F.pad(padding, more, value=padding.dtype == torch.bool)
         mask = padding if mask is None else _both(mask, padding)
     found = _of_fused(None, query, key, value, mask, is_causal=is_causal)
     return None if found is None else found._replace(each_sample=each_sample * found.each_sample)

@@ -18,6 +18,8 @@ from lightning_recorder.graph.views.wiring import MutableGraph
 __all__ = ["LIMITS", "OddBlock", "OddLimits", "odd_blocks"]
 
 _BLOCK = "another block"
+_FEW = 3  # the least number of blocks with attention, so that one of them is neither the first nor the last
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _RESIZES = ("pool", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle")
 # Functions that one block alone calls by mistake. Others may be its design.
 _DOUBTFUL = frozenset(
@@ -69,12 +71,16 @@ class OddBlock:
     # True if the block only calls functions or modules that the others do not, makes another mask, or has layers of
     # another class or fewer layers. It may be of another kind by design, such as one with global attention.
     may_be_design: bool = False
+    is_setting: bool = False  # it only has other settings of the calls that all others have
+    is_doubtful: bool = False  # the blocks are so few that they may alternate
     # True if all others are equal; False if they differ in sizes or are of several kinds in turn
     is_one_kind: bool = True
 
 
 def odd_blocks(graph: Graph, limits: OddLimits = LIMITS) -> tuple[OddBlock, ...]:
     """Return the blocks that compute something else than all other blocks of their list, which are equal.
+
+    A list has at least eight blocks, or three if they compute attention.
 
     The modules must be of the same class, and each must feed the next one. The first and the last block may differ from
     the others and are never named, because they often have other neighbors. A difference that one of them has, too, is
@@ -93,13 +99,16 @@ def _odd_blocks(graph: Graph, limits: OddLimits) -> tuple[OddBlock, ...]:
     numbers = cache(partial(forms, graph, parts, with_training=False))
     holders = {node.parent for node in graph.nodes if node.kind == "module"}
     found: dict[str, OddBlock] = {}  # by module, as a block may be in another one
-    for calls in chain(_lists(graph, _list_of, limits.fewest), _lists(graph, _list_in_stages, limits.fewest)):
+    for calls in chain(_lists(graph, _list_of, _FEW), _lists(graph, _list_in_stages, limits.fewest)):
         blocks = [each[0] for each in calls]
         is_one_list = len({block.parent for block in blocks}) == 1
         if not (is_one_list or blocks[0].id in holders) or not _is_chain(parts, blocks):
             continue
         exact, rough = (_Blocks(graph, parts, blocks, limits, with_sizes=each) for each in (True, False))
-        if any(len(each) != 1 for each in calls):
+        if len(calls) < limits.fewest:
+            is_plain = is_one_list and all(len(each) == 1 for each in calls) and exact.attend()
+            new = _odd_of_few(exact, [numbers(with_sizes=True)[block.id] for block in blocks]) if is_plain else iter(())
+        elif any(len(each) != 1 for each in calls):
             new = _other_calls(calls)
         elif is_one_list and _are_of_one_kind(known := [numbers(with_sizes=True)[block.id] for block in blocks]):
             new = _odd_one(exact, known)
@@ -193,6 +202,10 @@ class _Blocks:
         """Return the calls of modules and functions in a block."""
         return [node for node in self.contents(block)[1:] if node.kind in ("op", "module")]
 
+    def attend(self) -> bool:
+        """Return True if all blocks but one at most compute attention."""
+        return sum(any(map(_is_attention, self.calls(each))) for each in self.blocks) >= len(self.blocks) - 1
+
     def is_resized(self, place: int) -> bool:
         """Return True if the first output of a block has another shape than that of the block before it."""
         before, after = ([meta.shape for meta in self.blocks[each].outputs[:1]] for each in (place - 1, place))
@@ -227,6 +240,11 @@ class _Blocks:
         return found
 
 
+def _is_attention(node: Node) -> bool:
+    shape = node.inputs[0].shape if node.name == "softmax" and node.inputs else ()
+    return node.name in _ATTENTION or (len(shape) > 2 and shape[-1] == shape[-2] > 1)
+
+
 def _are_of_one_kind(known: Sequence[int]) -> bool:
     """Return True if all blocks between the first and the last one have the same form, but for one at most."""
     return Counter(known[1:-1]).most_common(1)[0][1] >= len(known) - 3
@@ -244,6 +262,15 @@ def _odd_one(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
     elif not others:
         yield from _other_arguments(blocks)
         yield from _other_users(blocks)
+
+
+def _odd_of_few(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
+    """Yield the block between the first and the last one whose form differs from that of all others."""
+    usual, count = Counter(known).most_common(1)[0]
+    odd = [place for place, each in enumerate(known) if each != usual]
+    if count == len(known) - 1 and 0 < odd[0] < count:
+        for each in _other_form(blocks, blocks.blocks[odd[0]], blocks.blocks[0]):
+            yield replace(each, is_doubtful=not each.is_setting)
 
 
 def _odd_of_kinds(blocks: _Blocks, known: Sequence[int]) -> Iterator[OddBlock]:
@@ -316,7 +343,9 @@ def _other_form(blocks: _Blocks, block: Node, usual: Node) -> Iterator[OddBlock]
     source = blocks.source(block, usual, extra) or blocks.source(usual, block, missing)
     around = [item[2] or item[0] for item in differing]
     module = block.name + (_common(around) if around else "")
-    yield OddBlock(module, block.name, len(blocks.blocks) - 1, _words(extra, missing), source, may_be_design)
+    is_setting = len(changed) == len(extra) == len(missing)
+    found = OddBlock(module, block.name, len(blocks.blocks) - 1, _words(extra, missing), source, may_be_design)
+    yield replace(found, is_setting=is_setting and bool(changed))
 
 
 def _changed(extra: Set[_Item], missing: Set[_Item]) -> list[tuple[_Item, _Item]]:

@@ -129,7 +129,9 @@ def all_outliers(
 
     A block that is of another kind by design is left out.
     """
-    others_kind = tuple(f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design)
+    others_kind = tuple(
+        f"{each.block}." for each in odd_blocks(evidence.graph) if each.may_be_design and not each.is_doubtful
+    )
     for kind, (table, statistic, words, values) in enumerate(sibling_values(evidence)):
         outliers: list[_Outlier] = []
         firsts: list[_Outlier] = []

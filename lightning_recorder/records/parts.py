@@ -22,6 +22,7 @@ HEAD_STATISTICS = (
     "attention_value_rms",
     "attention_alike",
     "attention_padding",
+    "attention_own",
 )
 """The statistics of each head."""
 

@@ -33,6 +33,7 @@ HEAD_SLOTS = (
     "placed",
     "distance",
     "future",
+    "own",
     "rows",
     "masked",
     "visible",
@@ -102,7 +103,7 @@ class _Scores(ShapedReduction):
 class HeadScores(_Scores):
     """Statistics of the scores of attention for each head, from a sample of queries.
 
-    Values are the block of one call, ``[23, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
+    Values are the block of one call, ``[24, heads]``, whose rows are :data:`HEAD_SLOTS`. The statistics, each
     ``[heads]`` and exact in float32:
 
     - ``attention_max_logit``: the largest score before the softmax, with the scale and the mask;
@@ -122,7 +123,8 @@ class HeadScores(_Scores):
     - ``attention_value_rms``: the root mean square of the values; NaN where they are unknown;
     - ``attention_alike``: the smallest cosine between the query and the key of the same position; NaN where unknown;
     - ``attention_padding``: the mean share of the padding, for queries that are no padding themselves, in samples that
-      have some; NaN if no tokens of the model have padding.
+      have some; NaN if no tokens of the model have padding;
+    - ``attention_own``: the share of queries that may attend the key of their own position; NaN as the distance.
 
     Queries that may attend fewer than two keys count only in the largest score and in the shares of queries and keys.
     """
@@ -155,6 +157,7 @@ class HeadScores(_Scores):
             (slots["values"] / slots["valued"]).sqrt(),
             -largest["minus_least_alike"],
             slots["padding"] / slots["padded"],
+            slots["own"] / placed,
         )
         # Records take half of the space for numbers that float32 can hold.
         return {name: each.float().double() for name, each in zip(HEAD_STATISTICS, found, strict=True)}

@@ -93,6 +93,7 @@ def expected(scores: Tensor, hidden: Tensor) -> dict[str, list[float]]:
                     "variance": float(row.var(correction=0)),
                     "distance": float((weights * (torch.arange(len(weights)) - query).abs()).sum()),
                     "future": float(weights[query + 1 :].sum()),
+                    "own": query in seen.tolist(),
                 }
                 for name, value in values.items():
                     rows.setdefault(name, []).append(value)
@@ -105,7 +106,7 @@ def expected(scores: Tensor, hidden: Tensor) -> dict[str, list[float]]:
             "most_ratio": max(ratios),
             "visible": mean["keys"] / scores.shape[3],
             **{name: mean[name] for name in ("entropy", "entropy_ratio", "first_key", "top_key", "keys", "blind")},
-            **({name: mean[name] for name in ("distance", "future")} if is_own else {}),
+            **({name: mean[name] for name in ("distance", "future", "own")} if is_own else {}),
         }
         for name, value in of_head.items():
             found.setdefault(f"attention_{name}", []).append(value)
@@ -331,6 +332,27 @@ def test_module_of_torch(need_weights: bool, batch_first: bool, masked: str) -> 
     (name,) = found
     assert name == "0.multi_head_attention_forward"
     check(found[name], scores, hidden)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("learned", "zeros"), [(True, False), (False, True), (True, True)])
+def test_further_keys_of_the_module_of_torch(learned: bool, zeros: bool, masked: bool) -> None:
+    """``add_bias_kv`` and ``add_zero_attn`` add keys that no mask hides; keys may have a size of their own."""
+    torch.manual_seed(0)
+    net = nn.MultiheadAttention(16, HEADS, batch_first=True, add_bias_kv=learned, add_zero_attn=zeros, kdim=12, vdim=10)
+    query, key, value = (torch.randn(SAMPLES, size, width) for size, width in ((LENGTH, 16), (9, 12), (9, 10)))
+    hidden = torch.rand(LENGTH, 9) > 0.6 if masked else torch.zeros(LENGTH, 9, dtype=torch.bool)
+    padding = torch.arange(9) >= torch.tensor([9, 9, 3, 1, 9, 5])[:, None]
+    masks = {"attn_mask": hidden, "key_padding_mask": padding} if masked else {}
+    (found,) = recorded(nn.Sequential(net), lambda: net(query, key, value, **masks)).values()
+    weights: list[Any] = [net.q_proj_weight, net.k_proj_weight]
+    made = [F.linear(*each) for each in zip((query, key), weights, net.in_proj_bias.chunk(3), strict=False)]
+    if net.bias_k is not None:
+        made[1] = torch.cat([made[1], net.bias_k.expand(SAMPLES, 1, 16)], 1)
+    made[1] = F.pad(made[1], (0, 0, 0, int(zeros)))
+    queries, keys = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in made)
+    hidden = hidden | padding[:, None, None] if masked else hidden
+    check(found, queries @ keys.mT / 2, F.pad(hidden, (0, keys.shape[2] - 9)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

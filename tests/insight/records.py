@@ -146,6 +146,7 @@ _OF_HEAD = {
     "value_rms": 1.0,
     "alike": 0.5,
     "padding": float("nan"),
+    "own": 1.0,
 }
 _OF_EXPERT = {"load": 0.25, "probability": 0.25, "entropy": 1.3, "margin": 0.02, "chosen": 2.0, "tokens": 400.0}
 

@@ -126,7 +126,7 @@ def test_a_mistake_between_the_blocks(around: str, named: str, what: str) -> Non
         Net({2: "detach", 6: "detach"}),
         Net(dict.fromkeys(range(0, BLOCKS, 2), "dim")),
         Net({4: "no norm", 0: "no norm"}),  # every fourth block, and the last one of the kind is missing
-        Net({3: "dim"}, blocks=7),
+        Net({1: "dim"}, blocks=2),
         Net({4: "width"}),
         Net({}, "pool"),
     ],

@@ -13,7 +13,9 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import family_of, layers_of, listed
+from lightning_recorder.insight.recorded_step import step_of
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.blocks import attention_layers
 from lightning_recorder.records.table import Floats
 
 _ANY = ("any",)
@@ -308,15 +310,19 @@ def attends_padding(
     usual="0 in all layers of a stack, or in none",
     why="The layer does not get the causal mask that the others get.",
     next="Pass the same mask, or is_causal=True, in each layer.",
-    false_alarms="Stacks that mix both kinds on purpose: seven of ten layers must have the mask.",
+    false_alarms="Stacks that mix both kinds on purpose: seven of ten layers must have the mask. If the targets are "
+    "the next tokens of the input, one layer must, as any layer without it sees what the model has to predict.",
     needs=("activations",),
     records=2,
     explains={"unlike-siblings": _ANY, "odd-block": _ANY},
 )
 def sees_later_keys(
-    evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, most: float = 0.7
+    evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, most: float = 0.7, targets: float = 0.9
 ) -> Iterator[Finding]:
     """Yield the layers that see later positions where the other layers of the same stack do not."""
+    # Attention to another sequence may have as many keys as queries. The graph tells it from attention to the own one.
+    own = {step_of(evidence).owner(last) for last, _ in attention_layers(step_of(evidence))}
+    leaks = _predicts_next(evidence, persistence, targets)
     families: dict[str, list[View]] = {}
     for name, heads in layers_of(evidence, evidence.heads).items():
         if len(_last(heads[0], "attention_future", persistence)):
@@ -324,12 +330,14 @@ def sees_later_keys(
     for members in families.values():
         seen = [each for each in members if _all(_last(each, "attention_future", persistence), share)]
         blind = [each for each in members if not each.attention_future[-persistence:].any()]
-        if seen and len(blind) >= most * len(members):
+        to_itself = leaks and all(each.module.rpartition(".")[0] in own for each in members)
+        if seen and blind and (to_itself or len(blind) >= most * len(members)):
+            others = "the other layer" if len(blind) == 1 else f"the {len(blind)} other layers"
             for each in seen:
                 later = float(each.attention_future[-1])
                 verdict = (
                     f"the queries of {each.module} attend later positions, with {later:.0%} of their attention; those "
-                    f"of the {len(blind)} other layers of the stack do not"
+                    f"of {others} of the stack do not"
                 )
                 yield each.found(verdict, "attention_future", share=later, layers=len(members))
 
@@ -349,13 +357,10 @@ def attends_the_target(
     evidence: Evidence, *, persistence: int = 2, share: float = 1e-3, targets: float = 0.9
 ) -> Iterator[Finding]:
     """Yield a finding if the targets are the next tokens, and all attention sees later positions."""
-    sites = [site for site in evidence.losses.places if site.path == "in.target.next"]
-    losses = [View(evidence, evidence.losses, site) for site in sites]
-    are_next = [_last(each, "mean", persistence) for each in losses]
     layers = [heads[0] for heads in layers_of(evidence, evidence.heads).values()]
     placed = [each for each in layers if len(_last(each, "attention_future", persistence))]
     see = [_all(_last(each, "attention_future", persistence), share) for each in placed]
-    if placed and all(see) and any(_all(each, targets) for each in are_next):
+    if placed and all(see) and _predicts_next(evidence, persistence, targets):
         head = placed[-1]
         later = float(head.attention_future[-1])
         verdict = (
@@ -363,6 +368,38 @@ def attends_the_target(
             f"with {later:.0%} of their attention: each position sees the token that it has to predict"
         )
         yield head.found(verdict, "attention_future", others=_others(placed[::-1]), share=later)
+
+
+def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool:
+    """Return True if the targets of a loss are the next tokens of the input."""
+    sites = [site for site in evidence.losses.places if site.path == "in.target.next"]
+    losses = (View(evidence, evidence.losses, site) for site in sites)
+    return any(_all(_last(each, "mean", persistence), targets) for each in losses)
+
+
+@rule(
+    "own-key-hidden",
+    statistic="share of queries that may attend the key of their own position, if later keys are hidden",
+    usual="1",
+    why="The causal mask is shifted by one: it hides the position itself, and leaves nothing to the first one.",
+    next="Use a mask that is True up to the diagonal, as tril(diagonal=0) and is_causal=True are.",
+    false_alarms="The targets must be the next tokens of the input.",
+    needs=("activations",),
+    records=2,
+    explains=dict.fromkeys(("unlike-siblings", "odd-block", "odd-attention"), _ANY),
+)
+def own_key_hidden(
+    evidence: Evidence, *, persistence: int = 2, share: float = 0.01, targets: float = 0.9
+) -> Iterator[Finding]:
+    """Yield causal layers whose queries attend earlier positions only, not their own."""
+    found = []
+    for heads in layers_of(evidence, evidence.heads).values():
+        own, later = (_last(heads[0], f"attention_{name}", persistence) for name in ("own", "future"))
+        if _none_above(own, share) and _none_above(later, 0.0):
+            found.append(heads[0])
+    if found and _predicts_next(evidence, persistence, targets):
+        verdict = f"the mask of {found[0].module} hides the position of the query itself beside those behind it"
+        yield found[0].found(verdict, "attention_own", others=_others(found), share=float(found[0].attention_own[-1]))
 
 
 @rule(

@@ -225,7 +225,7 @@ def _named(functions: tuple[str, ...]) -> str:
 
 def _stacked(step: RecordedStep) -> list[tuple[Node, list[Node]]]:
     """Return the attention layers of stacks, with their projections."""
-    layers = list(_attention_layers(step))
+    layers = list(attention_layers(step))
     counts = Counter(family_of(step.owner(layer)) for layer, _ in layers)
     return [each for each in layers if counts[family_of(step.owner(each[0]))] >= _FEWEST]
 
@@ -235,7 +235,7 @@ def _widths(stacked: list[tuple[Node, list[Node]]]) -> set[int]:
     return {(shape_of(each[0], _place_of_input(each[0])) or (0,))[-1] for _, each in stacked}
 
 
-def _attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
+def attention_layers(step: RecordedStep) -> Iterator[tuple[Node, list[Node]]]:
     """Yield each attention of a sequence to itself, and the linear layers that make queries, keys and values.
 
     The attention is the fused function, or the product with the values.

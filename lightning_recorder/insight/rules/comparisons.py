@@ -38,12 +38,14 @@ UNLIKE = "unlike-siblings"
 
 @rule(
     ODD_BLOCK,
-    statistic="calls, settings and connections of at least eight blocks in a row, in the recorded graph",
+    statistic="calls, settings and connections of at least eight blocks in a row, or of three with attention, in the "
+    "recorded graph",
     usual="the blocks between the first and the last one are equal, differ in sizes only, or are of several kinds",
     why="A condition, a setting or a changed line of code that concerns this block only.",
     next="Compare the code and the settings of this block with those of the others.",
     false_alarms="Designs with several kinds of blocks: they differ in classes, in sizes, in more than three "
-    "calls, or as the first or last block does. A block with other layers, or one that only calls more, is a note.",
+    "calls, or as the first or last block does. A block with other layers, or one that only calls more, is a note. "
+    "So is one of fewer than eight blocks, which may alternate, unless it has another setting of the same calls.",
     needs=(GRAPH,),
     explains={
         **dict.fromkeys(("gradient-step", "block-trend"), ("any",)),
@@ -67,7 +69,7 @@ def odd_block(
         others = f"the other {each.others} blocks" if each.is_one_kind else f"{each.others} similar blocks"
         verdict = f"{each.block} computes something else than {others}: {each.what}{source}"
         found = evidence.view(evidence.activations, each.module).found(verdict)
-        yield replace(found, severity="note") if each.may_be_design else found
+        yield replace(found, severity="note") if each.may_be_design or each.is_doubtful else found
 
 
 @rule(

@@ -464,7 +464,7 @@ def unused_codes(
     "features.",
     next="Exchange dimensions with transpose or permute.",
     false_alarms="Dimensions of size 1, values that do not depend on the batch, and the shift of scores of relative "
-    "positions, which adds or cuts off a column, are left out.",
+    "positions, which adds or cuts off a column, are left out. So are sizes that are new on the other side.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -502,7 +502,23 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
                 f"dimensions {moved[0]} and {moved[1]} instead of exchanging them"
             )
             found.append(found_in(evidence, step.owner(node), verdict))
+        elif _skips_an_exchange(shape, other):
+            verdict = (
+                f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it mixes the "
+                "positions with the heads, because it does not exchange them"
+            )
+            found.append(found_in(evidence, step.owner(node), verdict))
     yield from joined(found)
+
+
+def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
+    """Return True if heads are joined to features across the positions, or split from them and put before these."""
+    short, long = sorted((shape, other), key=len)
+    if len(long) != len(short) + 1 or len(short) < 3:
+        return False
+    *batch, heads, positions, features = long
+    is_one = 1 in (heads, positions, features) or heads == positions
+    return not is_one and short == (*batch, positions, heads * features)
 
 
 def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:

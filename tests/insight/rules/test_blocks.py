@@ -188,7 +188,8 @@ def test_a_missing_residual_connection_is_named(kind: str, layer: str, module: s
     model = Model(**KINDS[kind])
     model.blocks[1].adds[layer] = False  # type: ignore[operator,index]  # of a Block
     (finding,) = found(model)
-    assert (finding.rule, finding.module, finding.others) == ("no-residual", module, ())
+    assert (finding.rule, finding.module) == ("no-residual", module)
+    assert set(finding.others) <= {"blocks.1"}  # the block is unlike the others
 
 
 class _Masking(nn.Module):
@@ -301,6 +302,27 @@ def test_values_times_a_constant_in_all_blocks(kind: str, times: float) -> None:
         words = f"the values of the attention blocks.0.attn are multiplied by {times:g}, as in all 4 blocks"
         assert each.verdict == words
         assert each.others == tuple(f"blocks.{place}.attn" for place in (1, 2, 3))
+
+
+@pytest.mark.parametrize(("blocks", "severity"), [(4, "note"), (3, "note"), (2, "")])
+def test_one_of_a_few_blocks_with_attention(blocks: int, severity: str) -> None:
+    """One of three blocks that calls something else is a note, as they may alternate; two blocks prove nothing."""
+    model = Model(blocks=blocks, **PRE)
+    model.blocks[1].mlp.down = nn.Sequential(model.blocks[1].mlp.down, nn.ReLU())  # type: ignore[union-attr,arg-type]  # of a Block
+    examination = Examination(capture_graph(model, torch.arange(20).reshape(2, 10) % 11))
+    odd = [each for each in examination.findings() if each.rule == "odd-block"]
+    assert [(each.severity, each.module) for each in odd] == [(severity, "blocks.1.mlp.down")] * bool(severity)
+
+
+def test_another_setting_in_one_of_a_few_blocks() -> None:
+    """Another setting of the same calls is a finding; it is none in blocks without attention."""
+    model = Model(blocks=4, **PRE)
+    model.blocks[2].norm1.eps = 1e-2  # type: ignore[union-attr,assignment]  # of a Block
+    norms = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16, eps=eps), nn.GELU()) for eps in (1e-5, 1e-5, 1e-2, 1e-5)))
+    odd = []
+    for net, given in ((model, torch.arange(20).reshape(2, 10) % 11), (norms, torch.randn(2, 16))):
+        odd += [each for each in Examination(capture_graph(net, given)).findings() if each.rule == "odd-block"]
+    assert [(each.severity, each.module) for each in odd] == [("warning", "blocks.2.norm1")]
 
 
 CHANGES: dict[str, Callable[[Attention], None]] = {

@@ -411,6 +411,37 @@ def _() -> Iterator[Evidence]:
             f"blocks.{place}.attn.softmax": [{"future": 0.5 * (place < seeing)}] for place in range(number)
         }
         yield parts(layers).evidence()
+    # In attention of a sequence to itself, next tokens as targets leave no doubt.
+    tokens = torch.arange(20).reshape(2, 10) % 11
+    graph = capture_graph(with_values_times(1.0), tokens)
+    for share in (1.0, 0.6):
+        of_blocks: dict[str, Sequence[Values]] = {
+            f"blocks.{place}.attn.softmax": [{"future": 0.5 * place}] for place in range(2)
+        }
+        examination = parts(of_blocks, graph=graph)
+        for row in range(8):
+            examination.add(
+                record("activations", row * 10, {("loss", "in.target.next"): {"mean": share}}, recorder="losses")
+            )
+        yield examination.evidence()
+
+
+@cases("own-key-hidden")
+def _() -> Iterator[Evidence]:
+    for own, future, share, records in (
+        (0.0, 0.0, 1.0, 1),
+        (0.0, 0.0, 1.0, 2),
+        (0.0, 0.0, 0.6, 8),
+        (0.0, 0.1, 1.0, 8),
+        (0.0075, 0.0, 1.0, 8),
+        (0.015, 0.0, 1.0, 8),
+    ):
+        layers: dict[str, Sequence[Values]] = {"attn.softmax": [{"own": own, "future": future}]}
+        examination = parts(layers, records=records)
+        for row in range(records):
+            sites = {("loss", "in.target.next"): {"mean": share}}
+            examination.add(record("activations", row * 10, sites, recorder="losses"))
+        yield examination.evidence()
 
 
 @cases("attends-the-target")

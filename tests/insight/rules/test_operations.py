@@ -400,6 +400,24 @@ def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], 
 @pytest.mark.parametrize(
     ("function", "is_wrong"),
     [
+        (lambda x: x.view(8, 3, 6, 2), True),
+        (lambda x: x.view(8, 6, 3, 2), False),
+        (lambda x: x.view(8, 6, 3, 2).transpose(1, 2).contiguous().view(8, 6, 6), True),
+        (lambda x: x.view(8, 6, 3, 2).transpose(1, 2).transpose(1, 2).reshape(8, 6, 6), False),
+        (lambda x: x.view(8, 6, 6, 1), False),
+        (lambda x: x.view(8, 36), False),
+    ],
+)
+def test_a_view_instead_of_an_exchange_of_heads_and_positions(function: Function, is_wrong: bool) -> None:
+    """Heads that are split or joined without the exchange are a finding, although the number of dimensions changes."""
+    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), Shaped(lambda x: function(x).flatten(1)), nn.Linear(36, 3))
+    found = examine(net, F.cross_entropy, series, classes)
+    assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "is_wrong"),
+    [
         (lambda h: h.view(8, -1), True),
         (lambda h: h.transpose(0, 1).reshape(8, -1), False),
         (lambda h: h.repeat(4, 1, 1).view(8, 8, 4), False),
