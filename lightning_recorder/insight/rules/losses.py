@@ -697,7 +697,8 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     why="The value that a network gives to the state after the end of an episode counts, although nothing follows.",
     next="Multiply the value of the next state with 1 - done: reward + gamma × (1 - done) × value.",
     false_alarms="Only a tensor that no operation uses counts, with a name such as done or terminated, or the only one "
-    "of truth values in a batch without names. One that is zero in all records marks no end.",
+    "of truth values in a batch without names. One that is zero in all records marks no end. A value that is "
+    "multiplied with another tensor of the batch, such as a discount, and that of the predicted state are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -721,6 +722,8 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
         terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
         values = [each for each in terms if "parameter" in step.roots[each.id]]
         if len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms):
+            if _is_weighted(step, values[0]) or _has_no_other_state(step, values[0], sources[0]):
+                continue
             verdict = (
                 f"nothing uses {ends[0].name}, and the target of {node.name} in {step.place(node)} has the value of "
                 "the next state also after the end of an episode"
@@ -729,6 +732,24 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+def _is_weighted(step: RecordedStep, value: Node) -> bool:
+    """Return True if a value is multiplied with a tensor of the batch, such as a discount that is 0 at an end."""
+    todo = [value]
+    for node in todo:
+        sources = step.sources(node) if node.name in _WEIGHTS or keeps_values(node) else []
+        if any(step.roots[each.id] == {"input"} for each in sources):
+            return True
+        todo += sources
+    return False
+
+
+def _has_no_other_state(step: RecordedStep, value: Node, predicted: Node) -> bool:
+    """Return True if a value is that of the predicted state: an advantage plus it is a return."""
+    inputs = {node.id for node in step.graph.nodes if node.kind == "input"}
+    return inputs & step.ancestors(value) <= step.ancestors(predicted)
+
+
+_WEIGHTS = ("mul", "__mul__", "__rmul__", "mul_", "where", "masked_fill", "masked_fill_")
 _ENDS = re.compile(r"((is|next|episode)_?)?(dones?|terminals?|terminated|terminations?)")
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."

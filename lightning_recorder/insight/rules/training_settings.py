@@ -503,13 +503,14 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     why="The warm-up has more steps than the run, or counts epochs as steps.",
     next="Compare the number of steps of the warm-up with that of the run.",
     false_alarms="A rate that stays or falls between two records, one above a tenth of initial_lr, and a run that has "
-    "not come to its end.",
+    "not come to its end. An initial_lr of 0.5 or more may be the factor of a formula, as in the schedule of the first "
+    "transformer, and is left out.",
     needs=("parameters",),
     records=6,
     explains={"does-not-move": ("any",), "barely-moves": ("any",), "updates-lost": ("any",)},
 )
 def warmup_too_long(
-    evidence: Evidence, *, persistence: int = 6, share: float = 0.1, end: float = 0.9
+    evidence: Evidence, *, persistence: int = 6, share: float = 0.1, end: float = 0.9, formula: float = 0.5
 ) -> Iterator[Finding]:
     """Yield a finding if the learning rate rises until the end of the run and stays far below the given one."""
     about = evidence.parameters.about
@@ -518,7 +519,7 @@ def warmup_too_long(
     rates, steps = _rates(evidence)
     if len(rates) < persistence or steps[-1] < end * planned or not (np.diff(rates) > 0).all():
         return
-    if rates[-1] < share * given:
+    if given < formula and rates[-1] < share * given:
         verdict = (
             f"the learning rate rises in each record, to {rates[-1]:.3g} at step {steps[-1]} of {planned}: that is "
             f"{rates[-1] / given:.1%} of the {given:.3g} that the optimizer was given"

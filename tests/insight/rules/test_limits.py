@@ -615,16 +615,18 @@ def _() -> Iterator[Evidence]:
 
 @cases("warmup-too-long")
 def _() -> Iterator[Evidence]:
-    for highest, planned, records in (
-        (0.15, 70, 8),
-        (0.07, 70, 8),
-        (0.07, 95, 8),
-        (0.03, 110, 8),
-        (0.03, 50, 6),
-        (0.03, 40, 5),
+    for highest, planned, records, given in (
+        (0.15, 70, 8, 0.1),
+        (0.07, 70, 8, 0.1),
+        (0.07, 95, 8, 0.1),
+        (0.03, 110, 8, 0.1),
+        (0.03, 50, 6, 0.1),
+        (0.03, 40, 5, 0.1),
+        (0.03, 70, 8, 0.4),
+        (0.03, 70, 8, 0.6),
     ):
-        about = {"groups": [{"initial_lr": 1.0}], "planned_steps": planned}
-        rising = weight(learning_rate=[highest * (row + 1) / records for row in range(records)])
+        about = {"groups": [{"initial_lr": given}], "planned_steps": planned}
+        rising = weight(learning_rate=[highest * given * (row + 1) / records for row in range(records)])
         yield case(None, None, rising, about=about, records=records)
 
 

@@ -472,6 +472,33 @@ def test_the_end_of_an_episode_that_is_ignored(end: str, options: dict[str, bool
     assert all(f".{end}, and the target of mse_loss in training_step " in each.verdict for each in found)
 
 
+class FurtherTargets(nn.Module):
+    """A step whose target is a number of the batch plus a value that is right without the end of episodes, or not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.copy, self.kind = mlp(3), mlp(3).requires_grad_(False), kind
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        value = self.copy(batch["x" if self.kind == "same state" else "after"])[:, 0]
+        factor = {"discount": batch["discount"], "where": 0.9, "fixed": 0.9, "same state": 1.0}[self.kind]
+        value = (factor * value).unsqueeze(1)
+        if self.kind == "where":
+            value = torch.where(batch["discount"][:, None] > 0, value, 0.0)
+        loss: Tensor = F.mse_loss(self.net(batch["x"])[:, 0], batch["reward"] + value.squeeze(1))
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(("kind", "is_wrong"), [("discount", 0), ("where", 0), ("same state", 0), ("fixed", 1)])
+def test_targets_that_know_the_end_in_another_way(kind: str, is_wrong: int) -> None:
+    """A discount of the batch may be 0 at the end, and an advantage plus the value of its own state is a return."""
+    done = (rows[:, 1] > 0).float()
+    batch = {"x": rows, "after": rows + 1, "reward": rows[:, 0], "discount": 1 - done, "done": done}
+    found = Examination(capture_graph(FurtherTargets(kind), batch)).findings()
+    assert [each.rule for each in found].count("end-ignored") == is_wrong
+
+
 @pytest.mark.parametrize(("largest", "is_wrong"), [(1.0, 1), (0.0, 0)])
 def test_episodes_that_do_not_end(largest: float, is_wrong: int) -> None:
     """A tensor of ends that is zero in all records marks none, as in tasks that go on for ever."""

@@ -221,19 +221,22 @@ def test_label_smoothing(smoothing: str, alarm: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "planned", "alarm"),
+    ("rates", "planned", "given", "alarm"),
     [
-        ([1e-6 * (row + 1) for row in range(8)], 71, 1),
-        ([1e-6 * (row + 1) for row in range(8)], 200, 0),  # the run has just begun
-        ([1e-6 * (row + 1) for row in range(8)], None, 0),  # a run without a limit
-        ([2e-5 * (row + 1) for row in range(8)], 71, 0),
-        ([1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 3e-6, 2e-6, 1e-6], 71, 0),  # another schedule
+        ([1e-6 * (row + 1) for row in range(8)], 71, 1e-3, 1),
+        ([1e-6 * (row + 1) for row in range(8)], 200, 1e-3, 0),  # the run has just begun
+        ([1e-6 * (row + 1) for row in range(8)], None, 1e-3, 0),  # a run without a limit
+        ([2e-5 * (row + 1) for row in range(8)], 71, 1e-3, 0),
+        ([1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 3e-6, 2e-6, 1e-6], 71, 1e-3, 0),  # another schedule
+        ([48**-0.5 * (10 * row + 1) * 400**-1.5 for row in range(8)], 71, 1.0, 0),  # a formula and its factor
     ],
 )
-def test_a_warm_up_that_is_longer_than_the_run(rates: list[float], planned: int | None, alarm: int) -> None:
+def test_a_warm_up_that_is_longer_than_the_run(
+    rates: list[float], planned: int | None, given: float, alarm: int
+) -> None:
     """A learning rate that rises until the end of the run and is a tenth of the given one by then is a finding."""
     parameters = {"fc/weight": {**trained("fc")["fc/weight"], "learning_rate": rates}}
-    about = {"groups": [{"initial_lr": 1e-3}], "planned_steps": planned}
+    about = {"groups": [{"initial_lr": given}], "planned_steps": planned}
     found = run({"fc": {"rms": 1.0}}, None, {**trained("fc"), **parameters}, about=about)
     assert brief(found) == [("warning", "warmup-too-long", "")] * alarm
     assert all("to 8e-06 at step 70 of 71: that is 0.8% of the 0.001 that" in each.verdict for each in found)
