@@ -63,6 +63,7 @@ from lightning_recorder.watch.epoch_samples import (
     RankEpoch,
     RankSamples,
     Sketch,
+    StepSamples,
     compare_epochs,
     compare_ranks,
     compare_validation,
@@ -79,7 +80,6 @@ _MOST_LOADERS = 8  # of validation
 _FIRST_LOOK, _GROWTH = 16, 4  # batches between two looks at an epoch
 _FIRST_COMPARED, _GROWTH_OF_RANKS = 8, 8
 _COMPARED_STEPS = 16
-_COMPARED_SAMPLES = 16  # of a step
 _CHECKED = 64  # batches of a run that are looked at again after their step
 _WIDE = 4  # values of a sample from which on a tensor is an input
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -152,7 +152,7 @@ class WatchedSamples:
         self._arriving: deque[_Arriving] = deque()
         self._validation: dict[int, _Validation] = {}  # by the number of the loader
         self._is_validated = False
-        self._recent: deque[tuple[int, frozenset[int]]] = deque(maxlen=_COMPARED_STEPS)
+        self._recent: deque[tuple[int, StepSamples]] = deque(maxlen=_COMPARED_STEPS)
         self._next_compared = _FIRST_COMPARED
         self._pending: PendingMerge | None = None
         self._ranks: RankFacts | None = None
@@ -464,7 +464,7 @@ class WatchedSamples:
         found = BatchSamples(contents, rows, hashes, worker, numbers[2] if len(numbers) > 2 else None, numbers[1])
         epoch.add(found, step)
         if self._exchange is not None:
-            self._recent.append((step, frozenset(np.sort(found.keys.view(np.uint64))[:_COMPARED_SAMPLES].tolist())))
+            self._recent.append((step, StepSamples.of(found, found.keys)))
 
     def add_validation(self, batch: Any, batch_idx: int, loader: int) -> bool:
         """Examine a batch of validation; return False if no more are needed."""
@@ -503,7 +503,7 @@ class WatchedSamples:
             return
         self._next_compared *= _GROWTH_OF_RANKS
         steps = dict(self._recent)  # with accumulated gradients, the last batch of each step
-        own = RankSamples(self._rank(), tuple(steps), tuple(steps.values()))
+        own = RankSamples.of(self._rank(), steps)
         self._take_ranks()
         self._pending = self._exchange.submit(NOTHING, scope=f"samples {self._number}", value=own)
 

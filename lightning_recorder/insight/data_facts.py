@@ -104,6 +104,9 @@ class RankFacts:
     keys: int  # the number of different samples
     shared: float  # the share of samples that another rank has in the same step, on the rank with the largest share
     same: tuple[int, ...] = ()  # the ranks that have the same samples as another one
+    # the largest share of common samples whose values are equal, if the identity of a sample is its index; 1 if all of
+    # them have the same classes
+    equal: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class EpochOfRanks:
     compared: int  # the number of different samples that are compared
     shared: float  # the share of these that several ranks have
     distinct: float  # the smallest share of different samples among those of a rank
+    equal: float = 1.0  # the share of the values of samples that several ranks have
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ class RankStrip:
     # The group of ranks with equal values among those with the same shard, ``[tensors][ranks]``. The largest group is
     # 0.
     groups: tuple[tuple[int, ...], ...]
-    # the largest difference of a compared value from group 0, relative to the root mean square of the compared values,
-    # ``[tensors][ranks]``
+    # the root mean square of the difference from group 0, relative to that of the values, ``[tensors][ranks]``, as
+    # estimated from a few sums
     distances: tuple[tuple[float, ...], ...]
     compared: int  # the number of all tensors that were compared, of which some may have no column
     step: int = 0  # the number of steps after which they were compared

@@ -24,6 +24,7 @@ __all__ = [
     "odd_numbers",
     "sample_fingerprints",
     "sample_numbers",
+    "signed_sums",
     "values_of_each",
 ]
 
@@ -32,6 +33,7 @@ _MOST_VALUES = 64  # of a sample
 _MOST_TENSORS = 8
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # values that are read at once
+_SIGNS = 1 << 20
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
 _HALF = 31  # bits
 _FEWEST_VALUES = 8  # of a sample of a large batch
@@ -99,6 +101,43 @@ def exact_checksum(tensor: Tensor) -> Tensor:
             bits = (bits ^ (bits >> _HALF)) * _MIX
             found = found * 31 + ((bits ^ (bits >> _HALF)) * places).sum()
     return found
+
+
+@torch.no_grad()
+def signed_sums(tensor: Tensor, count: int) -> Tensor:
+    """Return sums of parts of a tensor, with a fixed pseudorandom sign for each value, ``[count]`` float32.
+
+    The root of the sum of their squares is about that of all values, with a standard error of 25 % for eight sums. They
+    are linear, so the same holds for the difference of two tensors. Up to ``count`` values are returned as they are.
+
+    Note:
+        Does not synchronize the device. Keeps 4 MB of signs, needs 8 MB for a large tensor, and reads it once.
+
+    Example:
+        >>> signed_sums(torch.tensor([2.0, 3.0]), 3).tolist()
+        [2.0, 3.0, 0.0]
+    """
+    flat = tensor.detach().reshape(-1)
+    found = torch.zeros(count, dtype=torch.float32, device=flat.device)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.numel() <= count:
+        found[: flat.numel()] = flat
+        return found
+    signs = _signs(flat.device)
+    for place, part in enumerate(flat.split((len(signs) // count - 1) * count)):
+        # Each sum has other signs in each part. Otherwise a difference that is the same everywhere would add up.
+        own = signs[place % count :][: len(part)] * signs[place % len(signs)]
+        found += (
+            torch.nn.functional.pad(part * own, (0, -len(part) % count)).view(-1, count).sum(0, dtype=torch.float32)
+        )
+    return found
+
+
+@lru_cache(maxsize=2)
+def _signs(device: torch.device) -> Tensor:
+    found = np.random.default_rng(0x5EED).integers(0, 2, _SIGNS, dtype=np.int8)
+    return torch.from_numpy(found.astype(np.float32) * 2 - 1).to(device)
 
 
 def sample_fingerprints(batch: Any, values: int = _MOST_VALUES) -> Tensor | None:

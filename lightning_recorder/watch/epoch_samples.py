@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ __all__ = [
     "RankEpoch",
     "RankSamples",
     "Sketch",
+    "StepSamples",
     "compare_epochs",
     "compare_ranks",
     "compare_validation",
@@ -31,9 +33,11 @@ _MIX = np.int64(0x1E3779B97F4A7C15)
 _FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
 _ABOUT = 0.8  # of the largest share: ranks that share most samples do not all have the same share
 _NEAR = 4  # batches in which a sample comes again soon
+_COMPARED_SAMPLES = 16  # of a step
 _MOST_SENT = 1024  # samples of an epoch that are compared between ranks
 
 Keys = NDArray[np.int64]
+_Value: TypeAlias = tuple[int | None, int]  # the fingerprint of a sample, if it is known, and its class, or -1
 
 
 class Sketch:
@@ -272,6 +276,26 @@ def compare_validation(validation: Sketch, samples: int, training: Sketch, step:
     return ValidationFacts(samples, validation.distinct, compared, common, step)
 
 
+class StepSamples(NamedTuple):
+    """The samples of a batch with the smallest keys."""
+
+    keys: frozenset[int]
+    values: Mapping[int, _Value] | None
+    """As in :class:`RankSamples`; None if the keys are the fingerprints."""
+
+    @classmethod
+    def of(cls, batch: BatchSamples, keys: Keys) -> StepSamples:
+        """Return those of a batch with some keys."""
+        unsigned = keys.view(np.uint64)
+        places = np.argsort(unsigned)[:_COMPARED_SAMPLES]
+        found = unsigned[places].tolist()
+        if not batch.has_indices:
+            return cls(frozenset(found), None)
+        contents = batch.contents[places].tolist() if len(batch.contents) else [None] * len(found)
+        classes = [-1] * len(found) if batch.classes is None else batch.classes[places].tolist()
+        return cls(frozenset(found), dict(zip(found, zip(contents, classes, strict=True), strict=True)))
+
+
 @dataclass(frozen=True)
 class RankSamples:
     """Some samples of the latest steps of one rank."""
@@ -279,6 +303,16 @@ class RankSamples:
     rank: int  # the number of the rank among those that should have different samples
     steps: tuple[int, ...]
     keys: tuple[frozenset[int], ...]  # the samples of each step with the smallest keys
+    # the fingerprint of each of them, if known, and its class, or -1; empty if the keys are the fingerprints
+    values: tuple[Mapping[int, _Value], ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, steps: Mapping[int, StepSamples]) -> RankSamples:
+        """Return what is sent of some steps."""
+        found = steps.values()
+        has_values = all(each.values is not None for each in found)
+        values = tuple(each.values for each in found if each.values is not None) if has_values else ()
+        return cls(rank, tuple(steps), tuple(each.keys for each in found), values)
 
     def at(self, step: int) -> frozenset[int]:
         """Return the samples of a step."""
@@ -294,21 +328,50 @@ def compare_ranks(ranks: Sequence[RankSamples]) -> RankFacts | None:
     first: dict[int, list[int]] = {}
     for rank, each in parts.items():
         first.setdefault(min(each.at(steps[0]), default=-1), []).append(rank)
-    shares = {}
+    shares, equal = {}, 0.0
     for rank, each in parts.items():
         # Ranks with the same samples have the same smallest key. Comparing all pairs takes too long for many ranks.
         partners = [other for other in first[min(each.at(steps[0]), default=-1)][:2] if other != rank]
         shares[rank] = max((_shared(each, parts[other], steps) for other in partners), default=0.0)
+        equal = max([equal, *(_equal(each, parts[other], steps) for other in partners)])
     most = max(shares.values())
     every = {key for each in parts.values() for keys in each.keys for key in keys}
     same = tuple(rank for rank, share in sorted(shares.items()) if share >= _ABOUT * most) if most else ()
-    return RankFacts(len(parts), len(steps), steps[0], len(every), most, same)
+    return RankFacts(len(parts), len(steps), steps[0], len(every), most, same, equal)
 
 
 def _shared(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
-    """Return the share of the samples of a rank that another one has in the same steps."""
+    """Return the share of the samples of a rank that another one has in the same steps.
+
+    The same indices with other classes are those of other data sets.
+    """
     common = sum(len(one.at(step) & other.at(step)) for step in steps)
+    common -= sum(first[1] != second[1] for first, second in _pairs(one, other, steps))
     return common / max(1, sum(len(one.at(step)) for step in steps))
+
+
+def _equal(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> float:
+    """Return the share of common indices that have the same values; 1 if all have the same classes.
+
+    An augmentation gives the same sample other values, and the same class.
+    """
+    if not one.values or not other.values:
+        return 1.0
+    pairs = _pairs(one, other, steps)
+    classes = {first[1] for first, _ in pairs}
+    if len(classes) > 1 and -1 not in classes and all(first[1] == second[1] for first, second in pairs):
+        return 1.0
+    return sum(first[0] == second[0] is not None for first, second in pairs) / max(1, len(pairs))
+
+
+def _pairs(one: RankSamples, other: RankSamples, steps: Sequence[int]) -> list[tuple[_Value, _Value]]:
+    """Return what two ranks have at the same indices."""
+    found = []
+    if one.values and other.values:
+        for step in steps:
+            own, others = one.values[one.steps.index(step)], other.values[other.steps.index(step)]
+            found += [(own[key], others[key]) for key in own.keys() & others.keys()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -321,14 +384,25 @@ class RankEpoch:
     distinct: float  # the number of different ones
     limit: int  # the number below which the keys are complete
     keys: frozenset[int]  # the different samples with keys below it
+    # the same for their values, if the keys are indices
+    limit_of_values: int = 0
+    values: frozenset[int] | None = None
 
     @classmethod
     def of(cls, rank: int, epoch: EpochSamples) -> RankEpoch:
         """Return what is sent of an epoch."""
-        limit, found = epoch.keys.limit, sorted(epoch.keys.counts)
-        if len(found) > _MOST_SENT:
-            limit, found = found[_MOST_SENT], found[:_MOST_SENT]
-        return cls(rank, epoch.epoch, epoch.samples, epoch.keys.distinct, limit, frozenset(found))
+        found = cls(rank, epoch.epoch, epoch.samples, epoch.keys.distinct, *_sent(epoch.keys))
+        if epoch.contents is epoch.keys:
+            return found
+        limit, values = _sent(epoch.contents)
+        return replace(found, limit_of_values=limit, values=values)
+
+
+def _sent(sketch: Sketch) -> tuple[int, frozenset[int]]:
+    limit, found = sketch.limit, sorted(sketch.counts)
+    if len(found) > _MOST_SENT:
+        limit, found = found[_MOST_SENT], found[:_MOST_SENT]
+    return limit, frozenset(found)
 
 
 def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
@@ -336,18 +410,21 @@ def compare_epochs(ranks: Sequence[RankEpoch]) -> EpochOfRanks | None:
     parts = {each.rank: each for each in ranks}  # ranks of one tensor-parallel group have the same samples
     if len(parts) < 2 or len({each.epoch for each in parts.values()}) > 1:
         return None
-    limit = min(each.limit for each in parts.values())
-    counts: dict[int, int] = {}
-    for each in parts.values():
-        for key in each.keys:
-            if key < limit:
-                counts[key] = counts.get(key, 0) + 1
-    several = sum(count > 1 for count in counts.values())
+    compared, shared = _common([(each.limit, each.keys) for each in parts.values()])
+    values = [(each.limit_of_values, each.values) for each in parts.values() if each.values is not None]
     return EpochOfRanks(
         ranks=len(parts),
         epoch=next(iter(parts.values())).epoch,
         samples=min(each.samples for each in parts.values()),
-        compared=len(counts),
-        shared=several / max(1, len(counts)),
+        compared=compared,
+        shared=shared,
         distinct=min(each.distinct / max(1, each.samples) for each in parts.values()),
+        equal=_common(values)[1] if len(values) == len(parts) else shared,
     )
+
+
+def _common(ranks: Sequence[tuple[int, frozenset[int]]]) -> tuple[int, float]:
+    """Return the number of keys that are complete on all ranks, and the share of them that several ranks have."""
+    limit = min(limit for limit, _ in ranks)
+    counts = Counter(key for _, keys in ranks for key in keys if key < limit)
+    return len(counts), sum(count > 1 for count in counts.values()) / max(1, len(counts))

@@ -42,13 +42,14 @@ from lightning_recorder.internals.module_tree import named_buffers_of, named_par
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.statistics import PendingMerge
-from lightning_recorder.statistics.fingerprint import exact_checksum
+from lightning_recorder.statistics.fingerprint import exact_checksum, signed_sums
 
 __all__ = ["Differences", "ReplicaValues", "Replicas", "WatchedRanks", "compare_replicas", "finding_of_differences"]
 
 _FIRST_STEPS = (1, 3, 10, 30, 100, 300)
 _EVERY = 1000
-_VALUES = 8  # of a tensor, to say how far it differs
+_SUMS = 8  # of a tensor, to say how far it differs
+_MOST_LISTED = 8  # ranks of a group
 _MOST_COLUMNS, _MOST_ROWS = 96, 64  # of the strip: tensors and ranks
 _ENOUGH_COLUMNS = 40  # if fewer tensors differ, some equal ones are beside them
 _KINDS = ("parameter", "gradient", "buffer", "state", "setting")
@@ -81,7 +82,7 @@ class ReplicaValues:
     names: NDArray[np.uint32]
     parts: NDArray[np.int32]  # the number of the shard of each tensor, ``[tensors]``
     numbers: NDArray[np.int64]  # the checksum of each tensor, ``[tensors]`` int64
-    # some values of each tensor, ``[tensors, 8]`` float32, the last one repeated in short tensors
+    # the ``signed_sums`` of each tensor, ``[tensors, 8]`` float32; the only value of a setting is the first one
     values: NDArray[np.float32]
 
 
@@ -140,7 +141,7 @@ class Replicas:
             )
             device = next((each.values.device for each in found), torch.device("cpu"))
             numbers = [exact_checksum(each.values).to(device) for each in found]
-            values = [_some(each.values).to(device) for each in found]
+            values = [signed_sums(each.values, _SUMS).to(device) for each in found]
             about = self._rank, _checksums(latest.names)
             if not found:
                 parts, numbers_of, values_of = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
@@ -203,16 +204,6 @@ def _made(name: str, kind: str, tensor: Tensor) -> Iterator[_Tensor]:
         yield _Tensor(name, kind, local, part)
 
 
-def _some(tensor: Tensor) -> Tensor:
-    """Return eight values at regular distances."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    if not flat.numel():
-        return torch.zeros(_VALUES, device=tensor.device)
-    step = max(1, flat.numel() // _VALUES)
-    found = flat[::step][:_VALUES].to(torch.float32)
-    return torch.cat([found, found[-1:].expand(_VALUES - len(found))])
-
-
 @dataclass(frozen=True)
 class Differences:
     """The tensors that differ between ranks.
@@ -221,8 +212,8 @@ class Differences:
         ranks: The number of compared ranks.
         names: The names of the tensors by their kind.
         counts: The number of compared tensors by their kind.
-        distance: The largest difference of a compared value of a parameter, or else of any tensor, relative to the root
-            mean square of the compared values of its tensor.
+        distance: The largest root mean square of a difference of a parameter, or else of any tensor, relative to that
+            of the values of the tensor. Both are estimated from its sums.
         groups: The ranks in groups of equal values, for the first tensor that differs.
         settings: The settings of the optimizers that differ, with their values.
         idle: The ranks whose optimizers have no state of the parameters that differ, although those of others have.
@@ -300,7 +291,7 @@ def _aligned(values: ReplicaValues, names: NDArray[np.uint32]) -> ReplicaValues:
         names,
         np.full(len(names), -1, np.int32),
         np.zeros(len(names), np.int64),
-        np.zeros((len(names), _VALUES), np.float32),
+        np.zeros((len(names), _SUMS), np.float32),
     )
     for own, other in ((found.parts, values.parts), (found.numbers, values.numbers), (found.values, values.values)):
         own[places >= 0] = other[places[places >= 0]]
@@ -333,7 +324,8 @@ def _column(numbers: NDArray[np.int64], parts: NDArray[np.int32], values: NDArra
             column.groups[places] = number
         wide = values[members].astype(np.float64)
         with np.errstate(all="ignore"):
-            size, most = np.sqrt(np.nanmean(wide**2)), np.abs(wide - values[largest[0]]).max(1)
+            # The mean is for all members, as the sums of one may be small by chance.
+            size, most = np.sqrt(np.nanmean((wide**2).sum(1))), np.sqrt(((wide - values[largest[0]]) ** 2).sum(1))
             far = most / size if size > 0 else np.zeros(len(members))
         column.distances[members] = np.where(np.isfinite(most), far, np.inf)
         column.distances[largest] = 0
@@ -395,17 +387,7 @@ def finding_of_differences(
     verb = "differs" if len(parameters or states or buffers) == 1 else "differ"
     verdict = f"{what} {verb} between the {found.ranks} ranks after step {step}"
     verdict += "" if equal is None else f", and all were equal after step {equal}"
-    far = (
-        f"the largest of the compared differences is {found.distance:.2g} × the rms of the values"
-        if found.distance
-        else (f"not in the {_VALUES} compared values of each")
-    )
-    groups = found.groups
-    if len(groups) == found.ranks:
-        who = "; each rank has values of its own" if found.ranks > 2 else ""
-    else:
-        who = "; equal values have ranks " + " and ranks ".join(", ".join(map(str, each)) for each in groups)
-        who += ", which have the same shard" if sum(map(len, groups)) < found.ranks else ""
+    who = _groups(found)
     count = "one optimizer state" if len(states) == 1 else f"{len(states)} optimizer states"
     more = f"; so {'does' if len(states) == 1 else 'do'} {count}" if parameters and states else ""
     is_note = not parameters and not states
@@ -429,7 +411,7 @@ def finding_of_differences(
         first_step=step,
         last_step=step,
         records=1,
-        verdict=f"{verdict}; {far}{who}{more}",
+        verdict=f"{verdict}; {_distance(found.distance, several=verb == 'differ')}{who}{more}",
         why=why,
         next=following,
         usual="equal on all ranks after each step",
@@ -442,6 +424,33 @@ def finding_of_differences(
     )
 
 
+def _distance(distance: float, *, several: bool) -> str:
+    if distance == 0:  # such as the sign of a zero
+        return "the difference is too small to be measured"
+    if not np.isfinite(distance):
+        return "a value that is not finite is among them"
+    return f"the {'largest ' * several}distance is about {distance:.2g} × the rms of the values"
+
+
+def _groups(found: Differences) -> str:
+    """Return the ranks that have equal values."""
+    if len(found.groups) == found.ranks:
+        return "; each rank has values of its own" if found.ranks > 2 else ""
+    groups = sorted(found.groups, key=len)
+    if len(groups) > 2:
+        return f"; the values of these are equal: {'; '.join(map(_ranks, groups))}"
+    verb = "differs" if len(groups[0]) == 1 else "differ"
+    has = "has" if len(groups[1]) == 1 else "have"
+    shard = f", which {has} the same shard" if sum(map(len, groups)) < found.ranks else ""
+    return f"; {_ranks(groups[0])} {verb} from {_ranks(groups[1])}{shard}"
+
+
+def _ranks(group: Sequence[int]) -> str:
+    """Return the ranks of a group as text."""
+    more = f" and {len(group) - _MOST_LISTED} more" if len(group) > _MOST_LISTED else ""
+    return f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group[:_MOST_LISTED]))}{more}"
+
+
 def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
     """Return the usual cause that the measured values allow, and what to try."""
     if is_note:
@@ -450,7 +459,7 @@ def _cause(found: Differences, *, is_note: bool) -> tuple[str, str]:
     if found.settings:
         return f"The optimizers have other settings: {'; '.join(found.settings[:3])}.", NEXT_SETTINGS
     if found.idle:
-        where = f"on rank{'s' * (len(found.idle) > 1)} {', '.join(map(str, found.idle[:8]))}"
+        where = f"on {_ranks(found.idle)}"
         return (
             f"The optimizer has no state of them {where}, so it has not stepped them there.",
             "Call optimizer.step() on all ranks, and give it the same parameters.",

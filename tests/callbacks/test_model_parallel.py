@@ -169,4 +169,4 @@ def test_copies_of_shards_are_compared(tmp_path: Path) -> None:
     found = next(each for each in faulty if each.rule == "ranks-differ")
     assert (found.severity, found.module) == ("critical", "up")
     assert found.verdict.startswith("up.weight differs between the 4 ranks after step 5, and all were equal ")
-    assert "equal values have ranks 1 and ranks 3, which have the same shard" in found.verdict
+    assert "; rank 1 differs from rank 3, which has the same shard" in found.verdict

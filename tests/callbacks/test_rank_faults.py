@@ -256,7 +256,7 @@ def test_a_planted_fault_is_named_first(name: str, way: str, runs: Path) -> None
         assert "exp_avg" in found.verdict or what in found.verdict
     else:
         assert found.verdict.startswith((what, f"the gradients or updates of {what}")), found.verdict
-    assert "compared differences is" in found.verdict
+    assert "distance is about" in found.verdict
     if way == "watch" and name in CAUSES:
         assert found.why.startswith(CAUSES[name])
     if way == "watch" and name in LATER:

@@ -778,6 +778,21 @@ class ByRank(Stream):
             yield self.samples[index]
 
 
+class NoisyByRank(Dataset[Any]):
+    """Gives each rank other noise on the same samples."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples, self.numbers = samples, torch.Generator().manual_seed(int(os.environ["LOCAL_RANK"]))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @override
+    def __getitem__(self, index: int) -> Any:
+        x, of_class = self.samples[index]
+        return x + 0.1 * torch.randn(x.shape, generator=self.numbers), of_class
+
+
 class Recording(Net):
     """Keeps the losses of the rank."""
 
@@ -799,14 +814,19 @@ def poisoned() -> TensorDataset:
 
 
 def on_two_ranks() -> dict[str, dict[str, Any]]:
-    """Return the loaders by name; the first three are healthy."""
-    shares: Any = DistributedSampler(poisoned(), 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
+    """Return the loaders by name; the first four are healthy."""
+    rank, one = int(os.environ["LOCAL_RANK"]), {"use_distributed_sampler": False}
+    shares: Any = DistributedSampler(poisoned(), 2, rank, shuffle=False)
+    x, classes = dataset(512).tensors
+    own = TensorDataset(x[rank::2], classes[rank::2])  # the seed of all ranks shuffles its indices alike
     return {
+        "own data": {"train": DataLoader(own, 16, shuffle=True), **one},
         "sampler": {"train": DataLoader(dataset(), 16, shuffle=True)},
         "divided": {"train": DataLoader(ByRank(), 16)},
         "overfit": {"train": DataLoader(dataset(), 16), "overfit_batches": 2, "max_epochs": 8},
         "stream": {"train": DataLoader(Stream(), 16)},
-        "no sampler": {"train": DataLoader(dataset(), 16, shuffle=True), "use_distributed_sampler": False},
+        "no sampler": {"train": DataLoader(dataset(), 16, shuffle=True), **one},
+        "augmented": {"train": DataLoader(NoisyByRank(dataset()), 16, shuffle=True), **one},
         "row": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording},
         "bare": {"train": DataLoader(poisoned(), 16, sampler=shares), "model": Recording, "watched": False},
     }
@@ -837,9 +857,9 @@ def test_samples_of_two_ranks(tmp_path: Path) -> None:
     codes, log = forks.run(script, tmp_path, folder=tmp_path, ranks=2)
     assert codes == [0, 0], log[-3000:]
     assert "RecorderWarning" not in log
-    for name in ("sampler", "divided", "overfit"):
+    for name in ("own data", "sampler", "divided", "overfit"):
         assert findings(open_recording(tmp_path / name).run) == []
-    for name, steps in (("stream", 8), ("no sampler", 16)):
+    for name, steps in (("stream", 8), ("no sampler", 16), ("augmented", 16)):
         verdict = f"all 2 ranks get the same samples in each of {steps} compared steps"
         assert findings(open_recording(tmp_path / name).run) == [("same-samples-on-ranks", "warning", verdict)]
     (found,) = [each for each in open_recording(tmp_path / "row").run.findings if each.rule == "non-finite"]

@@ -17,6 +17,7 @@ from lightning_recorder.watch.epoch_samples import (
     RankEpoch,
     RankSamples,
     Sketch,
+    StepSamples,
     compare_epochs,
     compare_ranks,
 )
@@ -89,6 +90,33 @@ def test_both_of_two_ranks_that_share_most_samples_are_named() -> None:
     )
     assert found is not None
     assert (found.same, found.shared) == ((0, 1), 15 / 16)
+
+
+@pytest.mark.parametrize(
+    ("contents", "classes", "shared", "equal"),
+    [
+        ("same", "same", 1.0, 1.0),
+        ("other", "same", 1.0, 1.0),  # an augmentation
+        ("other", "other", 0.0, 0.0),
+        ("other", "one", 1.0, 0.0),
+        ("none", "one", 1.0, 0.0),
+    ],
+)
+def test_the_same_indices_of_two_data_sets_are_told_by_values_and_classes(
+    contents: str, classes: str, shared: float, equal: float
+) -> None:
+    """Equal values or the same classes tell that ranks have the same samples, and equal indices alone do not."""
+    found = []
+    for rank in range(2):
+        values = {"same": keys(16), "other": keys(16, rank), "none": keys(0)}[contents]
+        labels = {"same": np.arange(16) % 3, "other": (np.arange(16) + rank) % 3, "one": np.zeros(16, np.int64)}[
+            classes
+        ]
+        batch = BatchSamples(values, rows=np.arange(16), classes=labels)
+        found.append(RankSamples.of(rank, {3: StepSamples.of(batch, batch.keys)}))
+    facts = compare_ranks(found)
+    assert facts is not None
+    assert (facts.shared, facts.equal) == (shared, equal)
 
 
 def test_other_samples() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.insight.finding import findings_from_json, findings_to_json
-from lightning_recorder.statistics.fingerprint import exact_checksum
+from lightning_recorder.statistics.fingerprint import exact_checksum, signed_sums
 from lightning_recorder.watch.replicas import (
     Differences,
     Replicas,
@@ -63,8 +63,53 @@ def test_one_changed_bit_is_found_and_the_ranks_are_grouped() -> None:
     assert finding.verdict.startswith(
         "2.weight differs between the 3 ranks after step 10, and all were equal after step 1; "
     )
-    assert finding.verdict.endswith("; equal values have ranks 0 and ranks 1, 2")
+    assert finding.verdict.endswith("; rank 0 differs from ranks 1, 2")
     assert "gradients are equal on all ranks" in finding.why
+
+
+@pytest.mark.parametrize("change", ["one value", "all values alike", "noise", "scale"])
+@pytest.mark.parametrize("count", [9, 1000, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_distance_is_that_of_all_values(change: str, count: int, dtype: torch.dtype) -> None:
+    """Eight sums give the root mean square of a difference within three standard errors, wherever the difference is."""
+    numbers = torch.Generator().manual_seed(count)
+    one = torch.randn(count, generator=numbers)
+    other = {
+        "one value": lambda: one.index_fill(0, torch.tensor(count // 3), 40.0),
+        "all values alike": lambda: one + 0.5,
+        "noise": lambda: one + torch.randn(count, generator=numbers) / 4,
+        "scale": lambda: one * 1.5,
+    }[change]()
+    one, other = one.to(dtype), other.to(dtype)
+    found = (signed_sums(one, 8) - signed_sums(other, 8)).norm() / signed_sums(one, 8).norm()
+    wanted = (one - other).norm() / one.norm()
+    assert 0.4 < float(found / wanted) < 2.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (((0, 2), (1,)), "; rank 1 differs from ranks 0, 2"),
+        (((0, 1), (2, 3)), "; ranks 0, 1 differ from ranks 2, 3"),
+        (((0, 1), (2,), (3,)), "; the values of these are equal: rank 2; rank 3; ranks 0, 1"),
+        ((tuple(range(1, 20)), (0,)), "; rank 0 differs from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more"),
+    ],
+)
+def test_the_ranks_with_equal_values_are_named(groups: tuple[tuple[int, ...], ...], text: str) -> None:
+    """A few ranks are named as those that differ, and many are not all listed."""
+    count = sum(map(len, groups))
+    number = {rank: place for place, group in enumerate(groups) for rank in group}
+    values = [
+        ReplicaValues(
+            rank,
+            np.array([zlib.crc32(b"w")], np.uint32),
+            np.zeros(1, np.int32),
+            np.array([number[rank]]),
+            np.full((1, 8), number[rank], np.float32),
+        )
+        for rank in range(count)
+    ]
+    assert finding_of_differences(compare_replicas(["w"], ["parameter"], values), 1, None).verdict.endswith(text)
 
 
 def test_all_parameters_mean_that_nothing_is_reduced() -> None:
@@ -76,7 +121,7 @@ def test_all_parameters_mean_that_nothing_is_reduced() -> None:
             each.grad.add_(1)  # type: ignore[union-attr]  # after a backward pass
 
     finding = finding_of_differences(ranks(change), 1, None)
-    assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; the largest of the ")
+    assert finding.verdict.startswith("all 6 parameters differ between the 3 ranks after step 1; the largest distance ")
     assert 0.3 < finding.numbers["distance"] < 3
     assert "not averaged" in finding.why
 

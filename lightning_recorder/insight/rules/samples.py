@@ -31,6 +31,13 @@ _NEXT_STREAM = (
 )
 
 
+_WHY_INDICES_OF_RANKS = (
+    "Each rank has a data set of its own, which is as it should be; or an augmentation changes the values of the same "
+    "samples."
+)
+_NEXT_INDICES_OF_RANKS = "Use a DistributedSampler if all ranks have the same data set."
+
+
 @rule(
     "same-samples-on-ranks",
     statistic="share of the samples of a rank that another rank has in the same step",
@@ -40,8 +47,9 @@ _NEXT_STREAM = (
     next="Divide an iterable data set by the rank, with torch.utils.data.distributed or split_dataset_by_node; use "
     "a DistributedSampler for a map-style one.",
     false_alarms="Ranks of one tensor-parallel group, overfit_batches, fewer than 16 samples, and draws with "
-    "replacement do not count. Ranks that share samples of an epoch in other steps are a note, unless a sampler or a "
-    "stream should divide them.",
+    "replacement do not count. The same indices with other values are a note, as each rank may have a data set of its "
+    "own. Ranks that share samples of an epoch in other steps are a note, unless a sampler or a stream should divide "
+    "them.",
     needs=(DATA,),
     explains={"same-samples-by-workers": ("any",), "batch-repeats": ("any",), "repeated-samples": ("any",)},
     is_lasting=True,
@@ -55,6 +63,7 @@ def same_samples_on_ranks(
     overlap: float = 0.05,
     compared: int = 64,
     distinct: float = 0.98,
+    equal: float = 0.05,
 ) -> Iterator[Finding]:
     """Yield ranks that get the same samples in the same steps, or in the same epoch."""
     found, loader = evidence.data.ranks, evidence.data.loader
@@ -63,6 +72,14 @@ def same_samples_on_ranks(
     if found is not None and found.shared >= share and found.steps >= steps and found.keys >= samples:
         which = "all" if len(found.same) >= found.ranks else "ranks " + ", ".join(map(str, found.same)) + " of"
         what = "the same samples" if found.shared == 1 else f"samples of which {found.shared:.0%} are the same"
+        if found.equal < equal:  # rank by rank, the indices may be those of other data sets
+            what = what.replace("samples", "indices")
+            verdict = (
+                f"{which} {found.ranks} ranks read {what} in each of {found.steps} compared steps, and get other values"
+            )
+            one = _found(evidence, verdict, found.step, found.step, share=found.shared, ranks=found.ranks)
+            yield replace(one, severity="note", why=_WHY_INDICES_OF_RANKS, next=_NEXT_INDICES_OF_RANKS)
+            return
         verdict = f"{which} {found.ranks} ranks get {what} in each of {found.steps} compared steps"
         yield _found(evidence, verdict, found.step, found.step, share=found.shared, ranks=found.ranks)
         return
@@ -72,7 +89,8 @@ def same_samples_on_ranks(
     if whole.shared * whole.compared < whole.ranks:  # a sampler repeats as many, so that all ranks have equally many
         return
     is_whole = loader.samples is not None and whole.samples >= share * loader.samples
-    if not loader.is_iterable and not loader.is_divided and not is_whole:  # such as an infinite sampler on each rank
+    # Such as an infinite sampler on each rank, or a data set of its own.
+    if not loader.is_iterable and not loader.is_divided and (not is_whole or whole.equal < overlap):
         return
     verdict = (
         f"{whole.shared:.0%} of the samples of epoch {whole.epoch} come on several of the {whole.ranks} ranks, in "

@@ -1273,6 +1273,8 @@ def of_samples(*epochs: EpochFacts, loader: LoaderFacts | None = None, **facts: 
 def _() -> Iterator[Evidence]:
     for share, steps, keys in ((1.0, 4, 16), (0.5, 4, 16), (1.0, 3, 16), (1.0, 4, 15)):
         yield of_samples(ranks=RankFacts(2, steps, 0, keys, share, (0, 1)))
+    for equal in (0.06, 0.04):
+        yield of_samples(ranks=RankFacts(2, 4, 0, 16, 1.0, (0, 1), equal))
     for shared, compared, distinct in ((0.06, 64, 1.0), (0.03, 100, 1.0), (0.06, 40, 1.0), (0.06, 64, 0.9)):
         of_ranks = EpochOfRanks(2, 0, 100, compared, shared, distinct)
         yield of_samples(loader=LoaderFacts(is_divided=True), rank_epoch=of_ranks)
