@@ -628,6 +628,7 @@ def _() -> Iterator[Evidence]:
     yield layers(2, 2, [1.125] * 8)
     yield layers(2, 2, last(2, 2.0, 0.5))
     yield layers(2, 2, last(1, 2.0, 0.5))
+    yield layers(2, 2, [2.0, math.nan] * 4)
     yield layers(8, 3, [2.0] * 8)
     yield layers(12, 2, [2.0] * 8)
     yield layers(2, 1, [2.0] * 8)
