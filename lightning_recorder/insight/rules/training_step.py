@@ -21,6 +21,7 @@ _EXPECTED = {
     "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
     "nll_loss": (("softmax",), "expects logarithms, as log_softmax returns them"),
     "kl_div": (("softmax",), "expects logarithms, as log_softmax returns them"),
+    "poisson_nll_loss": (("exp", "softplus"), "expects logarithms unless log_input=False, and applies exp itself"),
     "log_softmax": (("softmax",), "applies a softmax itself, so it is applied twice"),
     "softmax": (("softmax",), "applies a softmax again"),
 }
@@ -46,6 +47,7 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
         "saturation": ("same",),
         "vanishing-gradient": ("any",),
         "barely-moves": ("any",),
+        "gradient-spike": ("any",),
     },
 )
 def double_activation(evidence: Evidence) -> Iterator[Finding]:
@@ -58,7 +60,7 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
             continue
         activations, text = _EXPECTED[name]
         source = _input_values(graph, node)
-        if source is None or source.name not in activations:
+        if source is None or source.name not in activations or dict(node.arguments).get("log_input") == "False":
             continue
         owner = "" if source.parent is None else graph[source.parent].name
         # The line of an activation module is that of its call, and it may be called several times.

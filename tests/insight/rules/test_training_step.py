@@ -42,6 +42,8 @@ def loss_graph(*ops: str, targets: str = "input") -> Graph:
         (("softmax", "view", "float", "cross_entropy"), "applied twice"),
         (("sigmoid", "getitem", "binary_cross_entropy_with_logits"), "applied twice"),
         (("softmax", "nll_loss"), "expects logarithms"),
+        (("exp", "poisson_nll_loss"), "applies exp itself"),
+        (("linear", "poisson_nll_loss"), ""),
         (("log_softmax", "nll_loss"), ""),
         (("softmax", "linear", "cross_entropy"), ""),
         (("softmax", "mse_loss"), ""),
@@ -73,6 +75,15 @@ def test_probabilities_as_the_logits_of_a_distribution(given: str, is_wrong: int
     found = run(LAYERS, graph=capture_graph(Policy(), torch.randn(8, 4)))
     found = [each for each in found if each.rule == "double-activation"]
     assert brief(found) == [("warning", "double-activation", "act")] * is_wrong
+
+
+def test_rates_of_counts() -> None:
+    """A Poisson loss with log_input=False expects the exponential."""
+    graph = loss_graph("exp", "poisson_nll_loss")
+    nodes = [
+        replace(each, arguments=(("log_input", "False"),)) if "poisson" in each.name else each for each in graph.nodes
+    ]
+    assert run(LAYERS, graph=replace(graph, nodes=tuple(nodes))) == []
 
 
 def test_an_activation_of_the_step_itself() -> None:
