@@ -73,6 +73,9 @@ CAUSES_OF_RISE = ("input-scale", "target-scale", "learning-rate-too-large", "lea
 CAUSES_OF_BAD_LOSS = ("double-activation", "no-log-softmax", "output-range")
 """The rules about what a loss is not defined for."""
 
+CAUSES_OF_UNBOUNDED = (MAXIMIZED, PRIOR_PUSHED_AWAY, "no-log-softmax", "output-range")
+"""The rules about why a loss has no least value."""
+
 USUAL_UNTIL = "usual_until"
 """The number of a finding that gives the last step that was recorded before a change."""
 
@@ -283,8 +286,9 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     ]
     without_target = min((each.first_step for each in findings if each.rule == ALL_IGNORED), default=math.inf)
     watched = [each for each in watched if each.rule != NON_FINITE or each.first_step < without_target]
-    signs = [each for each in findings if each.rule in (MAXIMIZED, PRIOR_PUSHED_AWAY)]
-    if signs or any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
+    # A loss without a least value, whose cause is known.
+    unlimited = [each for each in findings if each.rule in CAUSES_OF_UNBOUNDED and not each.is_note]
+    if unlimited or any(each.rule == NON_FINITE and UNBOUNDED in each.consequences for each in watched):
         watched = [each for each in watched if each.rule != UNBOUNDED]
     for gradients in [each for each in findings if each.rule == _GRADIENT_SPIKE]:
         for place, each in enumerate(watched):

@@ -329,13 +329,14 @@ def test_what_a_loss_is_not_defined_for_is_named_before_its_nan(module: str, fir
     assert with_watched([twice], [replace(bad, module=module)])[0].rule == first
 
 
-def test_a_loss_with_a_wrong_sign_is_why_it_falls_without_bound() -> None:
-    """The finding about the sign replaces the one of the watch."""
+@pytest.mark.parametrize("cause", ["maximized-loss", "no-log-softmax", "output-range"])
+def test_why_a_loss_falls_without_bound(cause: str) -> None:
+    """The finding about the sign or about what the loss gets replaces the one of the watch."""
     (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
     fall = replace(large, rule="unbounded-loss", module="")
     assert [each.rule for each in with_watched([large], [fall])] == ["unbounded-loss", "learning-rate-too-large"]
-    sign = replace(large, rule="maximized-loss", module="")
-    assert [each.rule for each in with_watched([sign], [fall])] == ["maximized-loss"]
+    known = replace(large, rule=cause, module="")
+    assert [each.rule for each in with_watched([known], [fall])] == [cause]
 
 
 def test_findings_are_not_shown_at_a_parameter_of_the_model_itself() -> None:

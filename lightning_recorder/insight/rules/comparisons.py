@@ -310,7 +310,17 @@ def train_differs(
         f"the output of {view.module} has rms {here:.3g} in training and {there:.3g} in validation at step "
         f"{validation.steps[-1]}"
     )
-    yield view.found(verdict, "rms", train=here, validation=there)
+    # A first layer that does not depend on the mode computes the same in both.
+    is_given = evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE)
+    found = view.found(f"{verdict}: its inputs differ" if is_given else verdict, "rms", train=here, validation=there)
+    yield replace(found, why=_WHY_DATA, next=_NEXT_DATA) if is_given else found
+
+
+_WITHOUT_MODE = ("Linear", "Conv")
+_WHY_DATA = (
+    "The data of validation are processed in another way, such as without the normalization of those of training."
+)
+_NEXT_DATA = "Compare the transforms of both data sets, and the mean and the standard deviation of a batch of each."
 
 
 def _first_apart(

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import MAXIMIZED, Finding
@@ -169,6 +171,7 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
 def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
     """Yield the activations that limit what a loss expects to be without limits."""
     step = step_of(evidence)
+    yield from _cut_off_scores(evidence, step)
     for node in step.operations:
         source = step.behind(node)
         if node.name == "binary_cross_entropy" or node.id in step.probabilities:
@@ -206,6 +209,27 @@ def cut_off_logits(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
+def _cut_off_scores(evidence: Evidence, step: RecordedStep) -> Iterator[Finding]:
+    """Yield the activation of a critic: its mean scores of some samples are made larger, of others smaller."""
+    scores: dict[str, list[tuple[Node, int]]] = {}
+    for node in step.operations:
+        source, signs = step.behind(node), step.signs.get(node.id, set())
+        is_score = node.name == "mean" and len(signs) == 1 and node.outputs and not node.outputs[0].shape
+        if is_score and source is not None and source.kind == "op" and _CUTS_OFF.fullmatch(source.name):
+            scores.setdefault(step.owner(source), []).append((source, next(iter(signs))))
+    for name, found in scores.items():
+        source, _ = found[0]
+        if {sign for _, sign in found} == {-1, 1} and name and math.prod((shape_of(source) or (2, 2))[1:]) == 1:
+            verdict = (
+                f"the loss is a difference of mean scores from the {source.name} in {step.place(source)}, which limits "
+                "the scores of the critic"
+            )
+            yield replace(found_in(evidence, name, verdict), why=_WHY_SCORES, next=_NEXT_SCORES)
+            return
+
+
+_WHY_SCORES = "The scores of a critic have no ends. An activation has hardly a gradient where the critic is sure."
+_NEXT_SCORES = "Give the output of the last linear layer as the score, or use a loss for probabilities."
 _WHY_UNFIT = (
     "These numbers are no probabilities: a clamp has no gradient where it cuts off, and the sigmoids of several "
     "classes do not add up to 1."
@@ -555,24 +579,34 @@ def _weight_of_mean(step: RecordedStep, weight: Node, term: Node) -> str:
 
 @rule(
     "no-log-softmax",
-    statistic="function that makes the input of nll_loss",
-    usual="log_softmax",
-    why="nll_loss expects logarithms of probabilities. Other numbers make it fall without bound.",
-    next="Use cross_entropy, or apply log_softmax before nll_loss.",
+    statistic="function that makes the input of nll_loss, ctc_loss or kl_div, and the target of kl_div",
+    usual="log_softmax; softmax for the target of kl_div",
+    why="The loss expects logarithms of probabilities. Other numbers make it fall without bound.",
+    next="Apply log_softmax before the loss; for classes, use cross_entropy in place of nll_loss.",
     false_alarms="None known.",
     needs=(GRAPH,),
     explains=dict.fromkeys(("exploding-gradient", "weight-drift", "sudden-change"), _ANY),
     is_lasting=True,
 )
 def no_log_softmax(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the calls of ``nll_loss`` whose prediction is no logarithm of probabilities."""
+    """Yield the losses whose prediction is no logarithm of probabilities, or whose target has no probabilities."""
     step = step_of(evidence)
     for node in step.operations:
-        source = step.behind(node) if node.name == "nll_loss" else None
-        if source is not None and source.kind == "op" and source.name in ("linear", "conv2d"):
-            verdict = f"nll_loss in {step.place(node)} gets the output of the {source.name} in {step.place(source)}"
-            yield found_in(evidence, step.owner(source), verdict)
-            return
+        if node.name not in ("nll_loss", "ctc_loss", "kl_div"):
+            continue
+        for place, side in enumerate(step.sources(node)[: 2 if node.name == "kl_div" else 1]):
+            source = step.made_by(side)
+            while source.name in ("mul", "div") and len(inner := step.sources(source)) == 1:  # a temperature
+                source = step.made_by(inner[0])
+            if source.kind == "op" and source.name in ("linear", "conv1d", "conv2d", "conv3d"):
+                what = f"{node.name} in {step.place(node)} gets the output of the {source.name} in {step.place(source)}"
+                found = found_in(evidence, step.owner(source), f"{what} as its target" if place else what)
+                yield replace(found, why=_WHY_TARGET, next=_NEXT_TARGET) if place else found
+                return
+
+
+_WHY_TARGET = "The target of kl_div is a probability, or its logarithm with log_target=True."
+_NEXT_TARGET = "Apply softmax to the target, or log_softmax and pass log_target=True."
 
 
 # What a loss of two views consists of. Other functions, such as a product of all pairs or a variance, may push apart.
@@ -697,8 +731,9 @@ def _optimizers(step: RecordedStep, term: Node) -> set[int]:
     why="The value that a network gives to the state after the end of an episode counts, although nothing follows.",
     next="Multiply the value of the next state with 1 - done: reward + gamma × (1 - done) × value.",
     false_alarms="Only a tensor that no operation uses counts, with a name such as done or terminated, or the only one "
-    "of truth values in a batch without names. One that is zero in all records marks no end. A value that is "
-    "multiplied with another tensor of the batch, such as a discount, and that of the predicted state are left out.",
+    "of truth values or of numbers 0 and 1 in a batch without names. One that is zero in all records marks no end. A "
+    "value that is multiplied with another tensor of the batch, such as a discount, and that of the predicted state "
+    "are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -706,9 +741,11 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if the target of a value does not depend on whether the episode has ended."""
     step = step_of(evidence)
     inputs = [node for node in evidence.graph.nodes if node.kind == "input" and node.outputs]
-    flags = [node for node in inputs if node.outputs[0].dtype == "bool"]
     ends = [node for node in inputs if _ENDS.fullmatch(_own_name(node))]
-    ends = ends or [node for node in flags if _own_name(node).isdigit() and len(flags) == 1]
+    # Without names, it is the only one of truth values, or of numbers 0 and 1 that nothing uses.
+    unnamed = [node for node in inputs if _own_name(node).isdigit() and _marks(evidence, node)]
+    unnamed = [node for node in unnamed if node.outputs[0].dtype == "bool" or not step.users(node)]
+    ends = ends or unnamed[: len(unnamed) == 1]
     if not ends or any(step.users(node) for node in ends):
         return
     marks, _ = evidence.view(evidence.losses, "", ends[0].name).column("max")
@@ -722,7 +759,9 @@ def end_ignored(evidence: Evidence) -> Iterator[Finding]:
         terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
         values = [each for each in terms if "parameter" in step.roots[each.id]]
         if len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms):
-            if _is_weighted(step, values[0]) or _has_no_other_state(step, values[0], sources[0]):
+            # Another tensor, such as the opposite of done, may mark the ends.
+            is_marked = any(_marks(evidence, step.graph[each]) for each in step.ancestors(values[0]))
+            if is_marked or _is_weighted(step, values[0]) or _has_no_other_state(step, values[0], sources[0]):
                 continue
             verdict = (
                 f"nothing uses {ends[0].name}, and the target of {node.name} in {step.place(node)} has the value of "
@@ -750,6 +789,20 @@ def _has_no_other_state(step: RecordedStep, value: Node, predicted: Node) -> boo
 
 
 _WEIGHTS = ("mul", "__mul__", "__rmul__", "mul_", "where", "masked_fill", "masked_fill_")
+
+
+def _marks(evidence: Evidence, node: Node) -> bool:
+    """Return True for a tensor of the batch with truth values, or with one number per sample that is 0 or 1."""
+    if node.kind != "input" or not node.outputs:
+        return False
+    names = ("min", "max", "mean", "rms")
+    (least, most, mean, size), _ = evidence.view(evidence.losses, "", node.name).columns(*names)
+    is_column = math.prod(node.outputs[0].shape[1:]) == 1 and len(least) > 0
+    # Numbers that are 0 or 1 are equal to their squares.
+    is_binary = is_column and least.min() == 0 and most.max() == 1 and np.allclose(mean, size**2, atol=1e-6)
+    return node.outputs[0].dtype == "bool" or bool(is_binary)
+
+
 _ENDS = re.compile(r"((is|next|episode)_?)?(dones?|terminals?|terminated|terminations?)")
 
 _WHY_BASELINE = "The estimate moves to where the loss of the policy is small, rather than to the return."

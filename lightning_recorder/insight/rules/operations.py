@@ -97,13 +97,14 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 @rule(
     "along-batch",
-    statistic="dimension of softmax, recurrence, mean, normalization and position embedding, in steps with one target "
-    "for each sample",
+    statistic="dimension of softmax, recurrence, attention, mean, normalization and position embedding, in steps with "
+    "one target for each sample",
     usual="a dimension inside of each sample",
     why="The first dimension has the samples, so that each result depends on the other samples of the batch, or on "
     "the place of the sample in it.",
     next="Choose a dimension inside of the sample: dim=-1, batch_first=True, or exchanged dimensions.",
-    false_alarms="Sequences that begin with the time, and the square logits of contrastive losses, are left out.",
+    false_alarms="Sequences that begin with the time, the square logits of contrastive losses, and attention between "
+    "samples in a single sequence are left out.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -112,7 +113,7 @@ def along_batch(evidence: Evidence) -> Iterator[Finding]:
     step = step_of(evidence)
     descriptions = [_of_classes]
     if step.batch:
-        descriptions += [_of_softmax, _of_recurrence, _of_position, _of_mean, _of_whole, _of_normalize]
+        descriptions += [_of_softmax, _of_recurrence, _of_attention, _of_position, _of_mean, _of_whole, _of_normalize]
     found = []
     for node in step.operations:
         verdict = next(filter(None, (describe(step, node) for describe in descriptions)), "")
@@ -162,6 +163,21 @@ def _of_recurrence(step: RecordedStep, node: Node) -> str:
         return ""
     return (
         f"the {node.name} in {step.place(node)} runs over dimension 0 of {listed(shape)}, which has the {step.batch} "
+        f"samples, and takes dimension 1 for the batch: batch_first is off"
+    )
+
+
+def _of_attention(step: RecordedStep, node: Node) -> str:
+    """Describe an attention layer that takes the samples of the batch for the positions of a sequence."""
+    shape = shape_of(node)
+    # The function gets [positions, samples, features], also from a layer with batch_first, which exchanges them before.
+    if node.name != "multi_head_attention_forward" or shape is None or len(shape) != 3 or shape[0] != step.batch:
+        return ""
+    # A single sequence of samples is meant, and parts of samples, as windows, are a multiple of them.
+    if shape[1] == 1 or shape[1] % step.batch == 0 or "input" not in step.roots[node.id]:
+        return ""
+    return (
+        f"the attention in {step.place(node)} runs over dimension 0 of {listed(shape)}, which has the {step.batch} "
         f"samples, and takes dimension 1 for the batch: batch_first is off"
     )
 
@@ -464,12 +480,13 @@ def unused_codes(
     "features.",
     next="Exchange dimensions with transpose or permute.",
     false_alarms="Dimensions of size 1, values that do not depend on the batch, and the shift of scores of relative "
-    "positions, which adds or cuts off a column, are left out. So are sizes that are new on the other side.",
+    "positions, which adds or cuts off a column, are left out. So are sizes that are new on the other side. Logits "
+    "count that become rows if the shape of the targets shows where the classes are.",
     needs=(GRAPH,),
     is_lasting=True,
 )
 def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the views whose output has two sizes of the input in exchanged places."""
+    """Yield the views whose output has two sizes of the input in exchanged places, or rows across the classes."""
     step = step_of(evidence)
     found = []
     for node in step.operations:
@@ -488,6 +505,12 @@ def exchanged_by_view(evidence: Evidence) -> Iterator[Finding]:
             verdict = (
                 f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}: it joins values of "
                 "different samples"
+            )
+            found.append(found_in(evidence, step.owner(node), verdict))
+        elif (targets := _targets_of_images(step, node)) is not None:
+            verdict = (
+                f"the {node.name} in {step.place(node)} makes {listed(other)} of {listed(shape)}, whose dimension 1 "
+                f"has the classes, as the targets {listed(targets)} show: its rows mix the logits of several places"
             )
             found.append(found_in(evidence, step.owner(node), verdict))
         elif (
@@ -519,6 +542,24 @@ def _skips_an_exchange(shape: Shape, other: Shape) -> bool:
     *batch, heads, positions, features = long
     is_one = 1 in (heads, positions, features) or heads == positions
     return not is_one and short == (*batch, positions, heads * features)
+
+
+def _targets_of_images(step: RecordedStep, node: Node) -> Shape | None:
+    """Return the shape of the targets of a view that makes rows for a loss of logits with the classes in dimension 1.
+
+    The targets have this shape before they are flattened. If the last dimension of the logits has the same size, the
+    classes may be there.
+    """
+    shape, rows = shape_of(node) or (), node.outputs[0].shape
+    if len(shape) < 3 or len(rows) != 2 or rows[1] != shape[1] or shape[1] == shape[-1]:
+        return None
+    for user in step.readers(node):
+        targets = step.sources(user)[1:2] if user.name in ("cross_entropy", "nll_loss") else []
+        for given in targets:
+            source = step.made_by(given)
+            if source.outputs and source.outputs[0].shape == shape[:1] + shape[2:]:
+                return source.outputs[0].shape
+    return None
 
 
 def _is_shift(step: RecordedStep, node: Node, moved: list[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -52,7 +53,7 @@ def _root_of_inputs(weight: View) -> float:
     why="A wrong initialization: the variance of the weights does not match the number of inputs.",
     next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
     false_alarms="First layers that encode coordinates with many frequencies; they have few inputs. Logits, the "
-    "outputs of modules that nothing follows, may be larger.",
+    "outputs of modules that nothing follows, may be larger. The first record must be that of the first step.",
     needs=("parameters",),
     records=1,
     explains={
@@ -74,10 +75,15 @@ def _root_of_inputs(weight: View) -> float:
 )
 def weights_too_large(evidence: Evidence, *, most: float = 8.0, most_of_last: float = 16.0) -> Iterator[Finding]:
     """Yield the weights of new layers that are far larger than usual initializations."""
+    # In a loop that steps once in several batches, the first record of a weight may be after many steps; not so if a
+    # GradScaler skipped them.
+    begun = next(iter(evidence.activations.steps), math.inf)
+    begun = math.inf if evidence.parameters.about.get("overflow_steps") else begun
     for each in evidence.weights:
         is_multiplied = "weight" in each.path or each.path.endswith("kernel")  # other matrices are not
         gain = _weight_gain(each) if is_multiplied else None
-        if gain is not None and gain > (most_of_last if each.is_last else most):
+        is_first = bool((each.column("rms")[1][:1] <= begun).all())
+        if gain is not None and is_first and gain > (most_of_last if each.is_last else most):
             verdict = f"{each.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
             yield each.found(verdict, "rms", gain=gain)
 

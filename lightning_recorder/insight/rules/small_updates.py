@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.gradients import without_gradient
+from lightning_recorder.records.table import Floats
 
-__all__ = ["FEWEST_VALUES", "TOLERANCE", "are_new", "largest_ratio"]
+__all__ = ["FEWEST_VALUES", "TOLERANCE", "are_new", "largest_ratio", "total_norms"]
 
 FEWEST_VALUES, TOLERANCE = 256, 0.05
 """The limits of :func:`are_new`, which two rules share."""
@@ -109,7 +111,7 @@ def set_back(evidence: Evidence, *, persistence: int = 4) -> Iterator[Finding]:
 
 @rule(
     "barely-moves",
-    statistic="median update_ratio of the layer that moves most",
+    statistic="median update_ratio of the layer that moves most; differences of the norm of all gradients",
     usual="1e-4 to 1e-2",
     why="A learning rate that is far too low, or clipping to a norm that is far too small.",
     next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
@@ -128,6 +130,7 @@ def barely_moves(
     warm_up: float = 1.2,
     numel: int = FEWEST_VALUES,
     tolerance: float = TOLERANCE,
+    equal: float = 1e-3,
 ) -> Iterator[Finding]:
     """Yield the weights whose updates are too small to matter."""
     largest = largest_ratio(evidence, persistence)
@@ -138,7 +141,30 @@ def barely_moves(
         settings = _settings(first)
         verdict = f"the weights hardly move: at most {largest:.2g} of their size per step"
         verdict += f" ({', '.join(settings)})" if settings else ""
+        norms, is_known = total_norms(evidence), evidence.parameters.about.get("gradient_clip_val") is not None
+        if not is_known and len(norms) > persistence and np.ptp(norms) < equal * norms.min():
+            verdict += f"; the norm of all gradients is {norms[-1]:.3g} in each record, as after clipping to it"
+            found = first.found(verdict, "update_ratio", update_ratio=largest, norm=norms[-1])
+            yield replace(found, why=_WHY_CLIPPED, next=_NEXT_CLIPPED)
+            return
         yield first.found(verdict, "update_ratio", update_ratio=largest)
+
+
+_WHY_CLIPPED = (
+    "The gradients are clipped to a norm that is far too small, or while the scale of a GradScaler is in them."
+)
+_NEXT_CLIPPED = (
+    "Compare the limit with the norm of the gradients; call scaler.unscale_(optimizer) before clip_grad_norm_."
+)
+
+
+def total_norms(evidence: Evidence) -> Floats:
+    """Return the L2 norm of all gradients in each record that has gradients, ``[n]``."""
+    table = evidence.parameters
+    places = [table.places[each.gradient.site] for each in evidence.tensors if each.gradient]
+    squares = table.get("rms")[:, places] ** 2 * table.get("count")[:, places]
+    norms: Floats = np.sqrt(np.nansum(squares[np.isfinite(squares).any(axis=1)], axis=1))
+    return norms
 
 
 def largest_ratio(evidence: Evidence, records: int) -> float:

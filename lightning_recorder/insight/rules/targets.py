@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -391,8 +392,8 @@ def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
 
 @rule(
     "copies-the-input",
-    statistic="positions of the targets of a model whose attention sees no later position, against those of the tokens "
-    "that it reads",
+    statistic="positions of the targets of a model whose attention sees no later position, or that has a recurrence "
+    "alone, against those of the tokens that it reads",
     usual="the target of each position is the next token",
     why="Each position has its target as input, so that the model learns to copy it, and the loss falls to 0.",
     next="Compare the logits of all positions but the last with the tokens from the second one on.",
@@ -409,12 +410,16 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
     layers = [heads[0].attention_future for heads in layers_of(evidence, evidence.heads).values()]
     seen = [future for future in layers if len(future)]
     is_causal = bool(seen) and not any(future.any() for future in seen)
-    for node in step.operations if is_causal else ():
+    for node in step.operations:
         sources = step.sources(node)
         if node.name != "cross_entropy" or len(sources) < 2:
             continue
         tokens, logits = step.made_by(sources[1]), step.made_by(sources[0])
-        readers = list(step.readers(tokens)) if tokens.kind == "input" else []
+        if not is_causal and not _follows_each_token(step, tokens, logits):
+            continue
+        before = step.ancestors(node)  # of what the step also computes, nothing counts
+        readers = [each for each in step.readers(tokens) if each is node or each.id in before]
+        readers = readers if tokens.kind == "input" else []
         is_read = bool(readers) and all(each is node or each.name == "embedding" for each in readers)
         if is_read and len(readers) > 1 and logits.name == "linear" and tokens.id in step.ancestors(logits):
             verdict = (
@@ -423,6 +428,23 @@ def copies_the_input(evidence: Evidence) -> Iterator[Finding]:
             )
             yield found_in(evidence, step.owner(node), verdict)
             return
+
+
+_POSITION_BY_POSITION = re.compile(
+    r"linear|(layer|rms)_norm|(leaky_)?relu_?|gelu|silu|tanh|dropout\d?d?|lstm|gru|rnn_\w+"
+)
+
+
+def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
+    """Return True if layers and a recurrence lead from each token to the logits at its position.
+
+    The last state of a recurrence, from which an autoencoder repeats the tokens, has another shape.
+    """
+    shape = tokens.outputs[0].shape if tokens.kind == "input" and tokens.outputs else ()
+    node: Node | None = logits
+    while node is not None and _POSITION_BY_POSITION.fullmatch(node.name) and (shape_of(node) or ())[:2] == shape:
+        node = step.behind(node)
+    return len(shape) == 2 and node is not None and node.name == "embedding" and step.behind(node) is tokens
 
 
 @rule(

@@ -15,7 +15,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import joined
 from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
-from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio
+from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio, total_norms
 from lightning_recorder.records.table import Floats
 
 # Adam with an L2 penalty, and others that add the decay to a gradient that they divide by its size.
@@ -222,11 +222,10 @@ def always_clipped(
 ) -> Iterator[Finding]:
     """Yield a note if clipping shrinks the gradient of every record by a large factor; a warning for SGD."""
     table, limit = evidence.parameters, evidence.parameters.about.get("gradient_clip_val")
-    places = [table.places[each.gradient.site] for each in evidence.tensors if each.gradient]
+    norms = total_norms(evidence)
     by_norm = table.about.get("gradient_clip_algorithm") == "norm"
-    if not isinstance(limit, (int, float)) or not limit > 0 or not by_norm or not places or len(table) < persistence:
+    if not isinstance(limit, (int, float)) or not limit > 0 or not by_norm or len(norms) < persistence:
         return
-    norms = np.sqrt(np.nansum(table.get("rms")[:, places] ** 2 * table.get("count")[:, places], axis=1))
     least = float(norms.min() / limit)
     if least > factor:
         verdict = f"clipping to a norm of {limit:.3g} shrinks the gradient of every step, at least {least:.3g}-fold"

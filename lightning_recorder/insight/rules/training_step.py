@@ -21,6 +21,7 @@ _EXPECTED = {
     "binary_cross_entropy_with_logits": (("sigmoid",), "applies a sigmoid itself, so it is applied twice"),
     "nll_loss": (("softmax",), "expects logarithms, as log_softmax returns them"),
     "kl_div": (("softmax",), "expects logarithms, as log_softmax returns them"),
+    "poisson_nll_loss": (("exp", "softplus"), "expects logarithms unless log_input=False, and applies exp itself"),
     "log_softmax": (("softmax",), "applies a softmax itself, so it is applied twice"),
     "softmax": (("softmax",), "applies a softmax again"),
 }
@@ -35,7 +36,7 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
 
 @rule(
     "double-activation",
-    statistic="the op that made the input of a loss, in the recorded graph",
+    statistic="the op that made the input of a loss or of the logits of a distribution, in the recorded graph",
     usual="the loss gets logits, or nll_loss gets the output of log_softmax",
     why="The model ends with an activation that the loss function contains.",
     next="Remove the softmax or sigmoid from the model, and apply it outside of training.",
@@ -46,6 +47,7 @@ _ADDS_BIAS = ("Linear", "Conv", "Norm")  # parts of the names of classes whose o
         "saturation": ("same",),
         "vanishing-gradient": ("any",),
         "barely-moves": ("any",),
+        "gradient-spike": ("any",),
     },
 )
 def double_activation(evidence: Evidence) -> Iterator[Finding]:
@@ -53,11 +55,12 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
     graph = evidence.graph
     seen: set[tuple[str, str]] = set()
     for node in graph.nodes:
-        if node.kind != "op" or node.name not in _EXPECTED:
+        name = "log_softmax" if _is_log_softmax(graph, node) else node.name
+        if node.kind != "op" or name not in _EXPECTED:
             continue
-        activations, text = _EXPECTED[node.name]
+        activations, text = _EXPECTED[name]
         source = _input_values(graph, node)
-        if source is None or source.name not in activations:
+        if source is None or source.name not in activations or dict(node.arguments).get("log_input") == "False":
             continue
         owner = "" if source.parent is None else graph[source.parent].name
         # The line of an activation module is that of its call, and it may be called several times.
@@ -66,8 +69,18 @@ def double_activation(evidence: Evidence) -> Iterator[Finding]:
             continue
         seen.add(key)
         place = f"{owner or 'training_step'} (line {source.source})" if source.source else owner or "training_step"
-        verdict = f"{node.name} gets the output of the {source.name} in {place}: it {text}"
+        what = node.name if name == node.name else "x - logsumexp(x), as in Categorical(logits=x),"
+        verdict = f"{what} gets the output of the {source.name} in {place}: it {text}"
         yield evidence.view(evidence.activations, owner).found(verdict)
+
+
+def _is_log_softmax(graph: Graph, node: Node) -> bool:
+    """Return True for a difference of a tensor and its logsumexp."""
+    edges = graph.into(node) if node.name in ("sub", "__sub__") else ()
+    if len(edges) != 2:
+        return False
+    whole = graph[edges[1].source]
+    return whole.name == "logsumexp" and [each.source for each in graph.into(whole)] == [edges[0].source]
 
 
 def _input_values(graph: Graph, node: Node) -> Node | None:
@@ -153,11 +166,9 @@ def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | 
     "gradients-accumulate",
     statistic="L2 norm of the gradient of a bias / (√rows × L2 norm of the gradient of the output)",
     usual="at most 1, because the gradient of a bias is the sum over the rows",
-    why="zero_grad() is not called between the steps, so that each step repeats all earlier ones; or a step adds up "
-    "the losses of several batches, and does not divide them by their number.",
-    next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad. Divide losses "
-    "that are accumulated by hand by the number of batches.",
-    false_alarms="None known: accumulate_grad_batches is taken into account.",
+    why="zero_grad() is not called between the steps, so that each step repeats all earlier ones.",
+    next="Call optimizer.zero_grad() before manual_backward; look at an overridden optimizer_zero_grad.",
+    false_alarms="A loop that steps once in several batches adds up their gradients on purpose, and is left out.",
     needs=("gradients", "parameters"),
     records=2,
     explains=dict.fromkeys(
@@ -175,17 +186,27 @@ def _what_is_constant(weight: View, tolerance: float, least_rows: int) -> str | 
     ),
 )
 def gradients_accumulate(
-    evidence: Evidence, *, factor: float = 1.5, records: int = 2, share: float = 0.25, layers: int = 2
+    evidence: Evidence,
+    *,
+    factor: float = 1.5,
+    records: int = 2,
+    share: float = 0.25,
+    layers: int = 2,
+    steps: float = 0.75,
 ) -> Iterator[Finding]:
     """Yield a finding if the gradients of biases are larger than those of the outputs allow.
 
     The gradient of a bias is the sum of the gradients of the n rows of the output, so its L2 norm is at most √n times
     that of the gradient of the output.
     """
+    # A first step without one of an optimizer is that of a loop that adds up the gradients of several batches.
+    kinds = {node.kind for node in evidence.graph.nodes}
+    if "backward" in kinds and "optimizer" not in kinds:
+        return
     excess = {}
     for each in evidence.tensors:
         if each.path == "bias" and any(part in each.kind for part in _ADDS_BIAS):
-            values = _excess(each, evidence.output(each.module).gradient)
+            values = _excess(each, evidence.output(each.module).gradient, steps)
             if len(values):
                 excess[each.module] = values
     wrong = {name: values for name, values in excess.items() if np.sum(values > factor) >= records}
@@ -195,19 +216,24 @@ def gradients_accumulate(
     largest = float(wrong[worst].max())
     verdict = (
         f"gradients of earlier batches are in the parameters: the gradient of {worst}.bias is {largest:.3g} × as large "
-        "as the last batch alone can make it. Is zero_grad() or a division by the number of batches missing?"
+        "as the last batch alone can make it. Is zero_grad() missing?"
     )
     view = evidence.view(evidence.parameters, "")
     yield view.found(verdict, others=tuple(wrong), factor=largest, layers=len(wrong))
 
 
-def _excess(bias: View, output: View) -> Floats:
-    """Return the norm of the gradient of a bias in each record, divided by the largest one that its step can make."""
-    (rms, steps), (inner, at) = bias.gradient.column("rms"), output.column("rms")
-    size, count = bias.gradient.count, output.count
-    if len(size) != len(rms) or len(count) != len(inner):
-        return np.zeros(0)
+def _excess(bias: View, output: View, share: float) -> Floats:
+    """Return the norm of the gradient of a bias in each record, divided by the largest one that its step can make.
+
+    The optimizer must step in this share of the recorded batches.
+    """
+    (rms, size), steps = bias.gradient.columns("rms", "count")
+    (inner, count), at = output.columns("rms", "count")
+    # The count of a record is that of all steps of the optimizer in it.
+    size = np.minimum(size, bias.numel)
     _, here, there = np.intersect1d(steps, at, return_indices=True)
+    if len(there) < share * len(at):
+        return np.zeros(0)
     # ‖bias‖ = rms √size, and √n ‖output‖ = √(count / size) rms √count.
     with np.errstate(all="ignore"):
         found: Floats = rms[here] * size[here] / (inner[there] * count[there])

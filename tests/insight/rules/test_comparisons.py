@@ -461,6 +461,15 @@ def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -
     assert brief(found) == [("warning", "train-differs", "norm")] * alarm
 
 
+@pytest.mark.parametrize(("kind", "is_known"), [("Linear", True), ("Conv2d", True), ("BatchNorm1d", False)])
+def test_data_that_differ_from_validation(kind: str, is_known: bool) -> None:
+    """If the first layer does not depend on the mode, the data differ."""
+    other: dict[str, Values] = {"a": {"rms": 5.0}, "b": {"rms": 5.0}}
+    (found,) = run({"a": {"rms": 1.0}, "b": {"rms": 1.0}}, validation=other, graph=chain("a", "b", a=kind))
+    assert found.verdict.endswith(": its inputs differ") == is_known
+    assert found.why.startswith("The data of validation are processed in another way") == is_known
+
+
 def test_other_rows_of_an_embedding() -> None:
     """Validation data may look up other rows of an embedding."""
     layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": 1.0}}

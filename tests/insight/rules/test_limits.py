@@ -661,6 +661,7 @@ def _() -> Iterator[Evidence]:
     yield layers(2, 2, [1.125] * 8)
     yield layers(2, 2, last(2, 2.0, 0.5))
     yield layers(2, 2, last(1, 2.0, 0.5))
+    yield layers(2, 2, [2.0, math.nan] * 4)
     yield layers(8, 3, [2.0] * 8)
     yield layers(12, 2, [2.0] * 8)
     yield layers(2, 1, [2.0] * 8)
@@ -847,6 +848,8 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, uniform(update_ratio=ratio, wider=wider))
     yield case(None, None, uniform(update_ratio=2.25e-5, learning_rate=last(2, 1.8, 1.0)))
     yield case(None, None, uniform(update_ratio=2.25e-5), shapes=shape_of("a", 10, 20))
+    for apart in (7.5e-4, 1.5e-3):
+        yield case(None, None, weight(update_ratio=7.5e-7, grad=[1e-3, 1e-3 * (1 + apart)] * 4))
 
 
 @cases("slow-last-layer")

@@ -59,11 +59,74 @@ def test_logits_that_are_cut_off(loss: Loss) -> None:
     assert examine(mlp(3), loss, rows, classes) == []
 
 
-def test_a_loss_that_expects_logarithms() -> None:
-    """A linear layer before nll_loss is a finding, log_softmax is not."""
-    (found,) = examine(mlp(3), F.nll_loss, rows, classes)
+def ctc(y: Tensor, labels: Tensor) -> Tensor:
+    return F.ctc_loss(y.unsqueeze(1), labels.view(1, 8) % 2 + 1, torch.tensor([8]), torch.tensor([4]))
+
+
+def divergence(y: Tensor, labels: Tensor) -> Tensor:
+    return F.kl_div(y, F.one_hot(labels, 3).float(), reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, ctc, divergence, lambda y, labels: divergence(y / 2, labels)])
+def test_a_loss_that_expects_logarithms(loss: Loss) -> None:
+    """A linear layer before a loss that expects logarithms is a finding, log_softmax is not."""
+    (found,) = examine(mlp(3), loss, rows, classes)
     assert brief([found]) == [("warning", "no-log-softmax", "net.2")]
     assert examine(mlp(3, nn.LogSoftmax(-1)), F.nll_loss, rows, classes) == []
+    assert examine(mlp(3), lambda y, labels: loss(y.log_softmax(-1), labels), rows, classes) == []
+
+
+class Distilled(nn.Module):
+    """A student and a teacher, whose logits become the target of a function."""
+
+    def __init__(self, target: Function) -> None:
+        super().__init__()
+        self.student, self.teacher, self.target = mlp(3), mlp(3).requires_grad_(False), target
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = self.target(self.teacher(x))
+        loss: Tensor = F.kl_div(self.student(x).log_softmax(-1), target, reduction="batchmean")
+        return loss
+
+
+def test_a_divergence_from_logits() -> None:
+    """The target of kl_div must not be the logits of a teacher."""
+    (found,) = [
+        each for each in Examination(capture_graph(Distilled(lambda y: y), rows)).findings() if each.rule in NAMES
+    ]
+    assert brief([found]) == [("warning", "no-log-softmax", "teacher.2")]
+    assert found.verdict.endswith("as its target")
+    for fine in (lambda y: y.softmax(-1), lambda y: (y / 4).softmax(-1)):
+        found_now = Examination(capture_graph(Distilled(fine), rows)).findings()
+        assert [each for each in found_now if each.rule in NAMES] == []
+
+
+class Critic(nn.Module):
+    """A step of a critic, and one of its generator."""
+
+    def __init__(self, last: nn.Module, is_one_signed: bool = False) -> None:
+        super().__init__()
+        self.g, self.d, self.sign = nn.Linear(3, 5), mlp(1, last), -1 if is_one_signed else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake = self.g(x[:, :3])
+        (self.d(fake.detach()).mean() - self.sign * self.d(x).mean()).backward()
+        loss: Tensor = self.sign * -self.d(fake).mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("last", "is_one_signed", "is_wrong"),
+    [(nn.Sigmoid(), False, True), (nn.Tanh(), False, True), (nn.Identity(), False, False), (nn.Sigmoid(), True, False)],
+)
+def test_scores_of_a_critic_that_are_cut_off(last: nn.Module, is_one_signed: bool, is_wrong: bool) -> None:
+    """The critic of a Wasserstein GAN has no activation at its end; a mean activation may be a penalty."""
+    found = Examination(capture_graph(Critic(last, is_one_signed), rows)).findings()
+    assert (
+        brief([each for each in found if each.rule == "cut-off-logits"])
+        == [("warning", "cut-off-logits", "d.3")] * is_wrong
+    )
 
 
 def test_a_softmax_over_one_entry() -> None:
@@ -518,6 +581,25 @@ def test_the_end_of_an_episode_without_a_name(flags: int, is_wrong: int) -> None
     batch = (rows, rows + 1, rows[:, 0], *[rows[:, place] > 0 for place in range(flags)])
     found = Examination(capture_graph(Bootstrapped(), batch)).findings()
     assert [each.rule for each in found].count("end-ignored") == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "uses_end", "ends", "is_wrong"),
+    [(0.5**0.5, False, 1, 1), (0.6, False, 1, 0), (0.5**0.5, False, 2, 0), (0.5**0.5, True, 2, 0)],
+)
+def test_ends_that_are_numbers_without_a_name(size: float, uses_end: bool, ends: int, is_wrong: int) -> None:
+    """The only column of numbers 0 and 1 that nothing uses has the ends, unless the target uses another one."""
+    batch = (rows, rows + 1, rows[:, 0], *[(rows[:, place] > 0).float() for place in range(ends)])
+    graph = capture_graph(Bootstrapped(uses_end=uses_end), batch)
+    given = [node for node in graph.nodes if node.kind == "input"]
+    names = {node: f"batch[{place}]" for place, node in enumerate(given)}  # as in a fit
+    examination = Examination(replace(graph, nodes=tuple(replace(n, name=names.get(n, n.name)) for n in graph.nodes)))
+    sites: dict[tuple[str, str], dict[str, float]] = {
+        ("", f"batch[{place}]"): {"min": 0.0, "max": 1.0, "mean": 0.5, "rms": size} for place in range(3, 3 + ends)
+    }
+    for step in (0, 10, 20):
+        examination.add(record("activations", step, sites, recorder="batch"))
+    assert [each.rule for each in examination.findings()].count("end-ignored") == is_wrong
 
 
 class PolicyGradient(nn.Module):

@@ -137,6 +137,30 @@ def test_a_recurrence_over_the_batch(kind: Callable[..., nn.Module]) -> None:
     assert examine(Rows(kind, True), F.cross_entropy, series, classes) == []
 
 
+class Encoded(nn.Module):
+    """A layer of attention and the mean over the positions."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.mix, self.head = nn.TransformerEncoderLayer(4, 2, 8, batch_first=batch_first), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.mix(x).mean(1))
+        return output
+
+
+@pytest.mark.parametrize("positions", [6, 1, 8, 16])
+def test_attention_over_the_batch(positions: int) -> None:
+    """Attention between samples is a finding if the step has one target for each sample.
+
+    A single sequence of samples, sequences as long as the batch and parts of samples are left out.
+    """
+    found = examine(Encoded(False), F.cross_entropy, torch.randn(8, positions, 4), classes)
+    assert brief(found) == [("warning", "along-batch", "net.mix.self_attn")] * (positions == 6)
+    assert all("runs over dimension 0 of [8, 6, 4], which has the 8 samples" in each.verdict for each in found)
+    assert examine(Encoded(True), F.cross_entropy, torch.randn(8, positions, 4), classes) == []
+
+
 class TimeFirst(nn.Module):
     """A language model of sequences that begin with the time, as in the tutorials of torch."""
 
@@ -395,6 +419,22 @@ def test_a_view_that_exchanges_dimensions(function: Callable[[Tensor], Tensor], 
     """A view to the same sizes in another order mixes them; a transpose and a view that joins sizes do not."""
     found = examine(Shaped(function), lambda y, target: (y.mean() - target.mean()).square(), series, rows)
     assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
+
+
+@pytest.mark.parametrize(
+    ("channels", "rows_of", "is_wrong"),
+    [
+        (3, lambda y: y.view(-1, 3), True),
+        (3, lambda y: y.permute(0, 2, 3, 1).reshape(-1, 3), False),
+        (6, lambda y: y.view(-1, 6), False),  # the last dimension may have the classes, too
+    ],
+)
+def test_a_view_that_makes_rows_of_images(channels: int, rows_of: Function, is_wrong: bool) -> None:
+    """The classes of an image are in dimension 1, so that a view does not make one row for each place."""
+    net, images = nn.Sequential(nn.Conv2d(1, channels, 1), Shaped(rows_of)), torch.randn(8, 1, 5, 6)
+    found = examine(net, lambda y, target: F.cross_entropy(y, target.flatten()), images, torch.zeros(8, 5, 6).long())
+    assert brief(found) == [("warning", "exchanged-by-view", "net.1")] * is_wrong
+    assert all("makes [240, 3] of [8, 3, 5, 6], whose dimension 1 has the classes" in each.verdict for each in found)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,18 @@ def test_weights_too_large(rms: float, name: str, alarm: bool) -> None:
     assert brief(found) == ([("warning", "weights-too-large", name)] if alarm else [])
 
 
+@pytest.mark.parametrize(("begun", "skipped", "alarm"), [(0, 0, True), (70, 0, False), (70, 1, True)])
+def test_large_weights_in_a_later_record(begun: int, skipped: int, alarm: bool) -> None:
+    """Weights whose first record is after the first one of outputs may have grown, unless the steps were skipped."""
+    examination = Examination(chain("a", "b"))
+    for step in range(0, 160, 10):
+        examination.add(record("activations", step, {("a", "out"): {}, ("b", "out"): {}}))
+        if step >= begun:
+            about = {"overflow_steps": skipped}
+            examination.add(record("parameters", step, {("a", "weight"): {"rms": 3.0}}, about=about))
+    assert [each.rule for each in examination.findings()].count("weights-too-large") == alarm
+
+
 def test_the_scale_of_inputs() -> None:
     """The rms of the input of the first layer is estimated from its output and its weights."""
     layers: dict[str, Values] = {"a": {"rms": 50.0}, "b": {"rms": 50.0}}

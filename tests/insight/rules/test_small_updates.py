@@ -30,13 +30,22 @@ def test_updates_lost_to_precision() -> None:
 
 def test_weights_that_hardly_move() -> None:
     """Weights that all move by less than a millionth per step are a finding, with the settings behind it."""
-    parameters = network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7))
+    varying = [1e-3, 2e-3] * 4
+    parameters = network("a", "b", a=trained("a", ratio=1e-8, grad=varying), b=trained("b", ratio=3e-7))
     (found,) = run(None, None, parameters)
     assert found.rule == "barely-moves"
     assert found.verdict == "the weights hardly move: at most 3e-07 of their size per step"
     parameters["a/weight"] = {**parameters["a/weight"], "learning_rate": 0.02}
     found = run(None, None, parameters, about={"gradient_clip_val": 1e-6})[0]
     assert found.verdict.endswith(" per step (learning rate 0.02, gradients clipped to 1e-06)")
+
+
+def test_weights_that_hardly_move_because_of_clipping() -> None:
+    """If the norm of all gradients is the same in each record, something clips them to it."""
+    parameters = network("a", "b", a=trained("a", ratio=1e-8, grad=3e-6), b=trained("b", ratio=3e-7, grad=4e-6))
+    (found,) = run(None, None, parameters)
+    assert found.verdict.endswith("; the norm of all gradients is 8e-05 in each record, as after clipping to it")
+    assert found.next.endswith("call scaler.unscale_(optimizer) before clip_grad_norm_.")
 
 
 def _weight(ratio: float, rate: float | list[float], *, is_new: bool) -> dict[str, Values]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,50 @@ def test_targets_that_are_not_shifted() -> None:
         examination.add(record("activations", 0, {("net", "out"): {}}, recorder="layers"))
         assert [each.rule for each in examination.findings() if each.rule in NAMES] == rules
     assert [each.rule for each in Examination(graph).findings() if each.rule in NAMES] == []  # nothing is measured
+
+
+class Tagger(nn.Module):
+    """An embedding, a recurrence, and logits of each state, or of the last state for all positions."""
+
+    def __init__(self, *, is_repeated: bool = False, length: int = 6) -> None:
+        super().__init__()
+        self.embedding, self.mix, self.head = nn.Embedding(16, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 16)
+        self.is_repeated, self.length = is_repeated, length
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states, last = self.mix(self.embedding(ids))
+        states = last[0, :, None].expand(-1, self.length, -1) if self.is_repeated else states
+        logits: Tensor = self.head(states.relu())
+        return logits
+
+
+class Repeats(nn.Module):
+    """A step of a model of the tokens, which also makes the tokens that it should read."""
+
+    def __init__(self, net: nn.Module, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.read = net, read
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
+        del shifted
+        return F.cross_entropy(self.net(self.read(ids)).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("net", "read", "is_wrong"),
+    [
+        (Tagger(), lambda ids: ids, 1),
+        (Tagger(is_repeated=True), lambda ids: ids, 0),  # an autoencoder
+        (Tagger(), lambda ids: torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1), 0),
+        (Tagger(), lambda ids: ids.masked_fill(ids == 3, 0), 0),  # hidden tokens are to be found
+    ],
+)
+def test_a_recurrence_that_reads_its_targets(net: nn.Module, read: Callable[[Tensor], Tensor], is_wrong: int) -> None:
+    """A recurrence whose targets are the tokens that it reads learns to copy them."""
+    examination = Examination(capture_graph(Repeats(net, read), torch.arange(48).view(8, 6) % 16))
+    examination.add(record("activations", 0, {("net", "out"): {}}, recorder="layers"))
+    assert [each.rule for each in examination.findings()].count("copies-the-input") == is_wrong
 
 
 def with_targets(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
 
-from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.insight import Finding
 from tests.insight.records import Values, brief, chain, network, run, trained
 
@@ -36,6 +42,8 @@ def loss_graph(*ops: str, targets: str = "input") -> Graph:
         (("softmax", "view", "float", "cross_entropy"), "applied twice"),
         (("sigmoid", "getitem", "binary_cross_entropy_with_logits"), "applied twice"),
         (("softmax", "nll_loss"), "expects logarithms"),
+        (("exp", "poisson_nll_loss"), "applies exp itself"),
+        (("linear", "poisson_nll_loss"), ""),
         (("log_softmax", "nll_loss"), ""),
         (("softmax", "linear", "cross_entropy"), ""),
         (("softmax", "mse_loss"), ""),
@@ -47,6 +55,35 @@ def test_a_loss_that_gets_an_activation(ops: tuple[str, ...], words: str) -> Non
     found = run(LAYERS, graph=loss_graph(*ops))
     assert brief(found) == [("warning", "double-activation", "act")] * bool(words)
     assert all(words in each.verdict and ops[-1] in each.verdict for each in found)
+
+
+@pytest.mark.parametrize(("given", "is_wrong"), [("probabilities", 1), ("logits", 0), ("probs", 0)])
+def test_probabilities_as_the_logits_of_a_distribution(given: str, is_wrong: int) -> None:
+    """A distribution that gets probabilities must get them as such."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.act = nn.Linear(4, 3), nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.head(x) if given == "logits" else self.act(self.head(x))
+            chosen = Categorical(probs=y) if given == "probs" else Categorical(logits=y)
+            loss: Tensor = -chosen.log_prob(torch.zeros(len(x))).mean()
+            return loss
+
+    found = run(LAYERS, graph=capture_graph(Policy(), torch.randn(8, 4)))
+    found = [each for each in found if each.rule == "double-activation"]
+    assert brief(found) == [("warning", "double-activation", "act")] * is_wrong
+
+
+def test_rates_of_counts() -> None:
+    """A Poisson loss with log_input=False expects the exponential."""
+    graph = loss_graph("exp", "poisson_nll_loss")
+    nodes = [
+        replace(each, arguments=(("log_input", "False"),)) if "poisson" in each.name else each for each in graph.nodes
+    ]
+    assert run(LAYERS, graph=replace(graph, nodes=tuple(nodes))) == []
 
 
 def test_an_activation_of_the_step_itself() -> None:
@@ -136,15 +173,27 @@ def test_a_single_token(rows: int, zeros: float, alarm: int) -> None:
     assert brief(found) == [("warning", "constant-input", "fc1")] * alarm
 
 
-def kept(factors: list[float]) -> list[Finding]:
-    """Return the findings of three layers whose bias has a gradient of so many times the largest possible norm."""
+def kept(factors: list[float], steps: int = 1, kinds: Sequence[Kind] = ()) -> list[Finding]:
+    """Return the findings of three layers whose bias has a gradient of so many times the largest possible norm.
+
+    The optimizer makes so many steps in each record. The kinds are those of further nodes of the graph.
+    """
     names = [f"fc{place}" for place in range(3)]
     outputs: dict[str, Values] = {name: {"rms": 0.01, "count": 512.0} for name in names}
     rms = [0.32 * each for each in factors]  # the largest rms of one step is 0.01 × 512 / 16
     biases: dict[str, Values] = {f"{name}/bias": {"rms": 0.1} for name in names}
-    biases |= {f"{name}/bias.grad": {"rms": rms, "count": 16.0} for name in names}
+    biases |= {f"{name}/bias.grad": {"rms": rms, "count": 16.0 * steps} for name in names}
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
-    return run(layers, outputs, {**network(*names), **biases}, graph=chain(*names))
+    shapes = {(name, path): (16,) for name in names for path in ("bias", "bias.grad")}
+    graph = chain(*names)
+    more = tuple(Node(len(graph.nodes) + place, kind, kind, 0, 1) for place, kind in enumerate(kinds))
+    graph = replace(graph, nodes=(*graph.nodes, *more))
+    return run(layers, outputs, {**network(*names), **biases}, graph=graph, shapes=shapes)
+
+
+def test_two_steps_with_the_same_gradient() -> None:
+    """An optimizer that steps twice in a batch, such as that of a generator, has the gradient of that batch alone."""
+    assert [each.rule for each in kept([0.9] * 8, steps=2)].count("gradients-accumulate") == 0
 
 
 @pytest.mark.parametrize(
@@ -156,8 +205,21 @@ def test_gradients_of_earlier_steps(factors: list[float], alarm: int) -> None:
     found = kept(factors)
     assert brief(found)[:1] == [("warning", "gradients-accumulate", "")] * alarm
     if alarm:
-        assert "4 × as large as the last batch alone can make it. Is zero_grad() or" in found[0].verdict
+        assert found[0].verdict.endswith("4 × as large as the last batch alone can make it. Is zero_grad() missing?")
         assert found[0].others == ("fc0", "fc1", "fc2")
+
+
+@pytest.mark.parametrize(("every", "alarm"), [(1, 1), (2, 0), (4, 0)])
+def test_gradients_that_a_loop_accumulates(every: int, alarm: int) -> None:
+    """A loop that steps once in several batches keeps the gradients of all of them on purpose."""
+    found = kept([3.0 if step % every == 0 else nan for step in range(8)])
+    assert [each.rule for each in found].count("gradients-accumulate") == alarm
+
+
+@pytest.mark.parametrize(("kinds", "alarm"), [((), 1), (("backward", "optimizer"), 1), (("backward",), 0)])
+def test_a_first_batch_without_a_step(kinds: tuple[Kind, ...], alarm: int) -> None:
+    """If no optimizer steps in the first batch, the loop accumulates, also if it steps in each recorded batch."""
+    assert [each.rule for each in kept([3.0] * 8, kinds=kinds)].count("gradients-accumulate") == alarm
 
 
 def heads(*, common: bool = True) -> Graph:
