@@ -77,6 +77,7 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "multi, fallback": (lambda folder, _: plain(MultiSink([Sink()], fallback=FilesSink(folder))), ALL),
     "multi, strict": (lambda folder, _: plain(MultiSink([MemorySink(), FilesSink(folder)], strict=True)), ALL),
 }
+ANY_THREAD = (MemorySink, FilesSink, TensorBoardSink, WandbSink, MlflowSink)
 every_sink = pytest.mark.parametrize(("make", "shown"), SINKS.values(), ids=SINKS)
 
 
@@ -192,6 +193,5 @@ def test_closing_twice(make: Make, shown: set[str], tmp_path: Path, database: st
 def test_where_a_sink_may_be_written_from(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
     """The sinks with ``any_thread`` are the expected ones, and a composite of them has it, too."""
     with make(tmp_path / "sink", database) as sink:
-        background = (MemorySink, FilesSink, TensorBoardSink, WandbSink, MlflowSink)
-        each_may = [isinstance(each, background) for each in (sink.sinks if isinstance(sink, MultiSink) else [sink])]
+        each_may = [isinstance(each, ANY_THREAD) for each in (sink.sinks if isinstance(sink, MultiSink) else [sink])]
         assert sink.any_thread is all(each_may)
