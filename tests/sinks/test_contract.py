@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import ArgumentError, MemorySink, Sink, sinks
 from lightning_recorder.sinks import (
@@ -66,6 +67,10 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "memory": (lambda folder, _: plain(MemorySink()), ALL),
     "files": (lambda folder, _: plain(FilesSink(folder)), ALL),
     "TensorBoard": (lambda folder, _: plain(TensorBoardSink(folder)), ALL - {"write_files"}),
+    "TensorBoard, writer": (
+        lambda folder, _: plain(TensorBoardSink(SummaryWriter(str(folder)))),
+        ALL - {"write_files"},
+    ),
     "metrics": (lambda folder, _: plain(MetricsSink(csv_logger(folder))), NUMBERS),
     "CSV": (lambda folder, _: plain(CsvSink(csv_logger(folder))), NUMBERS),
     "W&B": (lambda folder, _: on_wandb(folder, "offline"), ALL),
@@ -73,6 +78,7 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "MLflow": (on_mlflow, ALL),
     "Comet": (lambda folder, _: on_comet(folder), ALL),
     "LitLogger": (lambda folder, _: plain(LitLoggerSink(lit_logger(folder))), NUMBERS | {"write_files"}),
+    "multi, none": (lambda folder, _: plain(MultiSink([])), set()),
     "multi": (lambda folder, _: plain(MultiSink([Sink(), CsvSink(csv_logger(folder))])), NUMBERS),
     "multi, fallback": (lambda folder, _: plain(MultiSink([Sink()], fallback=FilesSink(folder))), ALL),
     "multi, strict": (lambda folder, _: plain(MultiSink([MemorySink(), FilesSink(folder)], strict=True)), ALL),
