@@ -68,7 +68,7 @@ class Inner(nn.Module):
 
 
 class Lender(nn.Module):
-    """A model that has its layers in lists and registers their parameters, as one of Keras does.
+    """A model that has its layers in lists and registers their parameters, as Keras models do.
 
     Args:
         trains: Register the parameters.

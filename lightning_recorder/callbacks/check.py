@@ -73,8 +73,8 @@ class Check(GuardedCallback):
     Note:
         The training is bitwise the same as without the check: parameters, buffers, attributes of modules, gradients,
         random numbers, optimizers and the position of the loader are restored or never touched. The batch is the one
-        that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. What a
-        step does outside of the model and of torch, such as writing a file, happens again in each repetition. A batch
+        that Lightning has already loaded, and is copied for each pass. Nothing is logged by the repeated steps. Side
+        effects outside of the model and of torch, such as writing a file, happen again in each repetition. A batch
         of the validation is known if Lightning has run its sanity check. In a run with several processes, only their
         first batches and parameters are compared. A run that is resumed is not checked.
 

@@ -87,10 +87,10 @@ class GradientRecorder(TensorsCallback):
     Note:
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
         dataclasses are therefore supported, and the gradients stay bitwise identical. All backward passes of a step
-        that add to the gradients of parameters are counted. What ``torch.autograd.grad`` computes before, as for a
-        gradient penalty, is not. N ranks record what one process does whose batch has the batches of all ranks, if
-        the loss is a mean over the batch and the ranks have batches of equal size. Otherwise the gradients belong to
-        the mean of the losses of the ranks, like those of the parameters. Everything else is the same as for
+        that add to the gradients of parameters are counted. Gradients that ``torch.autograd.grad`` computes before, as
+        for a penalty, are not. N ranks record the same as one process whose batch has the batches of all ranks, if the
+        loss is a mean over the batch and the ranks have batches of equal size. Otherwise the gradients belong to the
+        mean of the losses of the ranks, like those of the parameters. Everything else is the same as for
         :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::

@@ -250,7 +250,7 @@ class Bench:
         if not loss.requires_grad:
             raise NoAnswerError("the loss depends on no parameter")
         try:
-            # Not declared to return None, which it does for what the loss does not depend on.
+            # torch does not declare that a gradient is None if the loss does not depend on the parameter.
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 loss * self.functions.loss_scale, list(self.parameters.values()), allow_unused=True
             )

@@ -264,13 +264,17 @@ class Graph:
     """
 
     nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[Edge, ...] = ()
     scope: str = "forward"
     parameters: int = 0
     name: str = ""
     modules: Mapping[str, weakref.ref[Any]] = field(default_factory=dict, compare=False)
     unused: Unused = field(default_factory=Unused)
     left_out: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nodes, (str, Path)):
+            raise ArgumentError(f"a graph has nodes, got a path: write Graph.from_json({str(self.nodes)!r}) to read it")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "modules": {}}

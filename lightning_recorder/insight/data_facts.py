@@ -1,4 +1,4 @@
-"""What is known about the samples of a run, for the rules about them."""
+"""Facts about the samples of a run, for the rules about them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class DrawFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known about the samples of a run, the contents of ``data.json``."""
+    """Facts about the samples of a run, the contents of ``data.json``."""
 
     loader: LoaderFacts = field(default_factory=LoaderFacts)  # the data loader of the training
     epochs: tuple[EpochFacts, ...] = ()  # the first and the latest epochs, in order

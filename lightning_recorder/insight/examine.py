@@ -146,7 +146,7 @@ class RunFacts:
     Args:
         coverage: The contents of ``receipt.json``.
         types: The class names of the modules, in addition to those in the coverage and in the graph.
-        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
+        ignored: The names of the rules to leave out. Consequences of their findings become findings of their own.
         watched: The findings of the watch on every step, in the order of their steps.
         data: The samples of the batches; None if nothing saw them.
     """
@@ -251,7 +251,7 @@ def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
 
 
 def _merged(found: list[Finding], evidence: Evidence) -> list[Finding]:
-    """Merge each finding into the first one that explains it, or else into the cause of one that explains it."""
+    """Merge each finding into the first one that explains it; into the cause of that one if it is itself an effect."""
     explains = {rule.name: rule.explains for rule in RULES}
     kept: list[Finding] = []
     effects: list[tuple[int, Finding]] = []  # with the place of their cause

@@ -48,7 +48,7 @@ class ExaminedRun:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """What could not be examined."""
+        """The parts of the run that could not be examined."""
         return (_NOTHING,) if self.diagnosis is None else self.diagnosis.gaps
 
 
@@ -69,7 +69,7 @@ def to_sarif(runs: Iterable[ExaminedRun]) -> dict[str, Any]:
 
     All runs are in one ``run`` of the log, since GitHub accepts only one for each tool. A result has the line of code
     of the finding relative to the current folder, or else the file with the finding, because GitHub refuses a file with
-    a result that has none. What could not be examined is a notification. Texts have no folders, addresses and values of
+    a result that has none. A gap is a notification. Texts have no folders, addresses and values of
     samples.
 
     See Also:

@@ -29,7 +29,7 @@ class Gap:
     """Rules that could not run for one reason.
 
     Args:
-        what: What could not be examined, such as ``"activations"``.
+        what: The part that could not be examined, such as ``"activations"``.
         why: The reason, in words.
         rules: The names of the rules.
         is_expected: True if the user left it out, or if only rules that need a longer run are concerned. The run may

@@ -147,7 +147,8 @@ class RecordedStep:
         """The node that makes the probabilities of each cross-entropy that is written out, by the id of its last part.
 
         It is the sum of the targets times the logarithm of the probabilities, which may be divided by their sum, or
-        nll_loss of that logarithm. That of two classes also has the logarithm of the opposite, and is left out.
+        nll_loss of that logarithm. A cross-entropy of two classes also has the logarithm of the opposite, and is left
+        out.
         """
         logarithms = {last: self.made_by(side) for last, (side, _) in self.comparisons.items()}
         logarithms = {last: each for last, each in logarithms.items() if "mul" in self.graph[last].name}

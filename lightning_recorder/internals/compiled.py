@@ -87,8 +87,9 @@ def observe_compiled_calls(observer: CompiledCallObserver, *, first: bool = Fals
     return True
 
 
-def _remove_dead(reference: object) -> None:
-    stop_observing(None)
+def _remove_dead(reference: object, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    if not is_finalizing():  # the names of this module may be None already, so the function comes with the defaults
+        stop_observing(None)
 
 
 def stop_observing(observer: CompiledCallObserver | None) -> None:

@@ -155,7 +155,7 @@ def _check(run: Run) -> Iterator[tuple[str, str]]:
 def _chosen(run: Run) -> list[Curve]:
     """Return at most five curves: loss, gradient norm, the quantity of the first finding that has one, logged metrics.
 
-    Of what the user logged, the metrics of validations come first, and a curve that is named as the loss is left out.
+    Among the logged metrics, those of validations come first, and a curve that is named as the loss is left out.
     """
     logged = [each for each in logged_curves(run) if len(each[1]) > 1]
     logged.sort(key=lambda each: (each[0].startswith("learning rate"), not re.match("val", each[0])))

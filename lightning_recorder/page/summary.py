@@ -1,4 +1,4 @@
-"""What a notebook shows of a recording: the verdict, the findings and the loss, as HTML without scripts."""
+"""The summary of a recording in a notebook: the verdict, the findings and the loss, as HTML without scripts."""
 
 from __future__ import annotations
 

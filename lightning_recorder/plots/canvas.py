@@ -236,7 +236,7 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX, among: Seq
     the number are shortened, alike for all tensors of a module. As a last resort, an ellipsis replaces some of what
     follows the number.
 
-    ``among`` are the names of all layers, if not all are drawn. A shortened name stands for one of them only.
+    ``among`` are the names of all layers, if not all are drawn. No two of them have the same shortened name.
 
     Example:
         >>> fitted(["model.layers.11.attention.qkv", "model.layers.12.mlp", "model.head"], 120)
@@ -305,7 +305,7 @@ class _Prefixes:
         return name[: len(name) - len(rest)], rest
 
     def shorter(self, name: str) -> str:
-        """Return a name without what tells it from no other name."""
+        """Return a name without the parts that all names share."""
         prefix, rest = self._split(name)
         last = prefix.rstrip(".").rpartition(".")[2]
         # A number alone says nothing.
@@ -314,7 +314,7 @@ class _Prefixes:
 
 
 def _telling(prefixes: set[str]) -> dict[str, str]:
-    """Return the parts of each prefix that tell it from the others."""
+    """Return the parts of each prefix in which it differs from the others."""
     split = [prefix.rstrip(".").split(".") for prefix in sorted(prefixes)]
     if not split:
         return {}

@@ -241,7 +241,7 @@ def rows_room(names: Sequence[str]) -> int:
 
 
 def fitted_names(rows: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return the names of some rows as they fit on the left. Each stands for one of all the names only."""
+    """Return the names of some rows, shortened to fit on the left, no two of all names alike."""
     return _row_names([names[row] for row in rows], names)
 
 

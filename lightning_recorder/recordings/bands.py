@@ -37,8 +37,8 @@ def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) 
         repeats: The same series of further runs.
 
     Returns:
-        For each statistic, the band relative to the reference of the tolerance, ``[steps, sites]`` float64; infinite
-        where the repeats tell nothing.
+        The band of each statistic, divided by :meth:`SeriesPair.scale`, ``[steps, sites]`` float64;
+        infinite for extreme values.
     """
     pairs = [SeriesPair(pair.recorder, reference, each, group=pair.group) for each in repeats]
     families = _families(pair)

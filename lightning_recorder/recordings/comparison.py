@@ -68,8 +68,8 @@ class Comparison:
         pairs: The compared series, in the order of execution.
         classes: The classes of the modules of the first run, as far as its graph has them.
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
-        bad: What the findings of each run say about its first value that is not finite, if the first divergence has
-            such a value; ``None`` for a run without one.
+        bad: The origin of the first value that is not finite, from the findings of each run, if the first divergence
+            has such a value; ``None`` for a run without one.
     """
 
     first: Divergence | None = None

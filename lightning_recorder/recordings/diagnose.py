@@ -37,7 +37,7 @@ def diagnose(run: Run, ignored: Collection[str] = ()) -> Diagnosis:
 
     Args:
         run: The run.
-        ignored: The names of the rules to leave out. What they would explain becomes findings of their own.
+        ignored: The names of the rules to leave out. Consequences of their findings become findings of their own.
 
     Raises:
         DumpError: If a file of the run is damaged.

@@ -352,7 +352,7 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong in the run, causes first. Computed at each access.
+        """The faults of the run, causes first. Computed at each access.
 
         Empty or only notes if the run is healthy, or if little was examined, which :attr:`diagnosis` tells.
 

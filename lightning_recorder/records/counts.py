@@ -275,7 +275,7 @@ class _Entries:
         if not finite.all():
             rows, places, counts = rows[finite], places[finite], counts[finite]
         if not len(rows):
-            return rows, counts, np.empty(0), np.empty(0)
+            return rows, counts, counts, counts
         # Several bins around zero are one bin here.
         first = np.flatnonzero(np.diff(rows << _SHIFT | places, prepend=-1))
         rows, places, counts = rows[first], places[first], np.add.reduceat(counts, first)

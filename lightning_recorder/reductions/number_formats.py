@@ -379,8 +379,8 @@ class FormatErrors(Reduction):
     ``nvfp4_clipped`` and ``nvfp4_flushed``, the shares of the values other than zero that are beyond the largest number
     and that become zero. Vectors are left out, and values that are not finite count as zero.
 
-    The scales are those of the whole tensor. Of a tensor with more than 8,192 values, groups of up to 128 neighboring
-    values are converted, about 8,192 in all, half of them spread evenly over the tensor and half over its energy. In
+    The scales are those of the whole tensor. If a tensor has more than 8,192 values, about 8,192 are converted, in
+    groups of up to 128 neighboring values, half of them spread evenly over the tensor and half over its energy. In
     tests with normal, heavy-tailed, sparse and massive values, ratios were within 0.5 dB of those of all values, and
     shares within 0.02. The choice is the same in each run.
 

@@ -89,7 +89,7 @@ class SpectralNorm(ShapedReduction):
     lower bound, and close if the matrix changes slowly: then it grows to the norm over the records.
 
     State: the energy and the square of the norm, and a vector of the size of a row. The reduction is ordered, and a
-    recorder keeps the vector after a result. Of several ranks, the first one counts.
+    recorder keeps the vector after a result. The first of several ranks counts.
     """
 
     blocks = 1

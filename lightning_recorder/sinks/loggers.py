@@ -1,7 +1,7 @@
 """The mapping from Lightning loggers to sinks.
 
 A logger is identified by the name of its class or of a base class, from `lightning.pytorch` or `pytorch_lightning`. For
-an unknown logger only ``log_metrics`` is used. That also applies to a ``NeptuneLogger``, if there is one: the service
+an unknown logger only ``log_metrics`` is used. This also applies to a ``NeptuneLogger``, if there is one: the service
 has been shut down, and Lightning's class raises on creation.
 """
 

@@ -68,7 +68,7 @@ class EvaluationRecorder(RankMergingRecorder):
         for loader in range(loaders):
             self.recorder.states = self._states_of(loader)
             pending = self.submit(f"{self.stage} {loader}")
-            merged = self.merged(alone=True) if pending is None else Merged(NOTHING)
+            merged = self.alone() if pending is None else Merged(NOTHING)
             later = None if pending is None else partial(self._completed, pending, is_covered)
             place = loader if loaders > 1 else None
             with self.contained():

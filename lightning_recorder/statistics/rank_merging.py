@@ -300,18 +300,9 @@ class RankMergingRecorder:
         with self.contained():
             self.recorder.remove()
 
-    def merged(self, *, alone: bool = False, scope: str = "") -> Merged:
-        """Return the states of all ranks, or those of this rank if ranks are not merged.
-
-        Args:
-            alone: Do not communicate with other ranks, for example after a failure. Rank zero then returns its own
-                states.
-            scope: See :meth:`Exchange.submit`.
-        """
-        pending = None if alone else self.submit(scope)
-        if pending is None:
-            return Merged(self._snapshot(compact=True) if self._is_first else None)
-        return self.finished(pending)
+    def alone(self) -> Merged:
+        """Return the states of this rank without communication, for example after a failure; only on rank zero."""
+        return Merged(self._snapshot(compact=True) if self._is_first else None)
 
     def submit(self, scope: str = "") -> PendingMerge | None:
         """Begin to merge the states of all ranks; return None if ranks are not merged.

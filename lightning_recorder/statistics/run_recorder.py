@@ -271,7 +271,7 @@ class RunRecorder(RankMergingRecorder):
         record = None
         if steps:
             step = self._step if is_interrupted else self._step - 1
-            record = self._record(step, self.merged(alone=True), steps)
+            record = self._record(step, self.alone(), steps)
         if is_interrupted:
             self._roll_back()
         self.phase = RunPhase.ENDED
@@ -355,7 +355,7 @@ class RunRecorder(RankMergingRecorder):
         with self._timing.flush():
             self._agree_on_interval()
             pending = self.submit()
-            merged = Merged(NOTHING) if pending is not None else self.merged(alone=True)
+            merged = Merged(NOTHING) if pending is not None else self.alone()
             if overflowed:
                 self._roll_back()  # the next step follows the one before, not the one that was skipped
             with self.contained():
@@ -440,10 +440,10 @@ class RunRecorder(RankMergingRecorder):
 
     def merged_state_dict(self) -> dict[str, Any]:
         """Return the unwritten statistics merged across ranks, on rank zero. Every rank must call this."""
-        is_alone = self.exchange is None or not self.exchange.is_open
-        if self._final_state is not None or not self.holds_states or is_alone:
+        pending = self.submit() if self._final_state is None and self.holds_states else None
+        if pending is None:
             return self.state_dict()
-        snapshot = self.merged().snapshot
+        snapshot = self.finished(pending).snapshot
         return self._state(None if snapshot is None else snapshot.state_dict())
 
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:

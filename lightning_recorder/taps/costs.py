@@ -87,8 +87,8 @@ class CostTap(GradientTap):
       inside it.
 
     Times on a GPU are those between two events in its stream. They are passed on when the tap is paused or removed,
-    which waits for the GPU. What a checkpoint computes again is part of the backward pass, and it saves nothing. Calls
-    in compiled code are not measured.
+    which waits for the GPU. Calls that a checkpoint repeats are part of the backward pass, and save nothing. Calls in
+    compiled code are not measured.
 
     Args:
         modules: See :class:`~lightning_recorder.taps.Tap`.

@@ -49,7 +49,7 @@ _OVERFLOWS = (
     "The result is too large for its number format.",
     "lower the learning rate, clip gradients, or keep the values small, such as by a norm.",
 )
-# Operations, what makes a bad value of finite inputs in them, and what to do.
+# Operations that can make a bad value of finite inputs, the reason, and the advice.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("div", "true_divide", "reciprocal", "remainder", "fmod"),

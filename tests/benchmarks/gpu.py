@@ -56,7 +56,7 @@ class Row:
     """A number of the table.
 
     Args:
-        what: What was measured.
+        what: The measurements.
         value: The number.
         unit: Its unit; ``"×"`` for a ratio to the bare step.
         goal: The largest value that is wanted, or None.

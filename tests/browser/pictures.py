@@ -143,7 +143,7 @@ def photograph_tutorials(page: Page, folder: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """Keep at most 128 colors: flat drawings lose nothing that is seen."""
+    """Keep at most 128 colors; flat drawings look the same."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

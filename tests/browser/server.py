@@ -44,7 +44,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def get(address: str, path: str, **query: object) -> bytes:
-    """What the server answers."""
+    """Return the answer of the server."""
     url = f"{address}/data/plugin/{path}?{urllib.parse.urlencode({key: str(value) for key, value in query.items()})}"
     with urllib.request.urlopen(url, timeout=60) as answer:
         content: bytes = answer.read()
@@ -52,7 +52,7 @@ def get(address: str, path: str, **query: object) -> bytes:
 
 
 def get_json(address: str, path: str, **query: object) -> Any:
-    """What the server answers, once it has read the files of the run."""
+    """Return the answer of the server, once it has read the files of the run."""
     for _ in range(300):
         answer = json.loads(get(address, path, **query))
         if answer:

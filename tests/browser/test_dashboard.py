@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a model of forty layers, at 1,400 × 900; the screenshots are kept in build/screenshots."""
+"""TensorBoard with a model of forty layers, at 1,400 × 900; the screenshots are kept in build/screenshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees who opens TensorBoard."""
+"""TensorBoard, as a person sees it."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_step_that_was_left_out_hides_no_later_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["accumulated", "scaled", "fused", "scheduled", "clipped"])
 def test_a_skipped_step_is_left_out_in_other_ways_to_train(how: str, tmp_path: Path) -> None:
-    """The same holds with accumulated gradients, with a loss scale, with a schedule, and with clipping."""
+    """A step is skipped with accumulated gradients, with a loss scale, with a schedule, and with clipping, too."""
     # The last two batches of a step with accumulated gradients.
     bad = (BAD, BAD + 1) if how == "accumulated" else (BAD,)
     all_options: dict[str, dict[str, Any]] = {

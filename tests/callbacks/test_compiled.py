@@ -103,7 +103,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 
 
 class Trained(NamedTuple):
-    """What a run has computed, recorded and compiled."""
+    """The results, records and compilations of a run."""
 
     result: list[Any]
     scalars: dict[str, dict[int, float]]

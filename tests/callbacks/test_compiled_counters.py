@@ -53,7 +53,7 @@ def test_each_interval(how: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 def test_each_interval_with_inductor(tmp_path: Path) -> None:
-    """The same holds for torch's own backend."""
+    """Each interval is recorded with torch's own backend, too."""
     check_intervals("checkpoint", "inductor", tmp_path)
 
 

@@ -380,7 +380,7 @@ EAGER: dict[str, str] = {
 
 @pytest.mark.parametrize("how", list(EAGER))
 def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The recorders then run recorded steps eagerly and say why. What the message advises makes them record inside."""
+    """The recorders then run recorded steps eagerly and say why. The advice of the message makes them record inside."""
     torch.manual_seed(2)
     model, wraps = Bare(), how.startswith("torch's own")
     if wraps:
@@ -412,7 +412,7 @@ def test_code_that_cannot_be_traced_runs_eagerly(how: str, tmp_path: Path, caplo
 
 
 def test_inside_warns_if_it_is_not_possible(tmp_path: Path) -> None:
-    """Who asks for ``compiled="inside"`` gets a warning, and records all the same."""
+    """``compiled="inside"`` gives a warning, and the run is recorded anyway."""
     model = Bare()
     model.encoder.compile(backend="eager")
     sink = MemorySink()

@@ -269,7 +269,7 @@ def test_two_calls_in_a_step(tmp_path: Path) -> None:
 
 
 def test_a_gradient_is_that_of_the_call_with_its_number(tmp_path: Path) -> None:
-    """Of three calls, the gradient of each is dumped under the number of its output; that of a target has none."""
+    """The gradient of each of three calls is dumped under the number of its output; that of a target has none."""
 
     class Target(Classifier):
         @override

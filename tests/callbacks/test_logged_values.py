@@ -1,4 +1,4 @@
-"""What the user logs, and the learning rates, are in the records."""
+"""The records have the metrics that the user logs, and the learning rates."""
 
 from __future__ import annotations
 

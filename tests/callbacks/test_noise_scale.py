@@ -141,7 +141,7 @@ def test_a_layer_without_an_optimizer_is_named_as_without_the_scale(tmp_path: Pa
 
 
 def test_biases_have_no_spectral_norm_and_no_warning(tmp_path: Path) -> None:
-    """Of the parameters, matrices alone have spectra; the others are left out without a word."""
+    """Only matrices have spectra; other parameters are left out without a warning."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", RecorderWarning)
         fit(tmp_path, default_recorders(spectra=True, outputs=QUIET))

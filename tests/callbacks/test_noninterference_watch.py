@@ -102,7 +102,7 @@ def test_a_replay_changes_nothing(kind: type[Classifier], options: dict[str, Any
 def test_options_for_devices_change_nothing(
     options: dict[str, bool], late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds where values arrive later, with the parameters that were kept."""
+    """Training is the same if values arrive later, with the parameters that were kept."""
     arrive_late(monkeypatch, late)
     make = spoiled(Classifier)
     bare = run(make, tmp_path / "bare", [], {})

@@ -555,7 +555,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
-    """From the last checkpoint of a killed run, a resumed run records the same as the whole run, as does the watch."""
+    """A run that is resumed from the last checkpoint of a killed one has the records and the watch of the whole run."""
     (tmp_path / "run.py").write_text(KILLED, encoding="utf-8")
     codes, log = forks.run(tmp_path / "run.py", tmp_path, folder=tmp_path)
     assert codes == [-signal.SIGKILL], log

@@ -84,7 +84,7 @@ def test_the_first_batch_of_a_validation_is_recorded_by_default(tmp_path: Path) 
 
 
 def test_more_batches_of_a_long_validation_are_recorded(tmp_path: Path) -> None:
-    """Of 250 batches, the first two form the record."""
+    """The first two of 250 batches form the record."""
     fit(tmp_path, [ActivationRecorder(outputs=Outputs(plots=False), strict=True)], Net(), batches=250)
     sample = open_recording(tmp_path).run["activations"].of("validate")
     assert sample["head"].scalars(sample.steps[0])["count"] == 2 * _BATCH * 3

@@ -611,7 +611,7 @@ NOTES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
 
 @pytest.mark.parametrize("name", NOTES)
 def test_faults_that_may_be_meant_are_notes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some programs do on purpose is a note, and the repaired twin is silent."""
+    """A fault that some programs have on purpose is a note, and the repaired twin has no finding."""
     monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: True)
     make, rule, verdict = NOTES[name]
     ((found, severity, what),) = findings(fit(tmp_path, **make()))

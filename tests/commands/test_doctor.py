@@ -161,7 +161,7 @@ def test_a_finding_of_the_watch(tmp_path: Path) -> None:
 
 
 def test_several_runs(runs: Path) -> None:
-    """Of several runs each is examined under its name; one with findings decides the exit status."""
+    """Each of several runs is examined under its name; one with findings decides the exit status."""
     said = run("doctor", runs)
     assert (said.status, [line for line in said.out.splitlines() if line in ("healthy:", "sick:")]) == (
         1,

@@ -383,7 +383,7 @@ def test_samples_and_heads_in_one_dimension() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_count_once(reentrant: bool) -> None:
-    """What a checkpoint repeats in the backward pass is not counted again."""
+    """Calls that a checkpoint repeats in the backward pass are not counted again."""
     query, key, value = sides()
     net = nn.Sequential(Attention(F.scaled_dot_product_attention))
     blocks: list[Tensor] = []

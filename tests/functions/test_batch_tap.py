@@ -69,7 +69,7 @@ def test_batches_are_chosen_with_the_losses(functions: Any, options: Any, expect
 
 
 def test_large_and_numerous_tensors_are_bounded() -> None:
-    """Of a large tensor the first samples are recorded, and of a batch 16 tensors."""
+    """The first samples of a large tensor are recorded, and 16 tensors of a batch."""
     assert len(recorded([torch.zeros(1)] * 3 + [torch.zeros(1) for _ in range(40)])) == 16
     found = recorded([torch.zeros(5 << 20), torch.zeros(64, 1 << 15)])
     assert [len(tensor) for tensor in found.values()] == [1 << 20, 32]

@@ -96,7 +96,7 @@ def test_losses_without_two_sides(name: str, more: list[Site]) -> None:
 
 
 def test_large_sides_are_cut() -> None:
-    """Of a large prediction, the first samples with about a million values are recorded."""
+    """The first samples of a large prediction are recorded, about a million values."""
     assert some_of(torch.zeros(4, 1 << 19)).shape == (2, 1 << 19)
     assert some_of(torch.zeros(2, 1 << 21)).shape == (1, 1 << 21)
     assert some_of(torch.zeros(3, 5)).shape == (3, 5)

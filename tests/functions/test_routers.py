@@ -120,7 +120,7 @@ def test_softmax_then_topk() -> None:
 
 @pytest.mark.parametrize("choose", [topk_then_softmax, topk_then_scatter, topk_then_mask])
 def test_topk_then_softmax(choose: Callable[[Tensor], Tensor]) -> None:
-    """The choice among scores, whose probabilities come afterwards, as in GPT-OSS, Llama 4 and noisy gates."""
+    """A choice among scores counts if the probabilities come afterwards, as in GPT-OSS, Llama 4 and noisy gates."""
     found, scores = recorded(choose)
     assert list(found) == ["mixer.topk"]
     check(found["mixer.topk"], scores, scores.topk(2).indices, scores.softmax(-1), margins_of(scores, 2))

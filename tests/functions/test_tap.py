@@ -134,7 +134,7 @@ def test_gradients_are_those_of_the_outputs(net: Net, inplace: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_count_once(net: Net, reentrant: bool) -> None:
-    """What a checkpoint repeats in the backward pass gives no second output, and no second gradient.
+    """Calls that a checkpoint repeats in the backward pass give no second output, and no second gradient.
 
     A reentrant checkpoint builds its graph inside the backward pass, where no mode is active.
     """

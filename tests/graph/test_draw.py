@@ -293,7 +293,7 @@ def test_a_model_is_not_moved() -> None:
 
 
 def test_errors_have_the_types_of_torchview() -> None:
-    """Where torchview raises a RuntimeError, ValueError or TypeError, so does ``draw``."""
+    """``draw`` raises a RuntimeError, ValueError or TypeError for the same arguments as torchview."""
     net = linear()
     cases: list[tuple[type[Exception], dict[str, Any]]] = [
         (RuntimeError, {}),

@@ -169,7 +169,7 @@ def test_a_graph_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(SOUND))
     assert Graph.from_json(path) == Graph.from_json(str(path)) == Graph.from_json(SOUND)
-    functions: tuple[Callable[..., Any], ...] = (draw, make_dot, record)
+    functions: tuple[Callable[..., Any], ...] = (draw, make_dot, record, Graph)
     for function in functions:
         with pytest.raises(ArgumentError, match=r"got a path: write Graph\.from_json\('.*graph\.json'\) to read"):
             function(path)

@@ -51,7 +51,7 @@ def test_a_healthy_training(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_healthy_trainings(tmp_path: Path) -> None:
-    """Of healthy trainings that no threshold was chosen on, at most one in ten has a warning."""
+    """At most one in ten healthy trainings on which no threshold was chosen has a warning."""
     alarms = {}
     for name in set(_TRAININGS).difference(_QUICK_HEALTHY):
         seed_everything(3, verbose=False)
@@ -62,7 +62,7 @@ def test_healthy_trainings(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_planted_faults(tmp_path: Path) -> None:
-    """Of the faults that no threshold was chosen on, at least nine in ten are named first."""
+    """At least nine in ten faults on which no threshold was chosen are named first."""
     missed = {}
     for name in set(_FAULTS).difference(_QUICK):
         seed_everything(3, verbose=False)

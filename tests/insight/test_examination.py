@@ -126,7 +126,7 @@ def test_two_recorders_of_a_group() -> None:
 
 @pytest.mark.parametrize(("sites", "most"), [(1, 512), (1_000, 161), (2_000, 128)])
 def test_memory_is_bounded(sites: int, most: int) -> None:
-    """Of many records, the first, the last, those around the first NaN, and an even selection of the others stay."""
+    """The first of many records, the last, those around the first NaN, and an even selection of the others stay."""
     table = History(STATISTICS)
     values = {(f"fc.{place}", "out"): {"nan_count": 0.0} for place in range(sites)}
     plain, bad = (record("activations", 0, values | {("fc.0", "out"): {"nan_count": count}}) for count in (0.0, 1.0))
@@ -160,7 +160,7 @@ def test_the_scale_of_the_loss_and_the_order_of_sites_do_not_matter(exponent: fl
 @settings(deadline=None, max_examples=30)
 @given(st.floats(-3, 3), st.lists(st.floats(-1, 1), min_size=6, max_size=6))
 def test_siblings_are_compared_in_any_unit(exponent: float, logs: list[float]) -> None:
-    """Whether a block is unlike its siblings does not depend on the unit."""
+    """A block is unlike its siblings in any unit."""
     names = [f"blocks.{number}.fc" for number in range(6)]
 
     def found(unit: float) -> list[str]:

@@ -211,7 +211,7 @@ def test_a_small_model_is_shown_in_full_on_request() -> None:
 
 @pytest.mark.parametrize("place", [0, 11, 23])
 def test_a_selection_of_a_large_model_is_shown(place: int) -> None:
-    """Of a large model, at most 75 tags are shown: the main statistics of some parameters, the sick one among them."""
+    """A large model has at most 75 tags: the main statistics of some parameters, the sick one among them."""
     found = quick(24)
     found[Site(f"blocks.{place}.fc", "bias.grad")] = seen(rms=0.0, zero_fraction=1.0, mean=0.0, std=0.0)
     sink, messages = shown_by_default(found, "all")

@@ -1,4 +1,4 @@
-"""What a person sees who opens the page."""
+"""The page, as a person sees it."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def difference(runs: Path, changed: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_two_graphs_are_in_one_picture(page: Page, difference: Path) -> None:
-    """What only one of two runs has, and what differs, is marked in the graph and listed on the first screen."""
+    """Differences of two runs are marked in the graph and listed on the first screen."""
     opened(page, difference)
     listed = page.locator(".differing button").all_inner_texts()
     assert {"encoder.relu", "dropout"} <= {*listed}
@@ -736,7 +736,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
-    """Of many layers, each block is a row that a click opens; it has the color of its layer that stands out most.
+    """Each block of a large model is a row that a click opens; it has the color of its layer that stands out most.
 
     A layer is compared with the same layer of the other blocks: with the other ``fc1``, not with an ``fc2``.
     """

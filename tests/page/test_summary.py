@@ -1,4 +1,4 @@
-"""What a notebook shows of a recording."""
+"""The summary of a recording in a notebook."""
 
 from __future__ import annotations
 

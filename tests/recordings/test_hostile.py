@@ -298,7 +298,7 @@ def test_a_finding_that_is_none(change: Callable[[Any], Any], copied: Path) -> N
 
 
 def test_a_finding_of_a_later_version(copied: Path) -> None:
-    """A rule and a severity that are not known are shown as they stand, after what is known to be worse."""
+    """A finding with an unknown rule and severity is shown with both names, after the warnings."""
     data = json.loads((copied / FINDING).read_text())
     (known,) = data["findings"]
     data["findings"] = [known | {"rule": "new-rule", "severity": "grave", "module": "head", "later": 3}, known]

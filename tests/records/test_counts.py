@@ -91,7 +91,7 @@ def test_many_histograms_equal_single_ones(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_histograms_of_usual_sizes(seed: int) -> None:
-    """Of equal losses the same edges are removed as by the histogram of a single site."""
+    """If removals of edges lose the same, they are made in the order of the histogram of a single site."""
     generator = torch.Generator().manual_seed(seed)
     states = []
     for scale in (1e-3, 1.0, 50.0):

@@ -91,7 +91,7 @@ def added(records: list[tuple[int, bool]]) -> tuple[History, dict[int, float]]:
 def test_what_stays_of_many_records(number: int, repeated: set[int], bad: int) -> None:
     """The first record, the latest, the first bad one and the one before it stay, in order and to the bit.
 
-    Of the others an even selection stays, and a record of the same step replaces the earlier one.
+    An even selection of the others stays, and a record of the same step replaces the earlier one.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"_MOST_ROWS": 20, "_FEWEST_ROWS": 16, "_KEPT_AT_THE_END": 4}.items():

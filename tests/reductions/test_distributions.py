@@ -216,7 +216,7 @@ def test_ranks_are_those_of_the_singular_values() -> None:
 
 
 def test_a_sketch_tells_few_directions_from_many() -> None:
-    """Of 512 features, a stream of rank 2 has ranks of at most 2, and random vectors fill most of the sketch."""
+    """A stream of rank 2 with 512 features has ranks of at most 2, and random vectors fill most of the sketch."""
     make = partial(FeatureRank, sketch=32)
     narrow = reduced(make, random(11, 200, 2) @ random(12, 2, 512)).compute()
     wide = reduced(make, random(13, 2000, 512)).compute()
@@ -285,7 +285,7 @@ def test_orthogonality(sizes: list[float], orthogonality: float) -> None:
 
 
 def test_the_last_matrix_counts() -> None:
-    """Of several matrices the last one counts, also after a merge; of several ranks the first one."""
+    """The last of several matrices counts, also after a merge, and the first of several ranks."""
     one, other = matrix_with([2.0, 1.0]), matrix_with([5.0, 1.0])
     first, second = reduced(SpectralNorm, one), reduced(SpectralNorm, other)
     assert float(reduced(SpectralNorm, one, other).compute()["spectral_norm"]) == pytest.approx(5.0, rel=1e-3)

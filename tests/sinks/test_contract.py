@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import ArgumentError, MemorySink, Sink, sinks
 from lightning_recorder.sinks import (
@@ -66,6 +67,10 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "memory": (lambda folder, _: plain(MemorySink()), ALL),
     "files": (lambda folder, _: plain(FilesSink(folder)), ALL),
     "TensorBoard": (lambda folder, _: plain(TensorBoardSink(folder)), ALL - {"write_files"}),
+    "TensorBoard, writer": (
+        lambda folder, _: plain(TensorBoardSink(SummaryWriter(str(folder)))),
+        ALL - {"write_files"},
+    ),
     "metrics": (lambda folder, _: plain(MetricsSink(csv_logger(folder))), NUMBERS),
     "CSV": (lambda folder, _: plain(CsvSink(csv_logger(folder))), NUMBERS),
     "W&B": (lambda folder, _: on_wandb(folder, "offline"), ALL),
@@ -73,10 +78,12 @@ SINKS: dict[str, tuple[Make, set[str]]] = {
     "MLflow": (on_mlflow, ALL),
     "Comet": (lambda folder, _: on_comet(folder), ALL),
     "LitLogger": (lambda folder, _: plain(LitLoggerSink(lit_logger(folder))), NUMBERS | {"write_files"}),
+    "multi, none": (lambda folder, _: plain(MultiSink([])), set()),
     "multi": (lambda folder, _: plain(MultiSink([Sink(), CsvSink(csv_logger(folder))])), NUMBERS),
     "multi, fallback": (lambda folder, _: plain(MultiSink([Sink()], fallback=FilesSink(folder))), ALL),
     "multi, strict": (lambda folder, _: plain(MultiSink([MemorySink(), FilesSink(folder)], strict=True)), ALL),
 }
+ANY_THREAD = (MemorySink, FilesSink, TensorBoardSink, WandbSink, MlflowSink)
 every_sink = pytest.mark.parametrize(("make", "shown"), SINKS.values(), ids=SINKS)
 
 
@@ -192,6 +199,5 @@ def test_closing_twice(make: Make, shown: set[str], tmp_path: Path, database: st
 def test_where_a_sink_may_be_written_from(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
     """The sinks with ``any_thread`` are the expected ones, and a composite of them has it, too."""
     with make(tmp_path / "sink", database) as sink:
-        background = (MemorySink, FilesSink, TensorBoardSink, WandbSink, MlflowSink)
-        each_may = [isinstance(each, background) for each in (sink.sinks if isinstance(sink, MultiSink) else [sink])]
+        each_may = [isinstance(each, ANY_THREAD) for each in (sink.sinks if isinstance(sink, MultiSink) else [sink])]
         assert sink.any_thread is all(each_may)

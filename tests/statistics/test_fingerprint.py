@@ -170,7 +170,7 @@ def test_samples_that_are_not_known() -> None:
 
 
 def test_samples_are_read_at_a_few_places() -> None:
-    """Of a large sample, at most as many values are read as asked for, at regular distances."""
+    """At most as many values of a large sample are read as asked for, at regular distances."""
     batch = torch.zeros(2, 8, 100)
     known = sample_fingerprints(batch, 16)
     read = 0

@@ -200,7 +200,7 @@ def test_tied_and_frozen_parameters() -> None:
 
 
 def test_a_step_skipped_by_a_scaler_has_no_update() -> None:
-    """A step skipped by a GradScaler has an update of zero, recorded when the recorder is removed."""
+    """If a GradScaler skips the last step, an update of zero is recorded when the recorder is removed."""
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -145,6 +145,15 @@ def test_saved_bytes_are_those_that_autograd_packs(net: nn.Module) -> None:
     assert sum(found[f"{name} saved_bytes"][0] for name, _ in net.named_children()) == found[" saved_bytes"][0]
 
 
+def test_the_memory_of_the_device_is_the_largest_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module has the largest memory at the begin or the end of its call; a container also counts the calls inside."""
+    allocated = iter((1, 2, 7, 3, 4, 5))  # the container, the first module, the second one, the container
+    monkeypatch.setattr(CostTap, "_allocated", lambda _: next(allocated))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = measure(net, lambda: net(torch.ones(2, 4)).sum(), Clock())
+    assert [found[f"{name} allocated_bytes"] for name in ("", "0", "1")] == [[7.0], [7.0], [4.0]]
+
+
 def test_a_checkpoint_saves_nothing_inside() -> None:
     """A checkpointed module keeps nothing, and what it computes again is part of the backward pass."""
     clock = Clock()

@@ -38,7 +38,7 @@ def test_few_keys_are_counted_exactly() -> None:
 
 
 def test_many_keys_are_estimated_within_the_stated_error() -> None:
-    """Of 300,000 keys, at most twice the size are kept; number, counts and common part are right to three errors."""
+    """At most twice the size of 300,000 keys are kept; number, counts and common part are right to three errors."""
     sketch, other = Sketch(), Sketch()
     many = keys(300_000)
     for part in np.split(many, 300):

@@ -217,7 +217,7 @@ def test_a_spike_of_a_small_batch_is_a_note(rows: int, severity: str) -> None:
     ],
 )
 def test_a_spike_at_a_low_loss_is_a_note(spikes: list[tuple[str, float, float]], share: float, severity: str) -> None:
-    """Where nearly all samples fit, a single one makes most of the gradient, and of a loss close to zero."""
+    """If nearly all samples fit, a single one makes most of the gradient, and most of a loss close to zero."""
     reading = Reading(9, 2, None, None, [], [9])
     found = finding_of_spike(spikes, reading, factor=10, share=share, highest=5.0)
     assert found.severity == severity

@@ -24,7 +24,7 @@ _FEWEST = 8  # different samples; fewer may be equal on purpose
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank begins with."""
+    """The state with which a rank begins."""
 
     place: int  # the number of the rank among those that should have different samples; equal for tensor-parallel ranks
     samples: tuple[int, ...]  # the fingerprints of the samples of its first batch; empty if they are not known

@@ -1,11 +1,11 @@
 """Find samples of a batch that mix.
 
-The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The same with the
-last sample, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is intended.
-In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch, and a
-recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in that
-order: a positional encoding along the batch depends on the place of a sample. Where predictions cannot be told apart,
-their targets may be in another order.
+The first sample stays and all others are replaced by copies of it. Its prediction must stay, too. The last sample is
+tried in the same way, since a recurrence along the batch runs one way. In training, BatchNorm mixes samples, which is
+intended. In evaluation nothing may: typical causes are a ``view`` instead of a ``permute``, a softmax along the batch,
+and a recurrence or an attention whose sequence is the batch. Samples in another order must have the same predictions in
+that order: a positional encoding along the batch depends on the place of a sample. Targets of samples with equal
+predictions may be in another order.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _mixing(bench: Bench, rows: int, *, training: bool) -> tuple[float, ModuleCa
         has_rows = tensor.dim() and tensor.shape[0] == rows and rows not in tensor.shape[1:]
         return tensor[[0, -1]] if has_rows else None
 
-    # With others that are all equal to it, a sample divided by the spread of its batch would be NaN.
+    # One sample differs from the copies, since a model that divides by the spread of a batch makes NaN of equal ones.
     orders = (
         [None, [0, *[1] * (rows - 1)], [*[rows - 2] * (rows - 1), rows - 1]] if rows > 2 else [None, [0, 0], [1, 1]]
     )

@@ -177,8 +177,8 @@ class GraphCapture:
         Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
         capture, calls of TorchScript modules are observed, and fused modules, which look for hooks on themselves, keep
         their fast path. torch warns about global hooks when a compiled module is called, so a model that has one gets a
-        hook on each of its modules instead. The same holds for a model whose compiled code stays in use, since a global
-        hook would cause a recompilation.
+        hook on each of its modules instead. So does a model whose compiled code stays in use, since a global hook would
+        cause a recompilation.
         """
         if not self._is_compiled and self._eager:
             yield register_module_forward_pre_hook(self._before_call)

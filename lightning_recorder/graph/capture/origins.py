@@ -204,10 +204,10 @@ class TensorOrigins:
         for origin, meta, place in origins:
             self.connect(origin, node, meta, output=place)
         if not call.new:
-            # It has called a module since, which is recorded as usual.
+            # The call has returned from a module inside, whose nodes are recorded as usual.
             self._builder.compound.add(node)
         self.custom = CustomNode(node, replace(call, arguments=None))
-        # Before anything else, each of the nested calls has created one node of the backward graph.
+        # A custom call first creates its backward node, so the latest sequence numbers are those of the nested calls.
         self._customs[sequence_number() - call.depth + 1] = node
         self._custom_nodes.add(node)
         return self.custom

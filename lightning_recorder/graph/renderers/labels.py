@@ -98,7 +98,7 @@ def own_name(node: Node, graph: Graph) -> str:
 def class_and_size(node: Node) -> str:
     """Return a module's class with the number of its parameters, open or closed; see :func:`size`.
 
-    Of a function, only the number of parameters is returned, if it has any. A class that is the name of the module is
+    For a function, only the number of parameters is returned, if it has any. A class that is the name of the module is
     left out, and a call that only writes into a tensor that it takes is marked.
     """
     mark = node.note if node.kind == "module" and node.note == IN_PLACE else ""

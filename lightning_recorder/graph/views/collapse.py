@@ -129,7 +129,7 @@ def _before(node: Node, call: int, graph: Graph, target: Mapping[int, int]) -> N
 def _most(source: Node, call: Node, reads: Mapping[TensorMeta | None, int], occurrences: int) -> int:
     """Return the greatest number of tensors of a node that enter a call, if its contents read some that often.
 
-    A tensor that is read twice enters once. Of the tensors with one shape, no more enter than the source returns, nor
+    A tensor that is read twice enters once. No more tensors of one shape enter than the source returns, nor
     than the call takes as arguments. If it takes none, they enter as an attribute or in an object.
     """
     every = max(1, len(source.outputs))

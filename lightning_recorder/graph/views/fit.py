@@ -163,7 +163,7 @@ def _kind(call: Node) -> str:
 def _largest(graph: Graph, level: int, opened: Set[int]) -> set[int]:
     """Return the closed calls of the module that has more than half of the parameters; empty if there is none.
 
-    Of several such modules, one inside the other, only the outermost one is closed itself.
+    If several such modules contain each other, only the outermost one is closed itself.
     """
     outer = {call.parent for call in graph.module_calls()}
     return {

@@ -96,8 +96,8 @@ def _adds_zero(node: Node) -> bool:
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
     """Return the number of units that call the same module or each another one, at each place in a unit.
 
-    The names of the modules at a place differ in numbers only: an encoder and its decoder may be equal. The same holds
-    for the tensors of other modules that they use. In all units or in none, a module at a place was called before the
+    The names of the modules at a place, and of the tensors of other modules that they use, differ in numbers only: an
+    encoder and its decoder may be equal. In all units or in none, a module at a place was called before the
     first unit, and a module is called at two places. Modules that were called before are called again in the order of
     their first calls, or in the reverse order.
     """

@@ -239,7 +239,7 @@ def test_gradients_that_no_recorded_function_passes() -> None:
 
 
 def test_gradients_that_the_model_uses_itself() -> None:
-    """What follows the forces of an energy, which are a gradient, is trained as well."""
+    """Layers behind the forces of an energy, which are a gradient, are trained as well."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

@@ -119,7 +119,7 @@ def test_module_that_returns_its_input() -> None:
 
 
 def test_a_tensor_is_passed_only_inside_the_call_that_passes_it() -> None:
-    """What a module takes does not come from an identity inside the module before, which took the same tensor."""
+    """The input of a module does not come from an identity inside the module before, which took the same tensor."""
     query, key = (nn.Sequential(nn.Identity(), linear()) for _ in range(2))
     net = Net(lambda net, x: (net.query(x), net.key(x), net.drop(x) + x), query=query, key=key, drop=nn.Dropout())
     assert outline(capture_graph(net.eval(), X)) == text(
@@ -500,7 +500,7 @@ class _Halves(torch.autograd.Function):
 
 
 def test_places_among_the_outputs_of_a_custom_function() -> None:
-    """The second output of a custom function is the second one, whatever computed it inside."""
+    """An edge from the second output of a custom function has the number 1, whichever node inside computed it."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         sine, cosine = _Halves.apply(net.fc(x))  # type: ignore[no-untyped-call]

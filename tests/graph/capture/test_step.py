@@ -99,7 +99,7 @@ def test_vmap() -> None:
     "view", [Tensor.detach, lambda x: x.transpose(0, 1), lambda x: x[:, :2], lambda x: x.reshape(2, -1)]
 )
 def test_vmap_takes_a_view(view: Callable[[Tensor], Tensor]) -> None:
-    """What a transform takes has the same memory as earlier tensors, but comes from the last one."""
+    """The input of a transform has the same memory as earlier tensors, but comes from the last one."""
     graph = capture_graph(
         Net(lambda net, x: torch.func.vmap(torch.softmax, (0, None))(view(net.fc(x)), 0), fc=linear()), X
     )

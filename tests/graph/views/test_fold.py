@@ -317,7 +317,7 @@ def test_alternating_wirings_stay_apart() -> None:
 
 
 def test_one_different_wiring_stays_apart() -> None:
-    """Of four blocks, of which the last is connected differently inside, the first three are folded."""
+    """If the last of four blocks is connected differently inside, the first three are folded."""
     assert outline(fold_repeats(collapse(_wired("sssd")))) == text(
         """
         input
@@ -1011,7 +1011,7 @@ def test_a_layer_inside_several_blocks_shares_its_weights() -> None:
 
 
 def test_a_layer_beside_different_blocks_shares_its_weights() -> None:
-    """Of a repeated row, a module that is the same each time is marked, and the row only if all of its modules are."""
+    """A module that is the same in each repetition of a row is marked, and the row if all of its modules are."""
 
     def film(net: Any, x: Tensor) -> Tensor:
         for layer in net.layers:
@@ -1164,7 +1164,7 @@ def test_many_functions_side_by_side(number: int, repeats: list[int]) -> None:
 
 
 def test_blocks_that_are_not_registered_are_folded_from_the_first_on() -> None:
-    """Of modules of one class that the model does not register, only the first has no number; it is like the others."""
+    """Blocks that the model does not register are folded, although only the first has no number in its name."""
     blocks = [nn.Sequential(linear(), nn.Tanh()) for _ in range(4)]
 
     def forward(net: Any, x: Tensor) -> Tensor:

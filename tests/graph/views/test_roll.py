@@ -101,7 +101,7 @@ def test_roll_moves_what_a_later_call_takes_before_it() -> None:
 
 
 def test_roll_of_calls_that_depend_on_each_other_and_on_others() -> None:
-    """Of the tensors that a merged call takes, only those that depend on an earlier call go to the next one."""
+    """Only the inputs of a merged call that depend on an earlier call go to the next one."""
     net = Net(lambda net, x: net.fc(x) + net.fc(x.exp()) + net.fc(net.fc(x).sin() * x.cos()), fc=linear())
     assert outline(roll(collapse(bare(net, X)))) == text(
         """

@@ -39,7 +39,7 @@ class Program:
     Args:
         make: A function that makes the task, faulty or repaired.
         fault: The fault, in a few words.
-        source: Where such a fault was reported.
+        source: The report of such a fault.
         rules: The rules that name the cause; empty for a fault whose cause the findings are known not to name.
         missed: The mark of such a fault: nothing is found, or a consequence is.
     """

@@ -351,7 +351,7 @@ def with_shipped(folder: Path, program: str = PREPARE) -> str:
 def test_the_code_of_a_wheel_needs_no_compiler(
     environment: dict[str, str], said: str | None, shipped: Path, tmp_path: Path
 ) -> None:
-    """Where nothing can be built, the code of the wheel computes the statistics, without a warning."""
+    """On a machine without a compiler, the code of the wheel computes the statistics, without a warning."""
     variables = {"XDG_CACHE_HOME": str(tmp_path), **environment}
     codes, log = forks.run("-c", with_shipped(shipped), folder=tmp_path, variables=variables)
     *logged, result = log.splitlines()
