@@ -104,21 +104,26 @@ def classes_of_loss(
         return {}
     values = {"in.prediction": predicted, "in.target": meant}
     ignored = _ignored_class(name, args, kwargs)
-    return {f"{path}{CLASS_COUNTS}": _in_bins(each, ignored) for path, each in values.items()}
+    # Each operation takes as long as the statistics of a small tensor. Only a target may be outside of the classes.
+    return {f"{path}{CLASS_COUNTS}": _in_bins(each, ignored, each is target) for path, each in values.items()}
 
 
-def _in_bins(classes: Tensor, ignored: int) -> Tensor:
+def _in_bins(classes: Tensor, ignored: int, may_be_outside: bool) -> Tensor:
     table = _table(classes.device, ignored)
     # Not in place, because the classes may be the user's targets.
-    return table.take(classes.to(torch.int64).clamp(-1, CLASSES) + 1)
+    numbers = classes.long()
+    return table.take(numbers.clamp(-1, CLASSES) if may_be_outside else numbers)
 
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, ignored: int) -> Tensor:
-    """Return a number in the bin of each class from -1 to 1000, ``[1002]`` float32; 4 KB that stay on the device."""
-    bins = [NO_CLASS_BIN, *range(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES), NO_CLASS_BIN]
+    """Return a number in the bin of each class from 0 to 1000 and of -1, which is the last of ``[1002]`` float32.
+
+    These 4 KB stay on the device.
+    """
+    bins = [*range(FIRST_CLASS_BIN, FIRST_CLASS_BIN + CLASSES), NO_CLASS_BIN, NO_CLASS_BIN]
     if 0 <= ignored < CLASSES:
-        bins[ignored + 1] = NO_CLASS_BIN
+        bins[ignored] = NO_CLASS_BIN
     with torch.inference_mode(False):
         words = torch.tensor(bins, dtype=torch.int64, device="cpu") << BIN_SHIFT
         # A plain copy to the device would synchronize it.

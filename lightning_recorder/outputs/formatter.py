@@ -347,6 +347,7 @@ class SinkFormatter:
         numbered: bool = False,
     ) -> None:
         self.group = self._label = group
+        self._is_of_parameters = group.startswith("parameters")
         self._budget, self.histograms, self.statistics = budget, histograms, tuple(statistics)
         self._numbers: dict[str, str] | None = {} if numbered else None
         self._has_main_curves = curves == "main" and self.statistics == DEFAULT_STATISTICS
@@ -506,10 +507,11 @@ class SinkFormatter:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return found.schema.losses[0]
-        sites, tags = found.without_bins(), self._count_tags(found)
+        sites, tags, was_brief = found.without_bins(), self._count_tags(found), self._is_brief
         self._budget.shorten({site: sites[site] for site in tags}, tags.__getitem__)
         self._budget.has_curve_of_each = bool(self._curves_of_modules(found))
-        tags = self._count_tags(found)  # there may be fewer candidates now
+        if self._is_brief is not was_brief:  # there are fewer candidates now
+            tags = self._count_tags(found)
         chosen = self._budget.select({site: sites[site] for site in tags}, tags.__getitem__, unusual)
         return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
 
@@ -583,10 +585,6 @@ class SinkFormatter:
         if self._budget is not None and self._budget.is_brief and self._is_of_parameters:
             return self._budget.key(site)
         return _module_of(site)
-
-    @property
-    def _is_of_parameters(self) -> bool:
-        return self.group.startswith("parameters")
 
     def _write_overflow(self, sink: Sink, found: Table) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""

@@ -185,6 +185,12 @@ make_schema = lru_cache(maxsize=64)(Schema)
 """Return the schema with these arguments, the same object for equal ones."""
 
 
+@lru_cache(maxsize=1024)
+def _names_without(columns: tuple[str, ...], lacking: bytes) -> tuple[str, ...]:
+    """Return the names of the columns that a row has. The rows of a model are of a few kinds."""
+    return tuple(name for name, lacks in zip(columns, lacking, strict=True) if not lacks)
+
+
 class Table(Mapping[Site, SiteStatistics]):
     """The statistics of the sites of a record. As a mapping, it makes the statistics of a site on first access.
 
@@ -357,7 +363,7 @@ class Table(Mapping[Site, SiteStatistics]):
         """Return the statistics of the site in a row."""
         if self.lacking is None:
             return self.columns
-        return tuple(name for name, lacks in zip(self.columns, self.lacking[row].tolist(), strict=True) if not lacks)
+        return _names_without(self.columns, self.lacking[row].tobytes())
 
     def column(self, name: str) -> Floats:
         """Return one statistic of all sites, ``[sites]``; NaN if a site lacks it."""

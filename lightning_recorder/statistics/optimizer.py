@@ -25,6 +25,7 @@ from lightning_recorder.module_names import named_submodules, own_parameters
 from lightning_recorder.names import RUNNING_STATISTICS
 from lightning_recorder.records.table import Table
 from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.values import PLAIN_TYPES
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.structure import ignore_unknown, iter_tensors
@@ -421,7 +422,9 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 return  # a copy of one shard would be compared with the merged others
             self._replicated.add(site)
         try:
-            self.states.add(site, tensor.detach(), factor)
+            # The fast path needs no detached tensor, and nothing that add() does before it tries the same.
+            if type(tensor) not in PLAIN_TYPES or not self.states.try_fast_path(site, tensor, factor):
+                self.states.add(site, tensor.detach(), factor)
         except Exception as error:
             message = f"recording {site.path!r} of module {name!r} failed: {describe_error(error)}"
             if self.strict:

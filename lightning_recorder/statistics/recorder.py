@@ -280,11 +280,10 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         if self.ignores():
             return
         # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
-        if site.path.endswith(CLASS_COUNTS):
+        parts: Sequence[Tensor] = (tensor,)
+        if site.path.endswith(CLASS_COUNTS) and (tensor.dim() != 1 or self._sample):
             tensor = tensor.flatten()
             parts = tensor.split(self._sample or max(1, len(tensor)))
-        else:
-            parts = (tensor,)
         for part in parts:
             if not self.states.try_fast_path(site, part, self.factor):
                 function = function_of(site.name)
