@@ -13,7 +13,7 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import family_of, layers_of, listed
-from lightning_recorder.insight.recorded_step import step_of
+from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found_in, setting, shape_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
 from lightning_recorder.records.table import Floats
@@ -375,6 +375,56 @@ def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool
     sites = [site for site in evidence.losses.places if site.path == "in.target.next"]
     losses = (View(evidence, evidence.losses, site) for site in sites)
     return any(_all(_last(each, "mean", persistence), targets) for each in losses)
+
+
+@rule(
+    "averages-later-tokens",
+    statistic="means and variances over the positions in a stack of attention, if the targets are the next tokens",
+    usual="over the features of a position",
+    why="A normalization or a mean runs over the positions: the result for a token depends on the tokens after it, "
+    "which the model has to predict.",
+    next="Normalize the last dimension, which has the features.",
+    false_alarms="Only results that the stream of the tokens takes count, and no summary of a sequence.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(("unlike-siblings", "odd-block", "along-batch", "norm-ineffective"), _ANY),
+)
+def averages_later_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
+    """Yield the means over the positions that a model of next tokens uses for each position."""
+    step = step_of(evidence)
+    streams = {shape_of(each) for _, projections in attention_layers(step) for each in projections}
+    found = [
+        node
+        for node in step.operations
+        if node.name in _MEANS and shape_of(node) in streams and _mixes_positions(step, node, shape_of(node) or ())
+    ]
+    if found and _predicts_next(evidence, persistence, targets):
+        names = [step.owner(each) for each in found]
+        verdict = (
+            f"the {found[0].name} in {step.place(found[0])} runs over the positions, and the targets are the next "
+            "tokens: each position sees those after it"
+        )
+        yield replace(found_in(evidence, names[0], verdict), others=tuple(dict.fromkeys(names[1:])))
+
+
+_MEANS = ("mean", "var", "std", "var_mean", "std_mean", "sum", "amax", "norm", "layer_norm")
+_MOST_USERS = 50
+
+
+def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bool:
+    """Return True for a mean over the positions, ``[samples, positions, features]``, that each of them gets."""
+    if node.name == "layer_norm":
+        return len(re.findall(r"\d+", setting(node, "normalized_shape"))) > 1
+    given = {each.strip() for each in setting(node, "dim").strip("()[]").split(",")}
+    if len(shape) != 3 or not given & {"1", "-2"} or given & {"0", "-3"}:
+        return False
+    found = [node]
+    for each in found:
+        for user in step.users(each):
+            # A layer after a mean makes a summary.
+            if user not in found and len(found) < _MOST_USERS and user.name not in ("linear", "addmm", *LOSSES):
+                found.append(user)
+    return any(each.outputs and each.outputs[0].shape == shape for each in found)
 
 
 @rule(
