@@ -84,13 +84,19 @@ class Experts(nn.Module):
         return found.sum(2)
 
 
-class OverPositions(nn.Module):
+class Over(nn.Module):
+    """A normalization of another dimension than the features."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
     def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+        return (x - x.mean(self.dim, keepdim=True)) / x.std(self.dim, keepdim=True)
 
 
 def norm(fault: str) -> nn.Module:
-    return OverPositions() if fault == "norm over positions" else nn.LayerNorm(WIDTH)
+    return {"norm over positions": Over(1), "norm over samples": Over(0)}.get(fault) or nn.LayerNorm(WIDTH)
 
 
 class Model(LightningModule):
@@ -165,7 +171,8 @@ def test_records_have_heads_and_experts(tmp_path: Path) -> None:
         ("inverted mask", True, "mask-inverted", "blocks.0.attn", ()),
         ("open mask", False, "sees-later-keys", "blocks.2.attn", ()),
         ("shifted mask", False, "own-key-hidden", "blocks.2.attn", ()),
-        ("norm over positions", True, "averages-later-tokens", "blocks.0.norm", ()),
+        ("norm over samples", True, "mixes-tokens", "blocks.0.norm", ()),
+        ("norm over positions", True, "mixes-tokens", "blocks.0.norm", ()),
         ("open mask", True, "attends-the-target", "blocks.3.attn", ()),
         ("equal projections", False, "equal-query-and-key", "blocks.2.attn", ()),
         ("no scale", True, "attention-scale", "blocks.0.attn", ()),

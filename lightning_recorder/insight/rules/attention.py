@@ -14,6 +14,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import family_of, layers_of, listed
 from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found_in, setting, shape_of, step_of
+from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
 from lightning_recorder.records.table import Floats
@@ -378,19 +379,20 @@ def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool
 
 
 @rule(
-    "averages-later-tokens",
-    statistic="means and variances over the positions in a stack of attention, if the targets are the next tokens",
-    usual="over the features of a position",
-    why="A normalization or a mean runs over the positions: the result for a token depends on the tokens after it, "
-    "which the model has to predict.",
+    "mixes-tokens",
+    statistic="means and variances of the tokens in a stack of attention, if the targets are the next tokens",
+    usual="over the features of each token",
+    why="A normalization or a mean runs over the positions or the samples. Over the positions, the result for a token "
+    "depends on the tokens after it, which the model has to predict.",
     next="Normalize the last dimension, which has the features.",
-    false_alarms="Only results that the stream of the tokens takes count, and no summary of a sequence.",
+    false_alarms="Only results that the stream of the tokens takes count, and no summary of a sequence. A mean over "
+    "samples and positions together, as of BatchNorm, is left out.",
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(("unlike-siblings", "odd-block", "along-batch", "norm-ineffective"), _ANY),
 )
-def averages_later_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
-    """Yield the means over the positions that a model of next tokens uses for each position."""
+def mixes_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
+    """Yield the means over positions or samples that a model of next tokens uses for each token."""
     step = step_of(evidence)
     streams = {shape_of(each) for _, projections in attention_layers(step) for each in projections}
     found = [
@@ -401,8 +403,8 @@ def averages_later_tokens(evidence: Evidence, *, persistence: int = 2, targets: 
     if found and _predicts_next(evidence, persistence, targets):
         names = [step.owner(each) for each in found]
         verdict = (
-            f"the {found[0].name} in {step.place(found[0])} runs over the positions, and the targets are the next "
-            "tokens: each position sees those after it"
+            f"the {found[0].name} in {step.place(found[0])} of {listed_shape(shape_of(found[0]) or ())} runs over "
+            "other dimensions than the last one, and its result is used for each token"
         )
         yield replace(found_in(evidence, names[0], verdict), others=tuple(dict.fromkeys(names[1:])))
 
@@ -412,11 +414,11 @@ _MOST_USERS = 50
 
 
 def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bool:
-    """Return True for a mean over the positions, ``[samples, positions, features]``, that each of them gets."""
+    """Return True for a mean over positions or samples of ``[samples, positions, features]`` that each token gets."""
     if node.name == "layer_norm":
         return len(re.findall(r"\d+", setting(node, "normalized_shape"))) > 1
     given = {each.strip() for each in setting(node, "dim").strip("()[]").split(",")}
-    if len(shape) != 3 or not given & {"1", "-2"} or given & {"0", "-3"}:
+    if len(shape) != 3 or not (given <= {"0", "-3"} or given <= {"1", "2", "-2", "-1"}) or given <= {"2", "-1"}:
         return False
     found = [node]
     for each in found:
@@ -548,7 +550,11 @@ def _repeats_one(node: Node, length: int) -> bool:
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(
-        ("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"), _ANY
+        (
+            *("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"),
+            "odd-block",
+        ),
+        _ANY,
     ),
 )
 def attention_scale(
@@ -689,7 +695,7 @@ def _number(text: str) -> float | None:
     next="Use dim=-1 for scores [..., queries, keys].",
     false_alarms="Slot attention divides the shares by their sum afterwards, which is no product with the values.",
     needs=(GRAPH,),
-    explains=dict.fromkeys(("attention-collapse", "unlike-siblings"), _ANY),
+    explains=dict.fromkeys(("attention-collapse", "unlike-siblings", "odd-block"), _ANY),
     is_lasting=True,
 )
 def attention_over_queries(evidence: Evidence) -> Iterator[Finding]:

@@ -426,7 +426,7 @@ def _() -> Iterator[Evidence]:
         yield examination.evidence()
 
 
-@cases("averages-later-tokens")
+@cases("mixes-tokens")
 def _() -> Iterator[Evidence]:
     graph = capture_graph(Model(**{**PRE, "norm": OverPositions}), torch.arange(20).reshape(2, 10) % 11)
     for share, records in ((1.0, 1), (1.0, 2), (0.6, 8)):
