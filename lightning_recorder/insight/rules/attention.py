@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -394,11 +395,17 @@ def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool
 def mixes_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
     """Yield the means over positions or samples that a model of next tokens uses for each token."""
     step = step_of(evidence)
-    streams = {shape_of(each) for _, projections in attention_layers(step) for each in projections}
+    linears = [each for _, projections in attention_layers(step) for each in projections]
+    # addmm takes all tokens in one dimension, behind the bias.
+    inputs = [shape_of(each, int(each.name == "addmm")) or () for each in linears]
+    streams = {(prod(shape[:-1]), shape[-1:]) for shape in inputs}
     found = [
         node
         for node in step.operations
-        if node.name in _MEANS and shape_of(node) in streams and _mixes_positions(step, node, shape_of(node) or ())
+        if node.name in _MEANS
+        and (shape := shape_of(node) or ())
+        and (prod(shape[:-1]), shape[-1:]) in streams
+        and _mixes_positions(step, node, shape)
     ]
     if found and _predicts_next(evidence, persistence, targets):
         names = [step.owner(each) for each in found]
