@@ -402,7 +402,7 @@ def test_one_of_a_few_blocks_with_attention(blocks: int, severity: str) -> None:
 def test_another_setting_in_one_of_a_few_blocks() -> None:
     """Another setting of the same calls is a finding; it is none in blocks without attention."""
     model = Model(blocks=4, **PRE)
-    model.blocks[2].norm1.eps = 1e-2  # type: ignore[union-attr,assignment]  # of a Block
+    model.blocks[2].norm1.eps = 1e-2  # type: ignore[union-attr]  # of a Block
     norms = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16, eps=eps), nn.GELU()) for eps in (1e-5, 1e-5, 1e-2, 1e-5)))
     odd = []
     for net, given in ((model, torch.arange(20).reshape(2, 10) % 11), (norms, torch.randn(2, 16))):

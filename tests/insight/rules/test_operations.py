@@ -449,7 +449,7 @@ class Tokens(nn.Module):
         return out
 
 
-def of_each(y: Tensor, target: Tensor) -> Tensor:
+def loss_of_tokens(y: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(y.flatten(0, 1), target.flatten())
 
 
@@ -465,7 +465,9 @@ def of_each(y: Tensor, target: Tensor) -> Tensor:
 )
 def test_no_positions(positions: str, mask: str, severities: list[str]) -> None:
     """Attention between tokens whose order nothing tells is named; a causal mask tells it, and is a note."""
-    found = [each for each in examine(Tokens(positions, mask), of_each, tokens, tokens) if each.rule == "no-positions"]
+    found = [
+        each for each in examine(Tokens(positions, mask), loss_of_tokens, tokens, tokens) if each.rule == "no-positions"
+    ]
     assert [each.severity for each in found] == severities
     assert all(each.module == "net.embedding" for each in found)
 
@@ -491,7 +493,7 @@ def test_a_set_of_tokens_needs_no_positions() -> None:
 )
 def test_attention_without_a_softmax(scores: Function, mask: str, is_wrong: bool) -> None:
     """Scores that go to the values as they are, but for scale and mask, are named; other functions of them are not."""
-    found = examine(Tokens("embedding", mask, scores), of_each, tokens, tokens)
+    found = examine(Tokens("embedding", mask, scores), loss_of_tokens, tokens, tokens)
     assert [each.rule for each in found] == ["no-softmax"] * is_wrong
 
 
