@@ -47,6 +47,9 @@ class Attention(nn.Module):
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         if self.fault == "inverted mask":
             mask = ~mask
+        if self.fault == "shifted mask":
+            mask = mask.tril(-1)
+            mask[0, 0] = True
         if self.fault == "open mask":
             mask = torch.ones_like(mask)
         if self.fault == "scaled twice":
@@ -81,6 +84,21 @@ class Experts(nn.Module):
         return found.sum(2)
 
 
+class Over(nn.Module):
+    """A normalization of another dimension than the features."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(self.dim, keepdim=True)) / x.std(self.dim, keepdim=True)
+
+
+def norm(fault: str) -> nn.Module:
+    return {"norm over positions": Over(1), "norm over samples": Over(0)}.get(fault) or nn.LayerNorm(WIDTH)
+
+
 class Model(LightningModule):
     """Predicts the next token of a sequence. The fault is that of the third of four layers, or of all."""
 
@@ -89,8 +107,7 @@ class Model(LightningModule):
         self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) / 4)
         faults = [fault if everywhere or layer == 2 else "" for layer in range(4)]
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attn": Attention(each), "mlp": Experts(each)})
-            for each in faults
+            nn.ModuleDict({"norm": norm(each), "attn": Attention(each), "mlp": Experts(each)}) for each in faults
         )
         self.head = nn.Linear(WIDTH, TOKENS)
 
@@ -153,6 +170,9 @@ def test_records_have_heads_and_experts(tmp_path: Path) -> None:
         ("inverted mask", False, "mask-inverted", "blocks.2.attn", ()),
         ("inverted mask", True, "mask-inverted", "blocks.0.attn", ()),
         ("open mask", False, "sees-later-keys", "blocks.2.attn", ()),
+        ("shifted mask", False, "own-key-hidden", "blocks.2.attn", ()),
+        ("norm over samples", True, "mixes-tokens", "blocks.0.norm", ()),
+        ("norm over positions", True, "mixes-tokens", "blocks.0.norm", ()),
         ("open mask", True, "attends-the-target", "blocks.3.attn", ()),
         ("equal projections", False, "equal-query-and-key", "blocks.2.attn", ()),
         ("no scale", True, "attention-scale", "blocks.0.attn", ()),

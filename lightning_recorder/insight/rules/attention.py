@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import family_of, layers_of, listed
-from lightning_recorder.insight.recorded_step import step_of
+from lightning_recorder.insight.recorded_step import LOSSES, RecordedStep, found_in, setting, shape_of, step_of
+from lightning_recorder.insight.recorded_step import listed as listed_shape
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.insight.rules.blocks import attention_layers
 from lightning_recorder.records.table import Floats
@@ -378,6 +380,63 @@ def _predicts_next(evidence: Evidence, persistence: int, targets: float) -> bool
 
 
 @rule(
+    "mixes-tokens",
+    statistic="means and variances of the tokens in a stack of attention, if the targets are the next tokens",
+    usual="over the features of each token",
+    why="A normalization or a mean runs over the positions or the samples. Over the positions, the result for a token "
+    "depends on the tokens after it, which the model has to predict.",
+    next="Normalize the last dimension, which has the features.",
+    false_alarms="Only results that the stream of the tokens takes count, and no summary of a sequence. A mean over "
+    "samples and positions together, as of BatchNorm, is left out.",
+    needs=("activations", GRAPH),
+    records=2,
+    explains=dict.fromkeys(("unlike-siblings", "odd-block", "along-batch", "norm-ineffective"), _ANY),
+)
+def mixes_tokens(evidence: Evidence, *, persistence: int = 2, targets: float = 0.9) -> Iterator[Finding]:
+    """Yield the means over positions or samples that a model of next tokens uses for each token."""
+    step = step_of(evidence)
+    linears = [each for _, projections in attention_layers(step) for each in projections]
+    # addmm takes all tokens in one dimension, behind the bias.
+    inputs = [shape_of(each, int(each.name == "addmm")) or () for each in linears]
+    streams = {(prod(shape[:-1]), shape[-1:]) for shape in inputs}
+    found = [
+        node
+        for node in step.operations
+        if node.name in _MEANS
+        and (shape := shape_of(node) or ())
+        and (prod(shape[:-1]), shape[-1:]) in streams
+        and _mixes_positions(step, node, shape)
+    ]
+    if found and _predicts_next(evidence, persistence, targets):
+        names = [step.owner(each) for each in found]
+        verdict = (
+            f"the {found[0].name} in {step.place(found[0])} of {listed_shape(shape_of(found[0]) or ())} runs over "
+            "other dimensions than the last one, and its result is used for each token"
+        )
+        yield replace(found_in(evidence, names[0], verdict), others=tuple(dict.fromkeys(names[1:])))
+
+
+_MEANS = ("mean", "var", "std", "var_mean", "std_mean", "sum", "amax", "norm", "layer_norm")
+_MOST_USERS = 50
+
+
+def _mixes_positions(step: RecordedStep, node: Node, shape: Sequence[int]) -> bool:
+    """Return True for a mean over positions or samples of ``[samples, positions, features]`` that each token gets."""
+    if node.name == "layer_norm":
+        return len(re.findall(r"\d+", setting(node, "normalized_shape"))) > 1
+    given = {each.strip() for each in setting(node, "dim").strip("()[]").split(",")}
+    if len(shape) != 3 or not (given <= {"0", "-3"} or given <= {"1", "2", "-2", "-1"}) or given <= {"2", "-1"}:
+        return False
+    found = [node]
+    for each in found:
+        for user in step.users(each):
+            # A layer after a mean makes a summary.
+            if user not in found and len(found) < _MOST_USERS and user.name not in ("linear", "addmm", *LOSSES):
+                found.append(user)
+    return any(each.outputs and each.outputs[0].shape == shape for each in found)
+
+
+@rule(
     "own-key-hidden",
     statistic="share of queries that may attend the key of their own position, if later keys are hidden",
     usual="1",
@@ -498,7 +557,11 @@ def _repeats_one(node: Node, length: int) -> bool:
     needs=("activations", GRAPH),
     records=2,
     explains=dict.fromkeys(
-        ("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"), _ANY
+        (
+            *("attention-collapse", "one-hot-heads", "attention-scores-grow", "unlike-siblings", "sudden-change"),
+            "odd-block",
+        ),
+        _ANY,
     ),
 )
 def attention_scale(
@@ -639,7 +702,7 @@ def _number(text: str) -> float | None:
     next="Use dim=-1 for scores [..., queries, keys].",
     false_alarms="Slot attention divides the shares by their sum afterwards, which is no product with the values.",
     needs=(GRAPH,),
-    explains=dict.fromkeys(("attention-collapse", "unlike-siblings"), _ANY),
+    explains=dict.fromkeys(("attention-collapse", "unlike-siblings", "odd-block"), _ANY),
     is_lasting=True,
 )
 def attention_over_queries(evidence: Evidence) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ _ARITHMETIC = (
 )
 """The functions that a normalization is written with."""
 _PARTS = ("getitem", "split", "chunk", "unbind", "expand", "repeat_interleave")
+_FACTORS_OF = ("mul", "rmul", "imul")
 _MOST_LISTED = 3
 _FEWEST = 2  # blocks of a stack, and others that must agree
 _MOST = 400  # operations between the projections and the attention, or in the activation of a block
@@ -78,6 +79,101 @@ def no_residual(evidence: Evidence) -> Iterator[Finding]:
         names = [step.owner(each) for each in lasts]
         verdict = f"there is no residual connection around the {kind} {names[0]}: nothing else reads its input"
         yield replace(found_in(evidence, names[0], verdict, layers=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+@rule(
+    "added-twice",
+    statistic="operands of two sums, one directly behind the other, in a model with attention",
+    usual="each tensor is added once",
+    why="The residual connection is there twice: inside of a layer and around it, or the sum is written twice.",
+    next="Add the input of the layer to its output in one place.",
+    false_alarms="Only if nothing else reads the first sum.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("block-trend", "scale-jump", "odd-block", "unlike-siblings"), _ANY),
+    is_lasting=True,
+)
+def added_twice(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the sums in a stack of attention that count a tensor twice, as of two residual connections."""
+    step = step_of(evidence)
+    found = []
+    widths = {(each,) for each in _widths(_stacked(step))}
+    for node in step.operations if widths else ():
+        own = step.sources(node) if node.name.strip("_") in _SUMS and len(node.inputs) == 2 else []
+        own = own * 2 if len(own) == 1 else own
+        if len(own) != 2 or not node.outputs or node.outputs[0].shape[-1:] not in widths:
+            continue
+        made = [step.made_by(each) for each in own]
+        inner = [
+            source
+            for sum_of, other in (made, made[::-1])
+            if sum_of.name.strip("_") in _SUMS and [each.id for each in step.readers(sum_of)] == [node.id]
+            for source in step.sources(sum_of)
+            if step.made_by(source).id == other.id
+        ]
+        if (made[0].id == made[1].id or inner) and "parameter" in step.roots[made[0].id] & step.roots[made[1].id]:
+            found.append(node)
+    if found:
+        names = [step.owner(each) for each in found]
+        verdict = f"a sum in {step.place(found[0])} adds a tensor that has been added just before: it counts twice"
+        yield replace(found_in(evidence, names[0], verdict, sums=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+@rule(
+    "one-sided-rotation",
+    statistic="products with tensors that depend on the position alone, on the way to the scores of attention",
+    usual="as many for the queries as for the keys",
+    why="Rotary positions are applied to the queries or to the keys alone. The scores then do not depend on distances.",
+    next="Rotate queries and keys.",
+    false_alarms="Only attention of a sequence to itself is examined, and at least two layers must agree.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("odd-attention", "unlike-siblings", "odd-block"), _ANY),
+    is_lasting=True,
+)
+def one_sided_rotation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield attention whose queries or keys alone are multiplied with tensors of positions."""
+    step = step_of(evidence)
+    found = []
+    for last, projections in _stacked(step):
+        product = last if last.name == ATTENTION else _product_before(step, last)
+        sides = step.sources(product)[:2] if product is not None else []
+        if len(sides) == 2:
+            rotations = [_rotations(step, each, projections) for each in sides]
+            if bool(rotations[0]) != bool(rotations[1]):
+                found.append((last, "queries" if rotations[0] else "keys"))
+    if len(found) >= _FEWEST:
+        names = [step.owner(last) for last, _ in found]
+        what, other = found[0][1], "keys" if found[0][1] == "queries" else "queries"
+        verdict = f"the {what} of {names[0]} are multiplied with tensors of the positions, and its {other} are not"
+        yield replace(found_in(evidence, names[0], verdict, layers=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+def _product_before(step: RecordedStep, last: Node) -> Node | None:
+    """Return the product of queries and keys whose softmax a product with the values takes."""
+    node: Node | None = last
+    for _ in range(_MOST):
+        sources = [] if node is None else step.sources(node)
+        node = next((each for each in sources if "parameter" in step.roots[each.id]), None)
+        if node is None or node.kind != "op" or node.name in _PRODUCTS:
+            return node if node is not None and node.kind == "op" else None
+    return None
+
+
+def _rotations(step: RecordedStep, side: Node, projections: list[Node]) -> int:
+    """Return the number of products with a table of positions between the projections and a side of the scores."""
+    begins, todo, seen = {each.id for each in projections}, [side], {side.id}
+    count = 0
+    while todo and len(seen) < _MOST:
+        node = todo.pop()
+        if node.id in begins or node.kind != "op":
+            continue
+        sources = step.sources(node)
+        tables = [each for each in sources if "parameter" not in step.roots[each.id] and each.outputs]
+        # A mask of positions has one value for each.
+        shapes = (each.outputs[0].shape for each in tables)
+        count += node.name.strip("_") in _FACTORS_OF and any(len(each) > 1 and each[-1] > 1 for each in shapes)
+        todo += [each for each in sources if each.id not in seen and "parameter" in step.roots[each.id]]
+        seen |= {each.id for each in sources}
+    return count
 
 
 @rule(

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from lightning_recorder.graph.model import Node
+from lightning_recorder.graph.model import Node, TensorMeta
 from lightning_recorder.insight.evidence import Evidence
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.recorded_step import (
@@ -17,6 +17,7 @@ from lightning_recorder.insight.recorded_step import (
     LOSSES,
     RecordedStep,
     Shape,
+    factor_of,
     found_in,
     is_attention,
     is_masked,
@@ -29,11 +30,52 @@ from lightning_recorder.insight.recorded_step import (
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.insight.rules.blocks import attention_layers
 
 _ANY = ("any",)
 
 _DIFFERENCES = ("sub", "__sub__", "__rsub__", "rsub")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_PRODUCTS = ("matmul", "bmm")
+_MASKS = ("masked_fill", "where", "add", "clamp")
+_CLOSE = 0.01
+_FEWEST = 2  # layers of attention
+_ALIKE = frozenset(
+    (
+        *(
+            "embedding",
+            "linear",
+            "addmm",
+            "matmul",
+            "bmm",
+            "softmax",
+            ATTENTION,
+            "layer_norm",
+            "rms_norm",
+            "gelu",
+            "relu",
+        ),
+        *(
+            "silu",
+            "tanh",
+            "sigmoid",
+            "erf",
+            "add",
+            "iadd",
+            "radd",
+            "sub",
+            "mul",
+            "imul",
+            "rmul",
+            "div",
+            "truediv",
+            "pow",
+        ),
+        *("square", "sqrt", "rsqrt", "neg", "masked_fill", "split", "chunk", "unbind", "expand", "repeat_interleave"),
+        *("mean", "var", "clamp", "cat"),
+    )
+)
+"""The functions that treat all positions alike, as far as the tensors that they take do."""
 _INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
 
 
@@ -319,6 +361,111 @@ def _is_shifted(step: RecordedStep, loss: Node) -> bool:
     # The same tensor, without the last position, is what the model reads.
     users = [each for each in step.users(roots[0]) if each is not target]
     return any(each.name in ("getitem", "embedding") for each in users)
+
+
+@rule(
+    "no-softmax",
+    statistic="functions between the product of queries and keys and the product with the values",
+    usual="a softmax, or another function of the scores",
+    why="The softmax is missing: the values are summed up with the scores themselves, which have both signs.",
+    next="Take the softmax of the scores over the keys before the product with the values.",
+    false_alarms="Scores that any other function has changed, such as a ReLU, a decay or a division by the number of "
+    "positions, belong to another kind of attention.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("scale-jump", "unlike-siblings", "odd-attention", "odd-block", "block-trend"), _ANY),
+    is_lasting=True,
+)
+def no_softmax(evidence: Evidence) -> Iterator[Finding]:
+    """Yield products of three tensors that are attention but for the softmax, up to a scale and a mask."""
+    step = step_of(evidence)
+    found = [node for node in step.operations if node.name in _PRODUCTS and _gets_plain_scores(step, node)]
+    if found:
+        names = [step.owner(each) for each in found]
+        verdict = (
+            f"the product in {step.place(found[0])} sums up the values with the products of queries and keys as they "
+            "are: there is no softmax between them"
+        )
+        yield replace(found_in(evidence, names[0], verdict, layers=len(names)), others=tuple(dict.fromkeys(names[1:])))
+
+
+def _gets_plain_scores(step: RecordedStep, node: Node) -> bool:
+    """Return True if the first side of a product is one of queries and keys, with a constant scale and maybe a mask."""
+    shape, is_scaled = shape_of(node), False
+    scores = next(iter(step.sources(node)), None)
+    if not is_attention(shape):
+        return False
+    while scores is not None and scores.kind == "op" and scores.name not in _PRODUCTS:
+        name, factor = scores.name.strip("_"), factor_of(scores)
+        inner = [each for each in step.sources(scores) if "parameter" in step.roots[each.id]]
+        is_mask = name == "masked_fill" or (name in _MASKS and len(inner) == 1)
+        if factor is None and not is_mask and not keeps_values(scores):
+            return False
+        if factor is not None and abs(factor * shape[-1] - 1) < _CLOSE:  # type: ignore[index]  # it is of attention
+            return False  # a mean over the positions
+        is_scaled |= factor is not None
+        scores = next(iter(inner), None)
+    sides = [] if scores is None else [step.made_by(each) for each in step.sources(scores)]
+    are_made = all(each.kind == "op" and "parameter" in step.roots[each.id] for each in sides)
+    return is_scaled and len(sides) == 2 and are_made
+
+
+@rule(
+    "no-positions",
+    statistic="operations between the embedding of tokens and the attention, if each token has a target",
+    usual="an embedding of positions, a rotation, or a bias of the scores by the distance",
+    why="Without a mask, the result for a token is the same in any order of the others.",
+    next="Add an embedding of the positions, or rotate queries and keys.",
+    false_alarms="Any operation that may tell positions apart counts, such as a convolution, a recurrence, or a tensor "
+    "with a row for each. With a causal mask it is a note, as the mask tells where a token is.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def no_positions(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if nothing in a transformer of tokens depends on their order, but for a mask."""
+    step = step_of(evidence)
+    layers = [last for last, _ in attention_layers(step)]
+    if len(layers) < _FEWEST:
+        return
+    inner = step.ancestors(layers[-1]) | {layers[-1].id}
+    nodes = [node for node in step.operations if node.id in inner and {"input", "parameter"} <= step.roots[node.id]]
+    tokens = [node for node in nodes if node.name == "embedding"]
+    shape = shape_of(tokens[0]) if len(tokens) == 1 else None
+    if not shape or len(shape) != 2 or not all(_treats_positions_alike(step, node, shape[1]) for node in nodes):
+        return
+    counts = {prod(shape_of(node, 1) or ()) for node in step.operations if node.name in ("cross_entropy", "nll_loss")}
+    if not counts & {prod(shape), shape[0] * (shape[1] - 1)}:
+        return
+    # A mask with a row for each query, unlike one of padding, depends on the order.
+    masks = [_given(step, node) for node in nodes if node.name.strip("_") in ("masked_fill", ATTENTION)]
+    has_mask = any(setting(node, "is_causal") == "True" for node in nodes) or any(
+        meta.shape[-2:] == (shape[1], shape[1]) for each in masks for meta in each
+    )
+    verdict = (
+        f"nothing between {step.owner(tokens[0])} and {step.owner(layers[-1])} depends on the positions of the "
+        f"{shape[1]} tokens{', but for a mask' if has_mask else ''}"
+    )
+    found = found_in(evidence, step.owner(tokens[0]), verdict, layers=len(layers))
+    yield replace(found, severity="note") if has_mask else found
+
+
+def _treats_positions_alike(step: RecordedStep, node: Node, length: int) -> bool:
+    """Return True for an operation that cannot tell positions apart."""
+    name = node.name.strip("_")
+    if name not in _ALIKE and not keeps_values(node):
+        return False
+    given = _given(step, node)
+    if name in ("masked_fill", ATTENTION):
+        # A mask is True or False, and a bias of the scores has numbers.
+        return all(meta.dtype == "bool" for meta in given)
+    if name in ("mean", "var", "cat"):
+        return setting(node, "dim").strip("()[], ") == "-1"
+    return name in ("embedding", "linear", "addmm") or all(length not in meta.shape for meta in given)
+
+
+def _given(step: RecordedStep, node: Node) -> list[TensorMeta]:
+    """Return the tensors that an operation takes besides those that the model has made of its input."""
+    sources = [each for each in step.sources(node) if not {"input", "parameter"} <= step.roots[each.id]]
+    return [each.outputs[0] for each in sources if each.outputs]
 
 
 @rule(

@@ -15,7 +15,7 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import Finding
 from tests.insight.records import Examination
 
-OWN = ("no-residual", "odd-activation", "odd-attention")
+OWN = ("no-residual", "odd-activation", "odd-attention", "added-twice", "one-sided-rotation")
 
 
 class Attention(nn.Module):
@@ -24,12 +24,13 @@ class Attention(nn.Module):
         self.qkv, self.out, self.is_fused = nn.Linear(16, 48), nn.Linear(16, 16), is_fused
         self.scale = 8**-0.5
         self.change: Callable[[Tensor], Tensor] = nn.Identity()
+        self.change_keys: Callable[[Tensor], Tensor] | None = None
         self.change_values: Callable[[Tensor], Tensor] = nn.Identity()
         self.change_scores: Callable[[Tensor], Tensor] = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        q, k, v = self.change(q), self.change(k), self.change_values(v)
+        q, k, v = self.change(q), (self.change_keys or self.change)(k), self.change_values(v)
         if self.is_fused:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         else:
@@ -90,6 +91,13 @@ class Standardized(Written):
         mean = x.mean(-1, keepdim=True)
         variance = (x - mean).square().mean(-1, keepdim=True)
         return self.weight * (x - mean) / torch.sqrt(variance + 1e-5) + 0.1
+
+
+class OverPositions(Written):
+    """A layer norm that runs over the positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt()
 
 
 class Modulated(nn.Module):
@@ -304,6 +312,83 @@ def test_values_times_a_constant_in_all_blocks(kind: str, times: float) -> None:
         assert each.others == tuple(f"blocks.{place}.attn" for place in (1, 2, 3))
 
 
+class _WithResidual(nn.Module):
+    """A layer that adds its input to its output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layer(x)
+        return out
+
+
+class _Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+@pytest.mark.parametrize("places", [(), (1,), (0, 1, 2, 3)])
+def test_two_residual_connections_around_one_layer(places: tuple[int, ...]) -> None:
+    """A layer with a residual connection of its own in a block that has one is named, in one block and in all."""
+    model = Model(**KINDS["bert"])
+    for place in places:
+        model.blocks[place].mlp = _WithResidual(model.blocks[place].mlp)  # type: ignore[arg-type]  # of a Block
+    findings = [each for each in found(model) if each.rule == "added-twice"]
+    assert [each.module for each in findings] == [f"blocks.{place}" for place in places[:1]]
+    assert all({f"blocks.{place}" for place in places[1:]} <= set(each.others) for each in findings)
+
+
+def test_a_tensor_that_is_added_to_itself() -> None:
+    """A sum of a tensor with itself counts twice."""
+    model = Model(**PRE)
+    for block in model.blocks:
+        block.norm2 = nn.Sequential(_Twice(), block.norm2)  # type: ignore[arg-type]  # of a Block
+    (finding,) = found(model)
+    assert (finding.rule, finding.module) == ("added-twice", "blocks.0.norm2.0")
+
+
+class _Times(nn.Module):
+    def __init__(self, times: float = 10) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.times
+
+
+class _Rotated(nn.Module):
+    """Multiplies with a table that has a row for each position, or with one number for each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(10, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.get_buffer("table") + x.roll(4, -1) * self.get_buffer("table")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "words"),
+    [
+        (_Rotated(8), nn.Identity(), "the queries of blocks.0.attn are multiplied with tensors of the positions"),
+        (nn.Identity(), _Rotated(8), "the keys of blocks.0.attn are multiplied with tensors of the positions"),
+        (_Rotated(8), _Rotated(8), ""),
+        (nn.Identity(), _Rotated(1), ""),
+        (_Times(), nn.Identity(), ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_rotary_positions_of_one_side(kind: str, queries: Any, keys: Any, words: str) -> None:
+    """Tables of positions for queries or keys alone are named; masks of keys and factors of queries are not."""
+    model = Model(**KINDS[kind])
+    for block in model.blocks:
+        block.attn.change, block.attn.change_keys = queries, keys  # type: ignore[union-attr]  # of a Block
+    findings = [each for each in found(model) if each.rule == "one-sided-rotation"]
+    assert [each.verdict.partition(",")[0] for each in findings] == [words] * bool(words)
+
+
 @pytest.mark.parametrize(("blocks", "severity"), [(4, "note"), (3, "note"), (2, "")])
 def test_one_of_a_few_blocks_with_attention(blocks: int, severity: str) -> None:
     """One of three blocks that calls something else is a note, as they may alternate; two blocks prove nothing."""
@@ -317,7 +402,7 @@ def test_one_of_a_few_blocks_with_attention(blocks: int, severity: str) -> None:
 def test_another_setting_in_one_of_a_few_blocks() -> None:
     """Another setting of the same calls is a finding; it is none in blocks without attention."""
     model = Model(blocks=4, **PRE)
-    model.blocks[2].norm1.eps = 1e-2  # type: ignore[union-attr,assignment]  # of a Block
+    model.blocks[2].norm1.eps = 1e-2  # type: ignore[union-attr]  # of a Block
     norms = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16, eps=eps), nn.GELU()) for eps in (1e-5, 1e-5, 1e-2, 1e-5)))
     odd = []
     for net, given in ((model, torch.arange(20).reshape(2, 10) % 11), (norms, torch.randn(2, 16))):
@@ -331,15 +416,6 @@ CHANGES: dict[str, Callable[[Attention], None]] = {
     "detached": lambda attention: setattr(attention, "change", _Detached()),
     "dropout": lambda attention: setattr(attention, "change_scores", nn.Dropout(0.5)),
 }
-
-
-class _Times(nn.Module):
-    def __init__(self, times: float = 10) -> None:
-        super().__init__()
-        self.times = times
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.times
 
 
 class _Detached(nn.Module):

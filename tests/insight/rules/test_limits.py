@@ -31,7 +31,7 @@ from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
-from tests.insight.rules.test_blocks import with_values_times
+from tests.insight.rules.test_blocks import PRE, Model, OverPositions, with_values_times
 from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
@@ -423,6 +423,17 @@ def _() -> Iterator[Evidence]:
             examination.add(
                 record("activations", row * 10, {("loss", "in.target.next"): {"mean": share}}, recorder="losses")
             )
+        yield examination.evidence()
+
+
+@cases("mixes-tokens")
+def _() -> Iterator[Evidence]:
+    graph = capture_graph(Model(**{**PRE, "norm": OverPositions}), torch.arange(20).reshape(2, 10) % 11)
+    for share, records in ((1.0, 1), (1.0, 2), (0.6, 8)):
+        examination = parts({"attn.softmax": [{}]}, records=records, graph=graph)
+        for row in range(records):
+            sites = {("loss", "in.target.next"): {"mean": share}}
+            examination.add(record("activations", row * 10, sites, recorder="losses"))
         yield examination.evidence()
 
 

@@ -455,6 +455,88 @@ def test_a_view_instead_of_an_exchange_of_heads_and_positions(function: Function
     assert [each.rule for each in found] == ["exchanged-by-view"] * is_wrong
 
 
+class Tokens(nn.Module):
+    """Two layers of attention between tokens and one output for each."""
+
+    def __init__(self, positions: str = "", mask: str = "", scores: Function | None = None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(5, 11)
+        self.positions, self.rows = nn.Embedding(6, 5), nn.Parameter(torch.randn(6, 5))
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(5, 5) for _ in range(3)) for _ in range(2))
+        self.kind, self.mask, self.scores = positions, mask, scores or (lambda x: x.softmax(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.embedding(x)
+        if self.kind == "embedding":
+            h = h + self.positions(torch.arange(6))
+        if self.kind == "of the sample":
+            h = h + self.positions(torch.arange(len(x)) % 6)[:, None]
+        if self.kind == "parameter":
+            h = h + self.rows
+        if self.kind == "convolution":
+            h = h + F.conv1d(h.mT, torch.ones(5, 1, 3), padding=1, groups=5).mT
+        for layer in self.layers:
+            q, k, v = (each(h) for each in layer)  # type: ignore[attr-defined]  # a ModuleList
+            scores = q @ k.mT / 5**0.5
+            if self.kind == "bias":
+                scores = scores - (torch.arange(6.0)[:, None] - torch.arange(6)).abs()
+            if self.mask == "causal":
+                scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -1e9)
+            if self.mask == "padding":
+                scores = scores.masked_fill((x == 0)[:, None], -1e9)
+            h = h + self.scores(scores) @ v
+        out: Tensor = self.head(h)
+        return out
+
+
+def loss_of_tokens(y: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "severities"),
+    [
+        ("", "", ["warning"]),
+        ("", "padding", ["warning"]),
+        ("", "causal", ["note"]),
+        ("of the sample", "", ["warning"]),
+        *((kind, "", []) for kind in ("embedding", "parameter", "convolution", "bias")),
+    ],
+)
+def test_no_positions(positions: str, mask: str, severities: list[str]) -> None:
+    """Attention between tokens whose order nothing tells is named; a causal mask tells it, and is a note."""
+    found = [
+        each for each in examine(Tokens(positions, mask), loss_of_tokens, tokens, tokens) if each.rule == "no-positions"
+    ]
+    assert [each.severity for each in found] == severities
+    assert all(each.module == "net.embedding" for each in found)
+
+
+def test_a_set_of_tokens_needs_no_positions() -> None:
+    """One target for each sample may not depend on the order."""
+    found = examine(Tokens(), lambda y, target: F.cross_entropy(y.mean(1), target), tokens, tokens[:, 0])
+    assert "no-positions" not in [each.rule for each in found]
+
+
+@pytest.mark.parametrize(
+    ("scores", "mask", "is_wrong"),
+    [
+        (lambda x: x, "", True),
+        (lambda x: x.clamp(-10, 10), "", True),
+        (lambda x: x, "causal", True),
+        (lambda x: x.masked_fill(x < -1e8, 0), "causal", True),
+        (lambda x: x.softmax(-1), "causal", False),
+        (lambda x: x.relu() ** 2, "", False),
+        (lambda x: x / 6, "", False),
+        (lambda x: x * torch.full((6, 6), 0.9).tril(), "", False),
+    ],
+)
+def test_attention_without_a_softmax(scores: Function, mask: str, is_wrong: bool) -> None:
+    """Scores that go to the values as they are, but for scale and mask, are named; other functions of them are not."""
+    found = examine(Tokens("embedding", mask, scores), loss_of_tokens, tokens, tokens)
+    assert [each.rule for each in found] == ["no-softmax"] * is_wrong
+
+
 @pytest.mark.parametrize(
     ("function", "is_wrong"),
     [
