@@ -112,8 +112,19 @@ class StepActions:
         if not self._good and self._keeps:
             self._keep(logged_step(self._trainer))
 
-    def before_step(self, optimizer: Any, finding: Finding | None = None, reading: Reading | None = None) -> None:
-        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often."""
+    def before_step(
+        self,
+        optimizer: Any,
+        finding: Finding | None = None,
+        reading: Reading | None = None,
+        *,
+        has_cause: bool = False,
+    ) -> None:
+        """Decide on the action before an optimizer steps, and prepare it. Every rank must call it equally often.
+
+        ``has_cause`` is True if the finding names the origin or the row of its value, and is not about a gradient that
+        may come from another rank.
+        """
         if not self._has_decided:  # an optimizer may compute the gradients of a step several times
             self._has_decided = True
             wanted = ""
@@ -123,9 +134,11 @@ class StepActions:
                     # A value that is not finite would spoil the parameters at any learning rate.
                     wanted = _LOWER_AND_SKIP if wanted == "lower_lr" and reading.is_bad else wanted
             finally:  # otherwise the other ranks would wait for this one
-                self._current, rank = self._agreed(wanted)
+                self._current, rank, is_named = self._agreed(wanted, has_cause=has_cause)
             if self._current:
-                self._begin_action(optimizer, rank, finding, reading)
+                is_shown = finding is not None and (has_cause or not is_named)
+                because = finding.verdict if finding is not None and is_shown else f"a finding on rank {rank}"
+                self._begin_action(optimizer, because, reading)
         if self._is_left_out:
             self._drop_gradients(optimizer)
 
@@ -133,17 +146,19 @@ class StepActions:
     def _is_left_out(self) -> bool:
         return self._current in (_LOWER_AND_SKIP, "skip", "rollback")
 
-    def _agreed(self, wanted: str) -> tuple[str, int]:
-        """Return the action that all ranks take, and the rank that wants it. A collective."""
+    def _agreed(self, wanted: str, *, has_cause: bool) -> tuple[str, int, bool]:
+        """Return the action that all ranks take, a rank that wants it, and True if it names a cause. A collective."""
         trainer = self._trainer
         if not self._has_ranks:
-            return wanted, 0
-        number = float(_BY_STRENGTH.index(wanted) * trainer.world_size + trainer.global_rank)
-        flag = torch.tensor(number, device=trainer.strategy.root_device)
-        strength, rank = divmod(int(trainer.strategy.reduce(flag, reduce_op="max")), trainer.world_size)
-        return _BY_STRENGTH[strength], rank
+            return wanted, 0, has_cause
+        number = 2 * _BY_STRENGTH.index(wanted) + (has_cause and wanted != "")
+        flag = torch.tensor(
+            float(number * trainer.world_size + trainer.global_rank), device=trainer.strategy.root_device
+        )
+        number, rank = divmod(int(trainer.strategy.reduce(flag, reduce_op="max")), trainer.world_size)
+        return _BY_STRENGTH[number // 2], rank, number % 2 == 1
 
-    def _begin_action(self, optimizer: Any, rank: int, finding: Finding | None, reading: Reading | None) -> None:
+    def _begin_action(self, optimizer: Any, because: str, reading: Reading | None) -> None:
         if self._current in ("lower_lr", _LOWER_AND_SKIP):
             _lower_rates(self._trainer, self._lr_factor)
         with pause_recording():
@@ -154,7 +169,7 @@ class StepActions:
                 if reading is not None and reading.batches:
                     _set_back(reading.batches[0])
         self._count += 1
-        self._note(rank, finding, math.nan if reading is None else reading.values[0])
+        self._note(because, math.nan if reading is None else reading.values[0])
 
     def _drop_gradients(self, optimizer: Any) -> None:
         """Let an optimizer change nothing: torch's skip parameters that have no gradient."""
@@ -203,14 +218,14 @@ class StepActions:
             saved = _Saved(self._trainer.optimizers, buffers)
         self._good = [*self._good[-1:], (steps, saved)]
 
-    def _note(self, rank: int, finding: Finding | None, loss: float) -> None:
+    def _note(self, because: str, loss: float) -> None:
         """Report an action, and that there will be no more."""
         step, action = logged_step(self._trainer), self._current.partition("+")[0]
         note = finding_of_action(
             action,
             step,
             loss,
-            f"a finding on rank {rank}" if finding is None else finding.verdict,
+            because,
             back=step - self._good[0][0] if action == "rollback" else 0,
             factor=self._lr_factor,
             earlier=self._acted.get(action),

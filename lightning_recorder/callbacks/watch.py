@@ -451,13 +451,15 @@ class StepWatch(RecorderCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         run = self._run
         known: tuple[Finding | None, Reading | None] = None, None
+        has_cause = False
         try:
             if run is not None and self._enabled:
                 run.before_step(optimizer)
-                known = (run.bad, run.reading) if self._actions is not None else known
+                if self._actions is not None:
+                    known, has_cause = (run.bad, run.reading), run.has_cause
         finally:  # the other ranks wait for the decision of this one
             if self._actions is not None:
-                self._actions.before_step(optimizer, *known)
+                self._actions.before_step(optimizer, *known, has_cause=has_cause)
         if self.on_finding == "stop" and run is not None and run.has_bad_gradient:
             # The checkpoint then has the parameters from before the step. All ranks have the same gradients.
             for group in optimizer.param_groups:

@@ -153,6 +153,11 @@ class WatchedRun:
         return self._step.bad
 
     @property
+    def has_cause(self) -> bool:
+        """True if the finding about the current step names the origin or the row of its value."""
+        return self._step.bad is not None and (self._step.bad is self._bad or self._step.row is not None)
+
+    @property
     def reading(self) -> Reading | None:
         """The values of the current step, if they are known before the optimizer steps."""
         return self._step.reading

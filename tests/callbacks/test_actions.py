@@ -334,6 +334,7 @@ def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
 
 
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 import torch
@@ -362,8 +363,9 @@ class OnOneRank(Net):
             super(Net, self).optimizer_step(epoch, batch_idx, optimizer, closure)
 
 if __name__ == "__main__":
-    watch = [] if how == "without" else [StepWatch(on_finding="skip", strict=how == "skip")]
-    model = OnOneRank((BAD,), factor=1.0)
+    watch = [] if how == "without" else [StepWatch(on_finding="skip", strict=how != "fails")]
+    is_poisoned = how == "poisoned" and os.environ["LOCAL_RANK"] == "1"
+    model = OnOneRank((BAD,), factor=float("nan") if is_poisoned else 1.0)
     model.omits = how == "without"
     if how == "fails":
         before_step = WatchedRun.before_step
@@ -399,6 +401,16 @@ def test_all_ranks_skip_or_none(tmp_path: Path) -> None:
     assert_same(skipped[0][0]["model"]["net.0.weight"], skipped[1][0]["model"]["net.0.weight"])
     (note,) = acted(tmp_path / "skip")
     assert note.verdict == f"step {BAD} was left out, because of this: a finding on rank 1"
+
+
+@pytest.mark.slow
+def test_an_action_names_the_rank_that_knows_its_cause(tmp_path: Path) -> None:
+    """If all ranks see the NaN in the averaged gradients, the note has the rank with the batch that makes it."""
+    in_two_processes(tmp_path, "poisoned")
+    (note,) = acted(tmp_path / "poisoned")
+    assert note.verdict == f"step {BAD} was left out, because of this: a finding on rank 1"
+    found = next(each for each in open_recording(tmp_path / "poisoned").findings if each.rule == "non-finite")
+    assert "rank 1" in found.verdict
 
 
 @pytest.mark.slow
