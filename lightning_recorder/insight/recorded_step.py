@@ -185,6 +185,17 @@ class RecordedStep:
         return frozenset(found - own)
 
     @cached_property
+    def gives_gradients(self) -> set[int]:
+        """The ids of the nodes that the backward passes begin at or lead to, if nothing stops them."""
+        found, todo = set[int](), [node for node in self.graph.nodes if node.kind == "backward"]
+        while todo:
+            for source in self.sources(todo.pop()):
+                if source.id not in found and not source.note.startswith("stops the gradient"):
+                    found.add(source.id)
+                    todo.append(source)
+        return found
+
+    @cached_property
     def signs(self) -> dict[int, set[int]]:
         """The signs, 1 and -1, that the terms of a loss have in it, by the id of the operation.
 

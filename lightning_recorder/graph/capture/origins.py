@@ -24,6 +24,8 @@ __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
 IGNORED = -1
 """The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
 
+_MOST_STEPS_BACK = 16  # from a tensor to the parameters behind it, such as a cast and a factor
+
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
@@ -351,8 +353,22 @@ class TensorOrigins:
         if kind == "buffer":
             self._buffers[id(tensor)] = node
         self._builder.nodes[node].tied = others
+        if owner is None and self._is_made_of_others(tensor):
+            self._builder.nodes[node].note = "made of a parameter that is not registered"
         self.known_tensors.bind(tensor, node, meta=metas[0])
         return node
+
+    def _is_made_of_others(self, tensor: Tensor) -> bool:
+        """Return True if a tensor was computed before the step from trained tensors that the model does not have."""
+        todo = [tensor.grad_fn] if self.names is not None else []
+        leaves = []
+        for node in todo:
+            leaf = getattr(node, "variable", None)  # of the end of the backward graph
+            leaves += [] if leaf is None else [leaf]
+            todo += [before for before, _ in node.next_functions if before is not None] if node is not None else []
+            if len(todo) > _MOST_STEPS_BACK:
+                return False
+        return bool(leaves) and all(self.model_tensor(leaf) is None for leaf in leaves)
 
     def _owning_call(self, names: Sequence[str], owner: int) -> int:
         """Return the innermost call in progress of a module that owns a tensor, or of a module around an owner.

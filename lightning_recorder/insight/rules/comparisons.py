@@ -311,9 +311,11 @@ def train_differs(
         f"{validation.steps[-1]}"
     )
     # A first layer that does not depend on the mode computes the same in both.
-    is_given = evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE)
-    found = view.found(f"{verdict}: its inputs differ" if is_given else verdict, "rms", train=here, validation=there)
-    yield replace(found, why=_WHY_DATA, next=_NEXT_DATA) if is_given else found
+    if evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE):
+        differs = view.found(f"{verdict}: its inputs differ", "rms", train=here, validation=there)
+        yield replace(differs, why=_WHY_DATA, next=_NEXT_DATA)
+    else:
+        yield view.found(verdict, "rms", train=here, validation=there)
 
 
 _WITHOUT_MODE = ("Linear", "Conv")

@@ -212,6 +212,35 @@ def _number(text: str) -> float | None:
 
 
 @rule(
+    "no-longer-tied",
+    statistic="mean, rms, least and largest value of the weights of an embedding and of a last linear layer, in the "
+    "first record",
+    usual="they differ, or both layers have one tensor",
+    why="The weight was copied where it should be shared, or was replaced after it was shared, so that both are "
+    "trained apart.",
+    next="Assign the parameter itself: head.weight = embedding.weight, after the last line that replaces one of them.",
+    false_alarms="Layers of the same class, such as deep copies and moving averages. All four numbers must be equal to "
+    "the bit, and both weights must have a gradient.",
+    needs=("parameters", GRAPH),
+    records=1,
+    is_lasting=True,
+)
+def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
+    """Yield the last layers that begin with the values of an embedding, and have another tensor."""
+    begun: dict[tuple[float, ...], View] = {}
+    for each in evidence.weights:
+        values, _ = each.columns("mean", "rms", "min", "max")
+        is_trained = each.numel >= numel and len(values[0]) > 0 and each.gradient.rms.any()
+        if not is_trained or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
+            continue
+        first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
+        if first.kind != each.kind:
+            layer, embedding = (each, first) if each.is_last else (first, each)
+            verdict = f"{layer.name} begins with the values of {embedding.name}, and is another tensor"
+            yield layer.found(verdict, "rms", others=(embedding.module,))
+
+
+@rule(
     "constant-weight",
     statistic="std of a weight with two or more dimensions",
     usual="std and rms of a weight are about equal",

@@ -13,7 +13,7 @@ from lightning_recorder.functions import function_of
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.recorded_step import joined
+from lightning_recorder.insight.recorded_step import found_in, joined, listed, step_of
 from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio, total_norms
 from lightning_recorder.records.table import Floats
@@ -432,7 +432,8 @@ def nothing_moves(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
 
 @rule(
     "not-registered",
-    statistic="parameters in the recorded graph that get gradients and are not among those of the model",
+    statistic="parameters in the recorded graph that get gradients and are not among those of the model, and tensors "
+    "made of them before the step",
     usual="the model registers all modules that it trains",
     why="The modules are in a Python list, tuple or dictionary.",
     next="Use nn.ModuleList or nn.ModuleDict instead.",
@@ -445,15 +446,29 @@ def not_registered(evidence: Evidence) -> Iterator[Finding]:
     names = evidence.graph.unused.unregistered
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if modules:
-        listed = joined_names(modules)
-        more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+        together = joined_names(modules)
+        more = f" and {len(together) - 3} more" if len(together) > 3 else ""
         verdict = (
-            f"the model does not register {', '.join(listed[:3])}{more}: gradients reach their parameters, but no "
+            f"the model does not register {', '.join(together[:3])}{more}: gradients reach their parameters, but no "
             "optimizer of the recorded step and no checkpoint has them"
         )
         table = evidence.parameters if len(evidence.parameters) else evidence.activations
         view = evidence.view(table, modules[0])
         yield view.found(verdict, others=tuple(modules[1:]), parameters=len(names))
+    step, kinds = step_of(evidence), {node.kind for node in evidence.graph.nodes}
+    for node in evidence.graph.nodes if {"backward", "optimizer"} <= kinds else ():
+        users = step.users(node) if node.kind == "tensor" and node.note.startswith("made of a parameter") else []
+        if users and node.outputs and any(each.id in step.gives_gradients for each in users):
+            verdict = (
+                f"{users[0].name} in {step.place(users[0])} uses a tensor {listed(node.outputs[0].shape)} that was "
+                "made of a parameter and is none: no optimizer has it, and the model does not register it"
+            )
+            yield replace(found_in(evidence, step.owner(users[0]), verdict), why=_WHY_MADE, next=_NEXT_MADE)
+            return
+
+
+_WHY_MADE = "A parameter that is multiplied, cast or moved to a device is another tensor, which is not trained."
+_NEXT_MADE = "Change the tensor first, and make the result a parameter: nn.Parameter(torch.randn(...) * 0.1)."
 
 
 @rule(

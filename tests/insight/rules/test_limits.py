@@ -746,6 +746,14 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, {**layers, **network(*"abcd"[number:])})
 
 
+@cases("no-longer-tied")
+def _() -> Iterator[Evidence]:
+    for size in (96, 48):
+        parameters = weight() | renamed(weight(), "b")
+        shapes = shape_of("a", 1, size) | shape_of("b", 1, size)
+        yield case(None, None, parameters, graph=chain("a", "b", a="Embedding"), shapes=shapes)
+
+
 @cases("learning-rate-outlier")
 def _() -> Iterator[Evidence]:
     def layers(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.graph import capture_graph
 from lightning_recorder.graph.model import Graph, Node, TensorMeta
+from lightning_recorder.insight import Finding
 from lightning_recorder.statistics import OptimizerRecorder
 from tests.effort import lines_run
 from tests.insight.records import Examination, Values, brief, chain, network, run, trained
@@ -42,6 +43,27 @@ def test_weights_that_grow() -> None:
     (found,) = run(None, None, large)
     assert (found.rule, "decay" in found.why + found.next) == ("weight-drift", False)
     assert run(None, None, small) == []
+
+
+def tied(kind: str, mean: float = 0.1, head: str = "Linear", **gradient: float) -> list[Finding]:
+    """Return the findings of an embedding and of a last layer, which begin with nearly the same values."""
+    parameters: dict[str, Values] = {
+        "a/weight": {"rms": [0.5, 0.6], "mean": 0.1},
+        "b/weight": {"rms": [0.5, 0.7], "mean": mean},
+        "a/weight.grad": {"rms": 1e-3},
+        "b/weight.grad": {"rms": 1e-3, **gradient},
+    }
+    return run(None, None, parameters, graph=chain("a", "b", a=kind, b=head), records=2)
+
+
+def test_weights_that_are_no_longer_tied() -> None:
+    """A last layer that begins with the values of the embedding, and gets its own updates, is a finding."""
+    (found,) = tied("Embedding")
+    assert (brief([found]), found.others) == ([("warning", "no-longer-tied", "b")], ("a",))
+    assert found.verdict == "b.weight begins with the values of a.weight, and is another tensor"
+    for fine in (tied("Embedding", mean=0.11), tied("Linear"), tied("Embedding", head="Embedding")):
+        assert fine == []
+    assert "no-longer-tied" not in [each.rule for each in tied("Embedding", rms=0.0)]  # it is meant to stay
 
 
 @pytest.mark.parametrize(

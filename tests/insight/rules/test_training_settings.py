@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lightning_recorder.graph import Unused
+from lightning_recorder.graph import GraphCapture, Unused
 from lightning_recorder.insight import RunFacts
 from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
@@ -162,6 +165,40 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
     found = run(parameters=trained("fc"), about=about)
     assert [each.rule for each in found] == rules
     assert [round(each.numbers["factor"]) for each in found] == [160] * len(rules)
+
+
+class Scaled(nn.Module):
+    """A layer with a matrix that is made of a parameter."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.matrix, self.head = make(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(x @ self.matrix)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("make", "is_wrong"),
+    [
+        (lambda: nn.Parameter(torch.randn(4, 3)) * 0.1, 1),
+        (lambda: nn.Parameter(torch.randn(4, 3, dtype=torch.float64)).float(), 1),
+        (lambda: nn.Parameter(torch.randn(4, 3) * 0.1), 0),
+        (lambda: torch.randn(4, 3), 0),
+        (lambda: torch.randn(4, 3, requires_grad=True), 0),  # an optimizer may have it
+    ],
+)
+def test_a_tensor_that_is_made_of_a_parameter(make: Callable[[], Tensor], is_wrong: int) -> None:
+    """A parameter that is multiplied or cast is no parameter, so that it is not trained."""
+    net = Scaled(make)
+    x = torch.randn(5, 4)
+    with GraphCapture(net, x) as capture:
+        net(x).sum().backward()
+        torch.optim.SGD(net.parameters(), 0.1).step()
+    found = [each for each in run({"head": {"rms": 1.0}}, graph=capture.graph()) if each.rule == "not-registered"]
+    assert brief(found) == [("warning", "not-registered", "")] * is_wrong
+    assert all("uses a tensor [4, 3] that was made of a parameter" in each.verdict for each in found)
 
 
 @pytest.mark.parametrize(
