@@ -16,6 +16,7 @@ from lightning_recorder.internals.module_tree import (
     class_name,
     is_a,
     is_training,
+    stored_attribute,
     takes_hooks,
 )
 from lightning_recorder.internals.storage import is_uninitialized
@@ -38,8 +39,8 @@ _REASONS = (
     "unsupported input",
     "compiled",
     "frozen",
+    "state",
     "empty",
-    "whole numbers",
     "no step",
     "shared",
     "never called",
@@ -215,9 +216,11 @@ class Coverage:
 
     def _missing_parameter_reason(self, name: str) -> str:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]
-        if not any(parameter.is_floating_point() or parameter.is_complex() for parameter in parameters):
-            return "whole numbers: none of its own parameters can have a gradient"  # a seed of Keras is a parameter
         if not any(parameter.requires_grad for parameter in parameters):
+            # A layer of Keras has its seed and its running statistics as parameters; a frozen one is not trainable.
+            is_state = stored_attribute(self.modules[name], "_trainable") is True
+            if is_state or not any(each.dtype.is_floating_point or each.dtype.is_complex for each in parameters):
+                return "state: its own parameters are none that a gradient moves, such as a seed"
             return "frozen: none of its own parameters requires a gradient"
         if all(not is_uninitialized(parameter) and not parameter.numel() for parameter in parameters):
             return "empty: its own parameters have no elements"

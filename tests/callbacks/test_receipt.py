@@ -78,11 +78,7 @@ class Odd(Classifier):
 
 
 class Silent(nn.Module):
-    """Returns nothing, and has a parameter of whole numbers, like the seed of a layer of Keras."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    """Returns nothing."""
 
     def forward(self, x: Tensor) -> None:
         return None
@@ -154,7 +150,6 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "head": "weight, bias",
             "bypassed": "weight, bias",
             "unused": "weight, bias",
-            "silent": "whole numbers: none of its own parameters can have a gradient",
             "detached": "weight, bias",
             "apart": "weight, bias",
             "attention": "in_proj_weight, in_proj_bias, out_proj.weight, out_proj.bias",
@@ -175,6 +170,38 @@ def test_every_module_has_its_reason(label: str, tmp_path: Path) -> None:
     about = receipt(tmp_path, label)
     assert why(about) == expected
     assert (about["step"], about["merged_ranks"]) == (0, 1)
+
+
+class Seeded(nn.Module):
+    """A layer without weights that keeps a state as a parameter, as the layers of Keras do."""
+
+    def __init__(self, state: Tensor, *, is_trainable: bool | None = None) -> None:
+        super().__init__()
+        self.state = nn.Parameter(state, requires_grad=False)
+        if is_trainable is not None:
+            self._trainable = is_trainable
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.state.sum()
+
+
+@pytest.mark.parametrize(
+    ("state", "is_trainable", "reason"),
+    [
+        (torch.zeros(2, dtype=torch.int32), None, "state"),  # no gradient can move whole numbers
+        (torch.zeros(2), True, "state"),  # running statistics
+        (torch.zeros(2), False, "frozen"),
+        (torch.zeros(2), None, "frozen"),
+    ],
+)
+def test_a_state_is_not_frozen(state: Tensor, is_trainable: bool | None, reason: str, tmp_path: Path) -> None:
+    """A layer whose parameters are a seed or running statistics is no frozen layer between trained ones."""
+    model = Classifier()
+    model.dropout = Seeded(state, is_trainable=is_trainable)  # type: ignore[assignment]  # a different layer
+    fit(model, tmp_path, [ParameterRecorder(every_n_train_steps=1)], logger=False)
+    assert why(receipt(tmp_path, "parameters"))["dropout"].partition(":")[0] == reason
+    found = open_recording(tmp_path).diagnosis.findings
+    assert ("frozen" in {each.rule for each in found}) == (reason == "frozen")
 
 
 class Condition(nn.Module):
