@@ -228,6 +228,7 @@ class StepActions:
             because,
             back=step - self._good[0][0] if action == "rollback" else 0,
             factor=self._lr_factor,
+            is_left_out=self._is_left_out,
             earlier=self._acted.get(action),
         )
         self._acted[action] = note

@@ -357,13 +357,22 @@ def with_stay(finding: Finding, rise: Rise) -> Finding:
 
 
 def finding_of_action(
-    action: str, step: int, loss: float, because: str, *, back: int, factor: float, earlier: Finding | None
+    action: str,
+    step: int,
+    loss: float,
+    because: str,
+    *,
+    back: int,
+    factor: float,
+    is_left_out: bool,
+    earlier: Finding | None,
 ) -> Finding:
     """Return the note about the steps at which the watch has acted. Its trace has all of them."""
     what = {
         "skip": f"step {step} was left out",
         "rollback": f"step {step} was left out, and the state of {back} steps before was restored",
-        "lower_lr": f"the learning rate was multiplied by {factor:g}{_AT}{step}",
+        "lower_lr": f"the learning rate was multiplied by {factor:g}{_AT}{step}"
+        + (", which was left out" if is_left_out else ""),
     }[action]
     before = None if earlier is None else earlier.trace
     steps, values = ((), ()) if before is None else (before.steps, before.values)

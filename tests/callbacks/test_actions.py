@@ -227,6 +227,9 @@ def test_the_learning_rate_is_lowered_for_good(tmp_path: Path) -> None:
     watch = StepWatch(on_finding="lower_lr", lr_factor=0.1, strict=True)
     trainer = fit(Net(schedule=True), tmp_path / "nan", watch)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 1e-3 * 0.99**STEPS)
+    for name, text in (("spike", "0.5 at step 30, because"), ("nan", "0.1 at step 30, which was left out, because")):
+        (note,) = acted(tmp_path / name)
+        assert note.verdict.startswith(f"the learning rate was multiplied by {text} of this: ")
     assert all(bool(value.isfinite().all()) for value in trainer.lightning_module.state_dict().values())
 
 

@@ -41,7 +41,7 @@ function Words(props: { strip: RankStripData; id: string }) {
   const far = (columns: number[]): number => Math.max(...columns.flatMap((column) => strip.distances[column]!.map(toNumber)));
   return <ul id={props.id}>
     {[...lines].slice(0, MOST_LINES).map(([text, columns]) => <li>
-      <b>{columns.slice(0, MOST_NAMES).map((column) => strip.names[column]).join(", ")}{columns.length > MOST_NAMES && ` and ${columns.length - MOST_NAMES} more`}</b>: {text}; {far(columns) ? `up to ${format(far(columns))} × their size apart` : "not apart in the compared values"}</li>)}
+      <b>{columns.slice(0, MOST_NAMES).map((column) => strip.names[column]).join(", ")}{columns.length > MOST_NAMES && ` and ${columns.length - MOST_NAMES} more`}</b>: {text}; {far(columns) ? `up to ${format(far(columns))} × their size apart` : "too little apart to be measured"}</li>)}
     {lines.size > MOST_LINES && <li>{count(lines.size - MOST_LINES, "further grouping")} of the ranks</li>}
     {strip.names.length > differing && <li>{count(strip.names.length - differing, "tensor")} of the strip equal on all ranks</li>}
     {hidden > 0 && <li>{count(hidden, "compared tensor")} without a column</li>}
