@@ -792,6 +792,114 @@ def written_out(is_faulty: bool) -> Task:
     )
 
 
+# Reports that were programmed before any rule was looked up, and whose kinds were missed then.
+
+
+@program("along-batch", "attention between the samples: batch_first is off", "Exorust/TorchLeet#5")
+def attention_over_samples(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 16), nn.Linear(16, 2)
+            self.mix = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=not is_faulty)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.mix(self.first(x))[:, -1])
+            return logits
+
+    return Task(Net(), walks)
+
+
+@program(
+    "exchanged-by-view", "logits of images viewed as rows of classes", "jsbaan/transformer-from-scratch#6, its kind"
+)
+def images_viewed_as_rows(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        logits = net(batch[0])
+        return F.cross_entropy(logits.view(-1, 3) if is_faulty else logits.mT.reshape(-1, 3), batch[1].flatten())
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = images(step)[0].flatten(2)
+        return x, (x[:, 0] > -0.5).long() + (x[:, 0] > 0.5).long()
+
+    return Task(nn.Sequential(nn.Conv1d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 3, 1)), batch, loss)
+
+
+@program("double-activation", "probabilities as the logits of a distribution", "rlworkgroup/garage#1357")
+def probabilities_as_logits(is_faulty: bool) -> Task:
+    def loss(net: Any, batch: Any) -> Tensor:
+        states, actions, found = batch
+        given = net(states).softmax(1)
+        policy = torch.distributions.Categorical(**{"logits" if is_faulty else "probs": given})
+        result: Tensor = -(policy.log_prob(actions) * (found - 0.5)).mean()
+        return result
+
+    return Task(stacked(inputs=4, outputs=2), rewards, loss)
+
+
+@program("end-ignored", "the end of an episode is not used", "navneet-nmk/pytorch-rl#2")
+def end_without_a_name(is_faulty: bool) -> Task:
+    net = nn.ModuleDict({"value": stacked(inputs=4, outputs=1), "copy": stacked(inputs=4, outputs=1)})
+    net["copy"].requires_grad_(False)
+
+    def batch(step: int) -> tuple[Tensor, ...]:
+        states, _, found = rewards(step)
+        return states, states.roll(1, 0), found, (states[:, 1] > 0).float()
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        states, after, found, end = batch
+        value = 0.9 * net["copy"](after)[:, 0]
+        return F.mse_loss(net["value"](states)[:, 0], found + (value if is_faulty else value * (1 - end)))
+
+    return Task(net, batch, loss)
+
+
+class Recurrent(nn.Module):
+    """A language model with a recurrence.
+
+    Args:
+        copies: True for a last layer with a copy of the embedding; None for one of its own.
+    """
+
+    def __init__(self, copies: bool | None = None) -> None:
+        super().__init__()
+        self.tokens, self.rnn, self.head = nn.Embedding(16, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 16)
+        if copies is not None:
+            self.head.weight = nn.Parameter(self.tokens.weight.clone()) if copies else self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.rnn(self.tokens(ids))[0])
+        return logits
+
+
+@program("copies-the-input", "a decoder that reads its targets", "Currie32/Text-Summarization-with-Amazon-Reviews#3")
+def decoder_reads_targets(is_faulty: bool) -> Task:
+    return language(Recurrent(), is_shifted=not is_faulty)
+
+
+@program("no-longer-tied", "the last layer has a copy of the embedding", "kind of fault that was known to be missed")
+def copied_instead_of_tied(is_faulty: bool) -> Task:
+    return language(Recurrent(is_faulty))
+
+
+@program("not-registered", "a parameter that is cast, and so none", "pytorch/pytorch#17484")
+def parameter_is_cast(is_faulty: bool) -> Task:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            start = torch.randn(64, 16, dtype=torch.float64) * 0.1
+            self.matrix, self.head = nn.Parameter(start if is_faulty else start.float()), nn.Linear(16, 10)
+            if is_faulty:
+                del self.matrix
+                self.matrix = nn.Parameter(start).float()  # type: ignore[assignment] # a tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head((x @ self.matrix).tanh())
+            return logits
+
+    return on_digits(F.cross_entropy, Net())
+
+
 def findings_of(task: Task, folder: Path) -> list[Finding]:
     """Train a task with the default recorders; return its findings as ``doctor`` reads them."""
     # No finding is about the picture, which takes longer than some trainings.
