@@ -145,9 +145,9 @@ class GuardedCallback(Callback):
         return function == "fit"
 
     def _is_nested(self, trainer: object, hook: str) -> bool:
-        """Return True if a hook belongs to another trainer's run inside the recorded run, and warn once about it."""
+        """Return True if a hook of another trainer comes from a run inside the recorded run, and warn once about it."""
         outer = None if self._trainer is None else self._trainer()
-        if outer is None or outer is trainer or outer.state.status != "running":
+        if outer is None or outer.state.status != "running":
             return False
         function = running_function(trainer)
         if hook.endswith("_start") and not self._has_warned_of_nested_run and self._begins_with(function):

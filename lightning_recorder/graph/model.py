@@ -273,8 +273,9 @@ class Graph:
     left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.nodes, (str, Path)):
-            raise ArgumentError(f"a graph has nodes, got a path: write Graph.from_json({str(self.nodes)!r}) to read it")
+        given: object = self.nodes
+        if isinstance(given, (str, Path)):
+            raise ArgumentError(f"a graph has nodes, got a path: write Graph.from_json({str(given)!r}) to read it")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "modules": {}}

@@ -9,7 +9,7 @@ from collections.abc import Set as AnySet
 from functools import cached_property, lru_cache, partial
 
 from lightning_recorder.functions import function_of, function_sites, is_of_loss
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Graph
 
 __all__ = ["INPUT", "Wiring", "families", "is_position"]
 
@@ -221,14 +221,10 @@ def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:
     leaves = {node.id for node in recorded} - outer
     owner: dict[int, int] = {}
     for node in graph.nodes:
-        call = node.id if node.id in leaves else owner.get(_parent(node))
+        call = node.id if node.id in leaves else owner.get(-1 if node.parent is None else node.parent)
         if call is not None:
             owner[node.id] = call
     return owner
-
-
-def _parent(node: Node) -> int:
-    return -1 if node.parent is None else node.parent
 
 
 def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> AnySet[str]:

@@ -45,10 +45,6 @@ def free_folder(parent: Path) -> Path:
     return next(path for number in count() if not (path := parent / f"version_{number}").exists())
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 class TensorBoardLogger:
     """Stands for Lightning's logger of the same class name, from which sinks read the folder of the run."""
 
@@ -78,7 +74,7 @@ class PlainLoop:
         self.root_device, self.model = device, model
         self.checkpoint_io: Any = _CheckpointIO()
         self.distributed_sampler_kwargs: dict[str, int] = {}
-        if _is_distributed():
+        if dist.is_available() and dist.is_initialized():
             self.distributed_sampler_kwargs = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
 
     def broadcast(self, value: Any) -> Any:

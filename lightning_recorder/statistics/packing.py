@@ -257,7 +257,7 @@ class Encoder:
         head = pickle.dumps(about)
         message = bytearray(len(head).to_bytes(8, "little") + head)
         for part in parts:
-            _pad(message)
+            message += bytes(-len(message) % _ALIGNMENT)
             message += part.contiguous().numpy().tobytes()
         return message
 
@@ -322,10 +322,6 @@ class _Reader:
         states = states.view(sites, shape.width)
         reduction = own if shape.reduction is None else pickle.loads(shape.reduction)
         return _Kind(shape.bank, shape.described, reduction, shape.sites, flags, states, means, diverged)
-
-
-def _pad(message: bytearray) -> None:
-    message += bytes(-len(message) % _ALIGNMENT)
 
 
 def _thinned(states: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # planted faults cause warnin
 
 _QUICK = ("sigmoid_for_prices", "labels_divided_away")
 # Most faults show in the first steps. `nox -s exam` trains all programs for all of their steps.
-_STEPS = 50
+_STEPS = 40
 _LATE = ("momentum_of_keras", "schedule_per_batch", "softmax_for_several_labels", "weight_decay_of_one")
 
 

@@ -297,12 +297,14 @@ def test_a_spike_after_the_last_usual_record_is_the_effect_of_a_change(step: int
 
 
 def test_what_made_a_training_diverge_is_named_before_it() -> None:
-    """A learning rate that is far too large is as severe as the first bad value after a rise, and comes first."""
+    """A learning rate that is far too large is as severe as the first bad value after a rise, and comes before that."""
     (large,) = run(None, None, trained("fc", update=0.5, ratio=0.8) | {"fc/weight": _FAST}, records=4)
     assert (large.rule, large.severity) == ("learning-rate-too-large", "warning")
     bad = replace(large, rule="non-finite", severity="critical", module="head", first_step=5)
     rose = replace(bad, numbers={ROSE: 1e6})
-    assert [each.rule for each in with_watched([large], [bad])] == ["non-finite", "learning-rate-too-large"]
+    for module in ("head", ""):
+        found = with_watched([large], [replace(bad, module=module)])
+        assert [each.rule for each in found] == ["non-finite", "learning-rate-too-large"]
     late = replace(large, first_step=rose.first_step + 1)
     assert with_watched([late], [rose])[0].rule == "non-finite"
     found = with_watched([large], [rose])

@@ -33,6 +33,14 @@ def examined(
     return examination
 
 
+def test_records_without_a_tensor_do_not_count() -> None:
+    """A group whose records have no tensor has no records for the rules."""
+    examination = examined("gradients", records=3)
+    for step in range(3):
+        examination.add(record("activations", step, {}))
+    assert examination.history.counts() == {"activations": 0, "gradients": 3, "parameters": 0, "validation": 0}
+
+
 def test_each_rule_has_its_needs() -> None:
     """The table names each rule, except the one that the watch examines as well."""
     assert [rule.name for rule in RULES if not rule.needs] == ["non-finite"]

@@ -104,7 +104,7 @@ def test_the_parts_are_those_reductions() -> None:
     """The state is bitwise the concatenation of the states of the parts and of the histogram."""
     whole = Statistics()
     whole.update(MIXED)
-    parts = [part() for part in (*PARTS, ExponentHistogram)]
+    parts = [*(part() for part in PARTS), ExponentHistogram()]
     for part in parts:
         part.update(MIXED)
     assert torch.equal(whole.state, torch.cat([part.state for part in parts]))
