@@ -90,7 +90,7 @@ class TagBudget:
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
 
-    def shorten(self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[Site], int]) -> None:
+    def shorten(self, found: Mapping[Site, object], tags_of: Callable[[Site], int]) -> None:
         """Become brief if no limit was given and the sites of a record have too many tags."""
         if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last in nearly all records
             return
@@ -130,8 +130,8 @@ class TagBudget:
         found: Mapping[Site, SiteStatistics],
         tags_of: Callable[[Site], int],
         unusual: Mapping[str, float] | None = None,
-    ) -> Mapping[Site, SiteStatistics]:
-        """Return the sites of the chosen modules."""
+    ) -> Collection[Site]:
+        """Return the sites of the chosen modules, in which a look-up takes the same time for any number of them."""
         modules: dict[str, list[Site]] = {}
         for site in found:
             modules.setdefault(self.key(site) if self.is_brief else site.name, []).append(site)
@@ -148,11 +148,14 @@ class TagBudget:
                 self._show(modules[name], tags)
             return found
         if unusual is None:
-            values = [[seen.scalars.get(name, np.nan) for name in COMPARED] for seen in found.values()]
-            unusual = self.unusual(tuple(found), np.array(values))
+            if isinstance(found, Table):  # the objects of thousands of sites would also wake the garbage collector
+                values = found.part(None, COMPARED)
+            else:
+                values = np.array([[seen.scalars.get(name, np.nan) for name in COMPARED] for seen in found.values()])
+            unusual = self.unusual(tuple(found), values)
         self._choose(new, modules, unusual, tags)
         self._warn_once()
-        return {site: seen for site, seen in found.items() if site in self._sites}
+        return dict.fromkeys(site for site in found if site in self._sites)
 
     def unusual(self, sites: tuple[Site, ...], values: Floats) -> dict[str, float]:
         """Return the degrees of the modules with unusual statistics, the most unusual first; once for each record."""
@@ -507,12 +510,13 @@ class SinkFormatter:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return found.schema.losses[0]
-        sites, tags, was_brief = found.without_bins(), self._count_tags(found), self._is_brief
-        self._budget.shorten({site: sites[site] for site in tags}, tags.__getitem__)
+        tags, was_brief = self._count_tags(found), self._is_brief
+        self._budget.shorten(tags, tags.__getitem__)
         self._budget.has_curve_of_each = bool(self._curves_of_modules(found))
         if self._is_brief is not was_brief:  # there are fewer candidates now
             tags = self._count_tags(found)
-        chosen = self._budget.select({site: sites[site] for site in tags}, tags.__getitem__, unusual)
+        some = found.having(counts=None).take(np.array(self._candidates(found), dtype=np.int64))
+        chosen = self._budget.select(some, tags.__getitem__, unusual)
         return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
 
     @property
