@@ -1127,6 +1127,8 @@ def test_heads_and_experts_have_a_strip(
     assert sorted(page.locator(".names button").all_inner_texts()) == [
         f"blocks.{row}.{cell.rsplit('.', maxsplit=1)[-1]}" for row in range(4)
     ]
+    chain = page.locator(".findings li .chain").first.locator(".link").all_inner_texts()
+    assert cell.rsplit(maxsplit=1)[-1] in chain[1:-1]  # the function is inside of this module
     number = int(cell.split()[1])
     frame, area = page.locator(".cells .named").bounding_box(), canvas.bounding_box()
     assert frame is not None

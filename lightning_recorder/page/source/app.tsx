@@ -422,15 +422,17 @@ function Beside(props: { names: string[]; onPick: (module: string) => void }) {
   return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each || "(model)"}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
 }
 
-/** The way of the values through a module: what is before it, the module itself, and what is after it. */
+/** The way of the values through a module, or that with a function in it: what is before it, the module itself, and what is after it. */
 function Chain(props: { tree: Tree | null; module: string; onPick: (module: string) => void }) {
   const { tree, module } = props;
-  const ends = useMemo(() => {
-    const node = module ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === module) : undefined;
-    return node ? [tree!.beside(node, false), tree!.beside(node, true)] : null;
+  const found = useMemo(() => {
+    const named = (name: string): NodeData | undefined => name ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === name) : undefined;
+    const node = named(module) ?? named(module.replace(/\.[^.]*$/, ""));
+    return node ? { name: node.name, ends: [tree!.beside(node, false), tree!.beside(node, true)] } : null;
   }, [tree, module]);
-  if (!ends || (!ends[0]!.length && !ends[1]!.length)) return null;
-  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}<b>{module}</b>{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
+  if (!found || found.ends.every((each) => !each.length)) return null;
+  const { name, ends } = found;
+  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}{name === module ? <b>{name}</b> : <Beside names={[name]} onPick={props.onPick} />}{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
 }
 
 /** The layers that are farthest from the usual value of their kind, in a run without findings. */
