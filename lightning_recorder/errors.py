@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import math
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ __all__ = [
     "check_integer",
     "check_number",
     "check_some",
+    "checked_depth",
     "closest",
     "describe_call",
     "describe_error",
@@ -145,6 +147,18 @@ def check_integer(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         hint = f": write {value:.0f}" if isinstance(value, float) and value.is_integer() and value >= least else ""
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}{hint}")
+
+
+def checked_depth(name: str, depth: object) -> int | None:
+    """Return a depth, or None for no limit, which may also be given as ``float("inf")``.
+
+    Raises:
+        ArgumentError: If the depth is neither an integer of at least 0 nor infinite. The message calls it ``name``.
+    """
+    if depth is None or depth == math.inf:
+        return None
+    check_integer(name, depth, 0)
+    return int(depth)  # type: ignore[call-overload, no-any-return]  # checked above
 
 
 def check_number(name: str, value: object, least: float) -> None:

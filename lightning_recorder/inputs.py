@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.errors import ArgumentError, InputError, InputTypeError, check_integer
+from lightning_recorder.errors import ArgumentError, InputError, InputTypeError
 from lightning_recorder.internals.module_tree import buffers_of, parameters_of
 from lightning_recorder.internals.preserve_state import own_copies
 from lightning_recorder.structure import ignore_unknown, iter_tensors
@@ -18,7 +17,6 @@ from lightning_recorder.structure import ignore_unknown, iter_tensors
 __all__ = [
     "arguments",
     "as_arguments",
-    "checked_depth",
     "checked_device",
     "make_inputs",
     "shapes_in",
@@ -26,18 +24,6 @@ __all__ = [
 ]
 
 _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # the error of batch norm for one sample
-
-
-def checked_depth(name: str, depth: object) -> int | None:
-    """Return a depth, or None for no limit, which may also be given as ``float("inf")``.
-
-    Raises:
-        ArgumentError: If the depth is neither an integer of at least 0 nor infinite. The message calls it ``name``.
-    """
-    if depth is None or depth == math.inf:
-        return None
-    check_integer(name, depth, 0)
-    return int(depth)  # type: ignore[call-overload, no-any-return]  # checked above
 
 
 def checked_device(net: nn.Module, device: torch.device | str | None) -> torch.device | None:

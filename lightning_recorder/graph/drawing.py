@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
+from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number, checked_depth
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record_model import check_model, record
@@ -27,7 +27,7 @@ from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
-from lightning_recorder.inputs import checked_depth, shapes_in
+from lightning_recorder.inputs import shapes_in
 from lightning_recorder.notebook import framed
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.temporary import TemporaryFolder, copy_whole

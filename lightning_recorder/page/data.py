@@ -157,8 +157,8 @@ def curves(run: Run) -> Iterator[tuple[str, list[int], NDArray[np.float64]]]:
         series = run[label]
         gradients = [place for place, site in enumerate(series.sites) if site.path.endswith(".grad")]
         if group_of(label, series) == "parameters" and gradients and {"rms", "count"} <= {*series.statistics}:
-            norms = series.values("rms") * series.values("count").sqrt()
-            total = norms[:, gradients].square().nansum(1).sqrt().numpy()
+            norms = series.numbers("rms") * np.sqrt(series.numbers("count"))
+            total = np.sqrt(np.nansum(norms[:, gradients] ** 2, axis=1))
             rows = _thinned(np.arange(len(total)), total)
             yield "gradient norm", [series.steps[row] for row in rows], total[rows]
 
@@ -175,7 +175,7 @@ def _columns(run: Run, stage: str) -> Iterator[tuple[str, list[int], NDArray[np.
     series = run[WATCH].of(stage)
     if "value" not in series.statistics:  # no step has ended
         return
-    values, all_seen, steps = series.values("value").numpy(), series.seen().numpy(), np.array(series.steps)
+    values, all_seen, steps = series.numbers("value"), series.mask(), np.array(series.steps)
     for place, site in enumerate(series.sites):
         seen = ~np.isnan(values[:, place]) | all_seen[:, place]
         part = _thinned(np.flatnonzero(seen), values[:, place])
@@ -215,7 +215,7 @@ def _statistics(series: Series, parts: list[NDArray[np.intp]] | None, histograms
     return {
         "sites": _sites(series),
         # One table after the other, because all of them may not fit into the memory.
-        "statistics": {name: _packed(series.values(name).numpy(), parts) for name in series.statistics},
+        "statistics": {name: _packed(series.numbers(name), parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
         "vectors": _vectors(series),
     }
@@ -223,7 +223,7 @@ def _statistics(series: Series, parts: list[NDArray[np.intp]] | None, histograms
 
 def _costs(series: Series, parts: list[NDArray[np.intp]] | None) -> dict[str, Any]:
     """Return one site a module: its costs have different units, so that each is a statistic of its own."""
-    means = series.values("mean").numpy() if "mean" in series.statistics else np.zeros((0, len(series)))
+    means = series.numbers("mean") if "mean" in series.statistics else np.zeros((0, len(series)))
     modules = {name: place for place, name in enumerate(dict.fromkeys(site.name for site in series.sites))}
     tables: dict[str, NDArray[np.float64]] = {}
     for column, site in enumerate(series.sites):
@@ -253,7 +253,7 @@ def _sites(series: Series) -> list[dict[str, Any]]:
 
 def site_data(site: SiteSeries) -> dict[str, Any]:
     """Return all records of one site as JSON values."""
-    statistics = {name: packed_numbers(site.statistic(name).numpy()) for name in site.statistics}
+    statistics = {name: packed_numbers(site.numbers(name)) for name in site.statistics}
     return {"format": PAGE_FORMAT, "steps": site.steps, "statistics": statistics}
 
 

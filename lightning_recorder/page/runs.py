@@ -97,9 +97,9 @@ def _strip(run: Run) -> dict[str, Any] | None:
 
 
 def _not_finite_as_nan(series: Series) -> NDArray[np.float64]:
-    values = series.values("rms").numpy().copy()
+    values = series.numbers("rms").copy()
     for name in {"nan_count", "inf_count"} & {*series.statistics}:
-        values[series.values(name).numpy() > 0] = np.nan
+        values[series.numbers(name) > 0] = np.nan
     return values
 
 

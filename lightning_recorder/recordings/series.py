@@ -215,7 +215,11 @@ class Series:
         """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
         import torch
 
-        return torch.from_numpy(self._part.seen(self.steps))
+        return torch.from_numpy(self.mask())
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Return the mask of :meth:`seen` as an array, without importing torch."""
+        return self._part.seen(self.steps)
 
     def packed_counts(self, step: int) -> dict[Site, object]:
         """Return the encoded histogram of each site of a record, as stored in the file; ``None`` if there is none.

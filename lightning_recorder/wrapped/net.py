@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, FlowError, InputError, check_some, warn
-from lightning_recorder.inputs import arguments, checked_depth, checked_device, make_inputs
+from lightning_recorder.errors import ArgumentError, FlowError, InputError, check_some, checked_depth, warn
+from lightning_recorder.inputs import arguments, checked_device, make_inputs
 from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.internals.module_tree import named_parameters_of, parameters_of
 from lightning_recorder.internals.preserve_state import ModuleState

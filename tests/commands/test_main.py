@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder.commands.main import _parser
+from lightning_recorder.recordings import WATCH, RecordWriter, records_path
 from tests.commands.console import run
-from tests.recordings.runs import write_simple
+from tests.recordings.runs import site_of, write_simple
 
 COMMANDS = (
     *(
@@ -59,12 +60,32 @@ def test_help_of_diff_states_the_tolerance() -> None:
     assert "another number of threads" in logged.out
 
 
+def imports_of(*arguments: str) -> tuple[str, set[str]]:
+    """Return the output of a command, and the modules that it has imported."""
+    code = f"import sys; from lightning_recorder.commands import main; main({arguments!r})"
+    found = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout, {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+
+
 def test_help_does_not_wait_for_torch() -> None:
     """The help is printed without importing torch."""
-    code = "import sys; from lightning_recorder.commands import main; main(['--help'])"
-    found = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
-    assert "diff" in found.stdout
-    assert not [line for line in found.stderr.splitlines() if line.rpartition("|")[2].strip() in ("torch", "numpy")]
+    out, modules = imports_of("--help")
+    assert "diff" in out
+    assert not {"torch", "numpy"} & modules
+
+
+def test_a_page_does_not_wait_for_torch(tmp_path: Path) -> None:
+    """The page of a run, and that of several with their table, is written without importing torch."""
+    for name in ("a", "b", "c"):
+        write_simple(tmp_path / name, {0: 1.0, 1: 2.0})
+        writer = RecordWriter(records_path(tmp_path / name / "recorder", WATCH))
+        writer.begin(label=WATCH, group=WATCH)
+        writer.write({"step": 0}, [site_of("loss", "", {"value": 1.0})])
+    for runs in (str(tmp_path / "a"), str(tmp_path)):
+        out, modules = imports_of("view", runs, "--output", str(tmp_path / "page.html"))
+        assert "page.html" in out
+        assert "numpy" in modules
+        assert "torch" not in modules
 
 
 @pytest.mark.parametrize(

@@ -722,7 +722,9 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in range(0, 100, 10):
         usual = {name: {"fc1": 1.0, "fc2": 4.0}.get(name.rpartition(".")[2], 2.0) for name in names}
         size = {name: 8.0 if name == names[60] and step >= 50 else usual[name] for name in names}
-        writer.write({"step": step}, [site_of(name, "out", {"rms": each, "count": 4.0}) for name, each in size.items()])
+        zeros = {name: 0.5 if name.endswith("act") else 1e-6 for name in names} | {names[58]: 1.0, names[13]: 1e-4}
+        sites = [{"rms": size[name], "zero_fraction": zeros[name], "count": 4.0} for name in names]
+        writer.write({"step": step}, [site_of(name, "out", each) for name, each in zip(names, sites, strict=True)])
     graph = capture_graph(net, torch.ones(2, 4))
     (folder / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
     trace = Trace("activations", "rms", (0,), (9.0,), names[60])
@@ -733,6 +735,26 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = open_recording(folder).runs[folder.name]
     (folder / "page.html").write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([finding])}), "run"))
     return folder / "page.html"
+
+
+def odd_rows(page: Page) -> dict[str, str]:
+    """The labels of the rows whose color in the last record few others have, and these colors."""
+    count = page.evaluate("document.querySelector('.strip canvas').height")
+    colors = page.evaluate(
+        "(count) => [...Array(count).keys()].map((y) => [...document.querySelector('.strip canvas')"
+        ".getContext('2d').getImageData(9, y, 1, 1).data].slice(0, 3).join())",
+        count,
+    )
+    labels = sorted(page.locator(".strip .names button").all(), key=lambda each: each.bounding_box()["y"])  # type: ignore[index]
+    return {labels[row].inner_text(): color for row, color in enumerate(colors) if colors.count(color) * 2 < count}
+
+
+def test_shares_are_compared_by_their_difference(page: Page, blocks: Path) -> None:
+    """A share that is twice that of the other blocks stands out, not one that is 100 times almost nothing."""
+    opened(page, blocks, "#show=activations/zero_fraction")
+    assert odd_rows(page) == {"▸ h.14 (4)": "178,24,43"}
+    expect(page.locator(".bar .scale")).to_contain_text("0.5 less")
+    expect(page.locator(".bar .scale")).to_contain_text("0.5 more than the others")
 
 
 def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
@@ -746,16 +768,7 @@ def test_the_strip_has_a_row_for_each_block(page: Page, blocks: Path) -> None:
     assert len(rows) < 40
     (sick,) = page.locator(".strip .names .sick").all()
     assert re.fullmatch(r"▸ h\.\d+ \(\d\)", sick.inner_text())
-    place = page.evaluate("document.querySelector('.strip canvas').height")
-    pixels = page.evaluate(
-        "(count) => [...Array(count).keys()].map((y) => [...document.querySelector('.strip canvas')"
-        ".getContext('2d').getImageData(9, y, 1, 1).data].slice(0, 3).join())",
-        place,
-    )
-    assert len(set(pixels)) == 2
-    odd = max(range(place), key=lambda row: pixels.count(pixels[row]) * -1)
-    ordered = sorted(labels.all(), key=lambda each: each.bounding_box()["y"])  # type: ignore[index]
-    assert ordered[odd].inner_text() == sick.inner_text()
+    assert odd_rows(page) == {sick.inner_text(): "244,165,130"}
     sick.click()
     expect(labels.filter(has_text="▾")).to_have_attribute("aria-expanded", "true")
     assert page.locator(".strip .names .sick").all_inner_texts() == ["h.14.norm"]
@@ -865,6 +878,7 @@ def test_axes_and_charts_of_partial_records(page: Page, tmp_path: Path) -> None:
     for step in range(0, 47, 2):
         sites = [site_of("a", "out", {"rms": 1.0 + step, "count": 7.0})]
         sites += [site_of("b", "out", {"rms": 2.0, "count": 7.0})] * (step > 20)
+        sites += [site_of("c", "out", {"rms": 2.0, "count": 7.0})] * (step == 46)
         writer.write({"step": step}, sites)
     path = tmp_path / "page.html"
     open_recording(tmp_path).page(path)
@@ -878,6 +892,9 @@ def test_axes_and_charts_of_partial_records(page: Page, tmp_path: Path) -> None:
     opened(page, path, "#layer=b")
     assert page.locator("aside.layer .spark path").count() > 0
     assert page.locator("aside.layer .spark rect").count() == 0  # the mark of a NaN
+    opened(page, path, "#layer=c")
+    marks = page.locator("aside.layer figure", has_text="rms:").first.locator("[data-steps]")
+    assert (marks.get_attribute("data-steps") or "").split()[-1] == "46"
 
 
 def test_curves_are_smoothed_on_request(page: Page, tmp_path: Path) -> None:
@@ -980,12 +997,12 @@ def test_a_check_alone_can_be_viewed(page: Page, tmp_path: Path) -> None:
 
 
 def test_what_was_logged_is_on_the_first_screen(page: Page, files: Path) -> None:
-    """A healthy run has charts of the metrics of the user and of the learning rate above the strip."""
-    opened(page, files / "healthy.html")
-    charts = page.locator(".findings .logged figcaption > span:first-child")
-    assert charts.all_inner_texts() == ["learning rate", "train_loss"]
-    opened(page, files / "sick.html")
-    assert page.locator(".curves .logged figcaption > span:first-child").all_inner_texts()[:1] == ["learning rate"]
+    """A run with at most one finding has charts of the metrics of the user and of the learning rate above the strip."""
+    for name in ("healthy", "sick"):
+        opened(page, files / f"{name}.html")
+        charts = page.locator(".findings .logged figcaption > span:first-child")
+        assert charts.all_inner_texts() == ["learning rate", "train_loss"]
+    expect(page.locator(".findings li.warning, .findings li.critical")).to_have_count(1)
 
 
 def test_many_runs_have_a_table(page: Page, tmp_path: Path) -> None:
@@ -1110,6 +1127,8 @@ def test_heads_and_experts_have_a_strip(
     assert sorted(page.locator(".names button").all_inner_texts()) == [
         f"blocks.{row}.{cell.rsplit('.', maxsplit=1)[-1]}" for row in range(4)
     ]
+    chain = page.locator(".findings li .chain").first.locator(".link").all_inner_texts()
+    assert cell.rsplit(maxsplit=1)[-1] in chain[1:-1]  # the function is inside of this module
     number = int(cell.split()[1])
     frame, area = page.locator(".cells .named").bounding_box(), canvas.bounding_box()
     assert frame is not None

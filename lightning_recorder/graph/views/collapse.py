@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
+from lightning_recorder.errors import checked_depth
 from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
 from lightning_recorder.graph.views.rebuild import joined_outputs, rebuilt
-from lightning_recorder.inputs import checked_depth
 
 __all__ = ["close_calls", "closed_calls", "collapse"]
 

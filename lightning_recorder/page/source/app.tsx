@@ -11,7 +11,7 @@ import { CheckLine, CheckView } from "./check";
 import { decode, floats, format, isShare, layerOf, median, oddness, Parts, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 import { RankStrip } from "./ranks";
 import { RunsView } from "./runs";
-import { AXIS, MOST_LABELED, RELATIVE_ENDS, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
+import { AXIS, MOST_LABELED, relativeEnds, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
 
 const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
@@ -315,7 +315,8 @@ function Overview(props: {
   const only = useCallback((module: string) => chosen === "" || (chosen === FINDINGS ? props.sick.has(module) : kinds.get(module) === chosen), [chosen, props.sick, kinds]);
   // The steps that the watch has left out, or at which it has gone back or lowered the learning rate.
   const acted = useMemo(() => run.data.findings.flatMap((each) => each.rule === "acted" ? each.trace?.steps ?? [] : []), [run]);
-  const isCalm = run.data.findings.every((each) => each.severity === "note");
+  // Beneath one finding there is room for what was logged.
+  const hasRoom = run.data.findings.filter((each) => each.severity !== "note").length < 2;
   const hasBlocks = useMemo(() => {
     const counts = new Map<string, number>();
     if (!(recorder instanceof Parts)) for (const each of recorder?.modules ?? []) counts.set(wildcard(each), (counts.get(wildcard(each)) ?? 0) + 1);
@@ -348,7 +349,7 @@ function Overview(props: {
           {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} tree={props.tree} change={change} />)}</ol>
           {run.data.findings.length === 0 && <Extremes run={run} change={change} />}
-          {isCalm && logged}
+          {hasRoom && logged}
         </div>
         <div class="curves" role="region" aria-label="curves" tabIndex={0}>
           {names.map((name) => {
@@ -357,7 +358,7 @@ function Overview(props: {
           })}
           {run.curves.some((each) => each.steps.length >= LEAST_SMOOTHED) && <label class="smoothing">smoothing <select aria-label="smoothing" value={smoothing} onChange={(event) => setSmoothing(Number(event.currentTarget.value))}>
             {[0, 0.6, 0.9, 0.98].map((each) => <option value={each}>{each || "none"}</option>)}</select></label>}
-          {!isCalm && logged}
+          {!hasRoom && logged}
           {names.length === 0 && <p class="none">Neither the loss nor gradients of parameters were recorded.</p>}
         </div>
       </div>
@@ -367,7 +368,7 @@ function Overview(props: {
             <option value="">all</option>{props.sick.size > 0 && <option>{FINDINGS}</option>}{present.map((each) => <option>{each}</option>)}
           </select></label>}
           {hasBlocks && <label><input type="checkbox" checked={relative} onChange={(event) => setRelative(event.currentTarget.checked)} /> relative to the other blocks</label>}
-          {relative ? <Legend scale={relativeScale()} label={`${state.statistic} relative to the other blocks`} hasFindings={props.sick.size > 0} ends={RELATIVE_ENDS} /> : props.legend}</div>
+          {relative ? <Legend scale={relativeScale(state.statistic)} label={`${state.statistic} relative to the other blocks`} hasFindings={props.sick.size > 0} ends={relativeEnds(state.statistic)} /> : props.legend}</div>
         <div ref={holder} class="stripes">
           <Strip key={recorder instanceof Parts ? recorder.title : ""} recorder={recorder} named={named} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room || 300} only={only} relative={relative}
             onPick={(layer, step) => change({ layer, step })} />
@@ -421,15 +422,17 @@ function Beside(props: { names: string[]; onPick: (module: string) => void }) {
   return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each || "(model)"}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
 }
 
-/** The way of the values through a module: what is before it, the module itself, and what is after it. */
+/** The way of the values through a module, or that with a function in it: what is before it, the module itself, and what is after it. */
 function Chain(props: { tree: Tree | null; module: string; onPick: (module: string) => void }) {
   const { tree, module } = props;
-  const ends = useMemo(() => {
-    const node = module ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === module) : undefined;
-    return node ? [tree!.beside(node, false), tree!.beside(node, true)] : null;
+  const found = useMemo(() => {
+    const named = (name: string): NodeData | undefined => name ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === name) : undefined;
+    const node = named(module) ?? named(module.replace(/\.[^.]*$/, ""));
+    return node ? { name: node.name, ends: [tree!.beside(node, false), tree!.beside(node, true)] } : null;
   }, [tree, module]);
-  if (!ends || (!ends[0]!.length && !ends[1]!.length)) return null;
-  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}<b>{module}</b>{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
+  if (!found || found.ends.every((each) => !each.length)) return null;
+  const { name, ends } = found;
+  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}{name === module ? <b>{name}</b> : <Beside names={[name]} onPick={props.onPick} />}{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
 }
 
 /** The layers that are farthest from the usual value of their kind, in a run without findings. */

@@ -70,6 +70,9 @@ function ends(values: number[], share: boolean, count: boolean): [number, number
 // A step is a whole number.
 const STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
 
+/** The ends of the axis of steps if there is one: like any other axis, it ends with the last step. */
+function onlyStep(step: number): [number, number] { return step > 0 ? [0, step] : [step, step + 1]; }
+
 /** The marks of the axis of steps: multiples of a number, and the last step. */
 function stepMarks(low: number, high: number, by: number): number[] {
   const first = Math.ceil(low / by), count = Math.max(0, Math.floor((high - 0.6 * by) / by) - first + 1);
@@ -102,6 +105,7 @@ export function Lines(props: {
   useEffect(() => {
     const element = holder.current!;
     const tables = props.curves.map((each) => [each.steps, each.values] as uPlot.AlignedData);
+    const steps = new Set(props.curves.flatMap((each) => each.steps));
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]];
     const values = props.curves.flatMap((each) => each.values), fixed = ends(values, props.share === true, /count/.test(props.title));
     const finite = values.filter((each) => Number.isFinite(each) && each !== 0);
@@ -111,7 +115,7 @@ export function Lines(props: {
     const made = new uPlot({
       width: element.clientWidth || 300, height: props.height, legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
-      scales: { x: { time: false }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
+      scales: { x: { time: false, ...(steps.size === 1 ? { range: onlyStep([...steps][0]!) } : {}) }, y: fixed ? { range: fixed } : log ? { distr: 3 } : {} },
       axes: [{ ...axis, size: 26, incrs: STEPS, splits: (_, __, low, high, by) => stepMarks(low, high, by), space: (_, __, ___, high) => Math.max(50, 24 + 6.5 * high.toLocaleString("en").length), values: (_, found) => { element.dataset.steps = found.join(" "); return found.map((each) => each.toLocaleString("en")); } }, { ...axis, size: 68, splits: (self, _, low, high) => fixed ? [low, (low + high) / 2, high] : ticks(low, high, self.bbox.height / devicePixelRatio, log), filter: (_, found) => found, values: (_, found) => { element.dataset.values = found.join(" "); return new Set(found.map(format)).size < found.length ? found.map(String) : found.map(format); } }],
       series: [{}, ...props.curves.map((each) => ({
         label: each.label, stroke: inTheme(each.color), width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),

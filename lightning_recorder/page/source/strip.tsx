@@ -1,7 +1,7 @@
 /** The strip of all layers over steps, or over heads or experts: one row a tensor, or one row a block if there are many. */
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { format, median, oddness, Parts, Recorder, Scale, shortened, wildcard, type SiteData } from "./model";
+import { format, isShare, median, oddness, Parts, Recorder, Scale, shortened, wildcard, type SiteData } from "./model";
 
 export const TALLEST_ROW = 28;
 export const AXIS = 18;  // pixels beneath the strip
@@ -13,17 +13,25 @@ const ROOM = 36;  // letters beside the strip
 const WIDEST_PART = 48;  // pixels of a head or an expert
 const MOST_NUMBERED = 32;  // heads or experts that all have their number beneath the strip
 const FARTHEST = 4;  // octaves from the other blocks that have a color
+const FARTHEST_SHARE = 0.5;  // the same for a share: 0.0001 is many times 0.000001, and yet both are almost nothing
 
-/** The octaves by which a value is larger than that of the other blocks; 0 without others. */
-function octaves(value: number, usual: number): number {
+/** The distance from the other blocks that has the last color. */
+function farthest(statistic: string): number { return isShare(statistic) ? FARTHEST_SHARE : FARTHEST; }
+
+/** How much larger a value is than that of the other blocks, in octaves, or as a difference of shares; 0 without others. */
+function distance(statistic: string, value: number, usual: number): number {
   if (Number.isNaN(usual) || value === usual) return 0;
-  return Math.min(FARTHEST, Math.max(-FARTHEST, Math.log2(Math.abs(value) / Math.abs(usual))));
+  const far = isShare(statistic) ? value - usual : Math.log2(Math.abs(value) / Math.abs(usual)), limit = farthest(statistic);
+  return Math.min(limit, Math.max(-limit, far));
 }
 
-export const RELATIVE_ENDS: [string, string] = [`1/${2 ** FARTHEST} ×`, `${2 ** FARTHEST} × the others`];
+/** The words at the ends of the scale relative to the other blocks. */
+export function relativeEnds(statistic: string): [string, string] {
+  return isShare(statistic) ? [`${FARTHEST_SHARE} less`, `${FARTHEST_SHARE} more than the others`] : [`1/${2 ** FARTHEST} ×`, `${2 ** FARTHEST} × the others`];
+}
 
 /** The scale of a strip relative to the other blocks. */
-export function relativeScale(): Scale { return new Scale([-FARTHEST, FARTHEST], "", true); }
+export function relativeScale(statistic: string): Scale { return new Scale([-farthest(statistic), farthest(statistic)], "", true); }
 
 /** The tensors that have a row in the strip: those of layers, but only one of the parameters of each module. */
 export function stripColumns(recorder: Recorder): number[] {
@@ -154,9 +162,9 @@ export function Strip(props: {
   const usual = useMemo(() => rows.some((each) => each.isGroup) || props.relative ? usualOf(recorder, statistic, all) : () => NaN, [recorder, statistic, all, props.relative, rows]);
   const shown = (at: number, column: number): number => {
     const value = recorder.shown(statistic, at, column);
-    return props.relative && Number.isFinite(value) ? octaves(value, usual(at, column)) : value;
+    return props.relative && Number.isFinite(value) ? distance(statistic, value, usual(at, column)) : value;
   };
-  const scale = useMemo(() => props.relative ? relativeScale() : props.scale, [props.relative, props.scale]);
+  const scale = useMemo(() => props.relative ? relativeScale(statistic) : props.scale, [props.relative, props.scale, statistic]);
   /** The tensor of a row that stands out most in a record. */
   const worst = (at: number, row: Row): number => {
     if (row.columns.length === 1) return row.columns[0]!;
