@@ -27,7 +27,7 @@ from lightning_recorder.graph.renderers.labels import in_bracket, short_name, sh
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import facing, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
-from lightning_recorder.graph.views.ports import with_ports
+from lightning_recorder.graph.views.ports import CHAIN, with_ports
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
@@ -248,8 +248,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return self._sheet[edge.source] != self._sheet[edge.target] and edge not in self._between
 
     def _origin(self, edge: Edge) -> tuple[int, tuple[int, ...]]:
-        """Return the node that computes the tensor of an edge, before any port, and its outputs."""
-        while self.graph[edge.source].kind == "port":
+        """Return the node that computes the tensor of an edge, before any port, and its outputs.
+
+        At the port of a chain, each repetition takes another tensor.
+        """
+        while self.graph[edge.source].kind == "port" and self.graph[edge.source].name != CHAIN:
             edge = self.graph.into(self.graph[edge.source])[0]
         return edge.source, edge.outputs
 
@@ -279,6 +282,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
+        if node.kind == "port":
+            return f"start of {self._name(self.graph[node.parent or self.graph.root.id])}"
         name = self._name(node)
         alike = [each for each in self._styles if self.graph[each].kind == "op" and self.graph[each].name == node.name]
         if node.kind != "op" or len(alike) == 1:
