@@ -32,7 +32,7 @@ ENDS = re.compile(r"(\w+) -> (\w+)")
 _OURS, _SHEET = "newrank=true", "cluster_sheet_"
 _BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
 _BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
-_TITLES = 18.0, 48.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
+_TITLES = 18.0, 84.0  # points of the title of a broad page, and of a tall one with its caption: the worse of both
 _LONGEST = 5000.0  # points of a page that gets margins
 _NARROW = 3.0  # the longest side of a page, as a multiple of the other one
 _ROUNDS = 10

@@ -409,6 +409,93 @@ def test_sums_and_products_are_signs(tmp_path: Path) -> None:
     assert sorted(shown) == [["+"], ["add", "2×4"], ["mul", "2×4"], ["×"]]
 
 
+def test_blocks_of_branches_stand_below_each_other(tmp_path: Path) -> None:
+    """Blocks with branches of other lengths make no staircase: the longest path is straight, also between frames."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        short, long = net.one(x), net.four(net.three(net.two(x)))
+        return torch.cat([short, long, net.five(torch.relu(x))])
+
+    def inception(width: int) -> nn.Module:
+        names = ("one", "two", "three", "four", "five")
+        sizes = zip(names, ((4, 4), (4, width), (width, width), (width, 4), (4, 4)), strict=True)
+        return Net(forward, **{name: nn.Linear(*size) for name, size in sizes})
+
+    drawing = draw(nn.Sequential(*(inception(width) for width in range(5, 9))), X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    joined = [picture.named(f"n{node.id}") for node in drawing.view.nodes if node.name == "cat"]
+    middles = [(item.left + item.right) / 2 for item in joined]
+    assert len(middles) == 4
+    assert max(middles) - min(middles) <= 1
+
+
+def test_tables_side_by_side_are_in_order(tmp_path: Path) -> None:
+    """Embeddings in several rows begin with the first one, from left to right and downwards."""
+    tables = {f"t{number}": nn.Embedding(10 + number, 4) for number in range(26)}
+
+    def forward(net: Any, *ids: Tensor) -> Tensor:
+        return torch.stack([table(each) for table, each in zip(net.children(), ids, strict=True)])
+
+    drawing = draw(Net(forward, **tables), [torch.zeros(2, dtype=torch.long)] * 26)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    boxes = [picture.named(f"n{node.id}") for node in drawing.view.nodes if node.type_name == "Embedding"]
+    assert len({round(box.top) for box in boxes}) > 1
+    assert all(one.left < other.left or one.bottom < other.top for one, other in pairwise(boxes))
+    assert 1 / 3.05 <= picture.width / picture.height <= 3.05
+
+
+def test_a_long_repeated_block_has_sheets(tmp_path: Path) -> None:
+    """A block that is repeated and longer than a page is divided, and one of a page is not.
+
+    A skip connection from the start of the block does not seem to come from the node before the first repetition.
+    """
+
+    def drawn(layers: int) -> Picture:
+        def one() -> nn.Module:
+            inner = nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(layers)), nn.Linear(4 + layers, 4))
+            return Net(lambda net, x: x + net.inner(x), inner=inner)
+
+        path = draw(nn.Sequential(*(one() for _ in range(3))), X).save(tmp_path / f"{layers}.svg")
+        return read_svg(path)
+
+    long, short = drawn(40), drawn(20)
+    frames = [item.lines for item in long.items if item.kind == "cluster" and "×3" in item.lines[0]]
+    continued = [any("(continued)" in line for line in lines) for lines in frames]
+    assert len(frames) > 1
+    assert continued == [False] + [True] * (len(frames) - 1)
+    assert 1 / 3.05 <= long.width / long.height <= 3.05
+    assert backward_edges(long) == []
+    words = {text.content.strip() for item in long.items for text in item.texts}
+    assert {"to add", "from start of 0"} <= words
+    assert not any("(continued)" in line for item in short.items for line in item.lines)
+
+
+def test_an_input_is_not_alone_on_a_sheet() -> None:
+    """A long repeated block is on the sheet with the input before it."""
+
+    def coupling(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = x.chunk(2, 1)
+        one, other = (other, one) if net.swapped else (one, other)
+        scale, shift = net.net(one).chunk(2, 1)
+        other = other * scale.tanh().exp() + shift
+        return torch.cat([other, one] if net.swapped else [one, other], 1), scale.sum(1)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(2)
+        for layer in net.children():
+            x, more = layer(x)
+            total = total + more
+        return -(torch.distributions.Normal(0, 1).log_prob(x).sum(1) + total).mean()  # type: ignore[no-any-return]  # as above
+
+    layers = [Net(coupling, net=nn.Sequential(linear(2, 8), nn.ReLU(), linear(8, 4))) for _ in range(6)]
+    for number, layer in enumerate(layers):
+        layer.swapped = number % 2 == 1  # type: ignore[assignment]  # the attributes are not declared
+    view = fit_view(capture_graph(Net(forward, **{f"l{number}": layer for number, layer in enumerate(layers)}), X))
+    sheet = GraphvizRenderer(view)._sheet
+    first = next(node for node in view.nodes if node.kind == "input")
+    assert sum(number == sheet[first.id] for number in sheet.values()) > 10
+
+
 def test_a_part_of_a_frame_is_not_torn_off() -> None:
     """The last layer of an encoder is on the sheet with the others, although a decoder that is as long follows."""
     net = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
@@ -472,8 +559,8 @@ def test_the_sides_of_a_unet_face_each_other(tmp_path: Path) -> None:
 def test_other_graphs_have_no_sides() -> None:
     """Nested residual connections of one shape, and those used in the order of their making, are no U-Net.
 
-    The same holds for a tensor that two concatenations take, for tensors that do not depend on each other, and for a
-    residual connection in one of several equal blocks.
+    The same holds for a tensor that two concatenations take, for tensors that do not depend on each other, for a
+    residual connection in one of several equal blocks, and for a buffer that is subtracted first and added last.
     """
 
     def nested(net: Any, x: Tensor) -> Tensor:
@@ -495,8 +582,13 @@ def test_other_graphs_have_no_sides() -> None:
         y, z = net.a(x), net.b(x[:1])
         return net.d(net.c(z) + z) + y  # type: ignore[no-any-return]  # the attributes are not declared
 
-    for forward in (nested, in_order, dense, apart):
-        net = Net(forward, a=linear(), b=linear(), c=linear(), d=linear())
+    def centered(net: Any, x: Tensor) -> Tensor:
+        y = net.b(net.a(x - net.mean))
+        return net.mean + net.f(net.e(y + net.d(net.c(y))))  # type: ignore[no-any-return]  # as above
+
+    for forward in (nested, in_order, dense, apart, centered):
+        net = Net(forward, **{name: linear() for name in "abcdef"})
+        net.register_buffer("mean", torch.ones(4))
         assert sides(fit_view(capture_graph(net, X))) is None
 
 

@@ -27,7 +27,7 @@ from lightning_recorder.graph.renderers.labels import in_bracket, short_name, sh
 from lightning_recorder.graph.renderers.order import constraints
 from lightning_recorder.graph.renderers.sheets import facing, label_size, rows, sheets
 from lightning_recorder.graph.views.fit import drawn_nodes
-from lightning_recorder.graph.views.ports import with_ports
+from lightning_recorder.graph.views.ports import CHAIN, with_ports
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ Direction = Literal["TB", "LR", "BT", "RL"]
 
 _NOT_IN_FILES = r'[\x00-\x1f<>:"/\\|?*]'
 
-# The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
-_MAIN_WEIGHT, _CROWDED_WEIGHT = "12", "60"
+# The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter. It makes frames as
+# narrow as it can with a weight of 128, which would bend the path at each frame.
+_MAIN_WEIGHT = "500"
 
 # The colors of edges between sheets, which are dark on white and differ for color-blind readers.
 _LINES = ("#00795a", "#a8478a", "#a35c00", "#5e4fa2", "#0072b2", "#8c564b", "#c0392b", "#556b2f")
@@ -115,8 +116,6 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self._main = main_path(graph)
         self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
         self._sizes = self._estimated()
-        # Many edges beside the main path, as in a dense block, would bend it.
-        self._weight = _CROWDED_WEIGHT if len(graph.edges) > 2 * len(self._styles) else _MAIN_WEIGHT
         flat = direction in ("LR", "RL")
         drawn = [node.id for node in drawn_nodes(graph)]
         self._sheet = sheets(graph, self._sizes, flat=flat) if wrap else dict.fromkeys(drawn, 0)
@@ -249,8 +248,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return self._sheet[edge.source] != self._sheet[edge.target] and edge not in self._between
 
     def _origin(self, edge: Edge) -> tuple[int, tuple[int, ...]]:
-        """Return the node that computes the tensor of an edge, before any port, and its outputs."""
-        while self.graph[edge.source].kind == "port":
+        """Return the node that computes the tensor of an edge, before any port, and its outputs.
+
+        At the port of a chain, each repetition takes another tensor.
+        """
+        while self.graph[edge.source].kind == "port" and self.graph[edge.source].name != CHAIN:
             edge = self.graph.into(self.graph[edge.source])[0]
         return edge.source, edge.outputs
 
@@ -280,6 +282,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         around = {each.id for each in self.graph.ancestors(self.graph[other])}
         path = [self.graph[number], *self.graph.ancestors(self.graph[number])]
         node = next(each for each, outer in pairwise(path) if outer.id in around or len(self._sheets_of[outer.id]) > 1)
+        if node.kind == "port":
+            return f"start of {self._name(self.graph[node.parent or self.graph.root.id])}"
         name = self._name(node)
         alike = [each for each in self._styles if self.graph[each].kind == "op" and self.graph[each].name == node.name]
         if node.kind != "op" or len(alike) == 1:
@@ -332,7 +336,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     @override
     def render_edge(self, canvas: Digraph, edge: Edge) -> None:
         ends = edge.source, edge.target
-        further = {"weight": self._weight} if ends in self._main else {}
+        further = {"weight": _MAIN_WEIGHT} if ends in self._main else {}
         start = f"n{edge.source}"
         if edge in self._between:
             number = len(self._between) - 1 - self._between.index(edge)
@@ -349,15 +353,17 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     def render(self) -> Digraph:
         canvas = super().render()
         for (source, _), number in self._numbers.items():
-            weight = self._weight if any(one == source for one, _ in self._main) else "2"
+            weight = _MAIN_WEIGHT if any(one == source for one, _ in self._main) else "2"
             canvas.edge(f"n{source}", f"out_{number}", weight=weight, color=self._color(number))
         for first, second in self._rows:
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
+        # For a weight of 0, dot does not keep the order of nodes at one height.
+        weight = "1" if self._rows else "0"
         for first, second in constraints(self.graph):
             if self._sheet[first] == self._sheet[second]:
                 # Below an input begins a frame.
                 least = "1" if self.graph[first].kind == "input" else "0"
-                canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0", minlen=least)
+                canvas.edge(f"n{first}", f"n{second}", style="invis", weight=weight, minlen=least)
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")

@@ -19,6 +19,8 @@ _RATIO = 3.3  # of the longer to the shorter side of a picture that is one sheet
 _GOAL = 1.7  # the same for several rows
 _SHEETS_GOAL = 2.5  # the same for several sheets, whose frames the estimated breadth leaves out
 _MOST = 8  # sheets
+_LONGEST_BLOCK = 1.5 * _PAGE  # a repeated block in a shorter picture is not divided
+_SHORTEST = 0.15  # of the longest sheet; a shorter one is joined with the next one
 _WORTHWHILE = 0.66  # of the length of the picture, for the longest of its sheets
 _RANK_GAP, _NODE_GAP, _FRAME = 25.0, 18.0, 8.0  # points
 _BESIDE = 100.0  # the room between the sides of a U-Net
@@ -43,8 +45,9 @@ def label_size(label: str, name_pt: float, detail_pt: float, *, ellipse: bool = 
 def sheets(graph: Graph, sizes: Mapping[int, tuple[float, float]], *, flat: bool) -> dict[int, int]:
     """Return the sheet of each drawn node, starting at 0; there is one unless the picture is longer than a page.
 
-    No sheet needs a tensor of a later one. A frame of repeated blocks is on one sheet, and so is a tensor that is not
-    computed with the first node that uses it.
+    No sheet needs a tensor of a later one, except one of the repetition before. A frame of repeated blocks is on one
+    sheet, unless it is nearly as long as a picture of several pages. A tensor that is not computed is on the sheet of
+    the first node that uses it.
 
     ``sizes`` are the width and height of each drawn node and of the title of each frame, in points. ``flat`` is True if
     the data flows across the page.
@@ -152,12 +155,17 @@ class _Plan:
         most = min(_MOST, math.ceil(2 * long / _PAGE))
         self._start, self._end = self._places(in_turn=True)
         long = max(self._end.values())
-        options = [self._divided(long, number) for number in range(2, most + 1)]
-        # A block that cannot be divided may be nearly as long as the picture.
-        found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
-        fitting = (each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each))
         one = dict.fromkeys((node.id for node in self._nodes), 0)
-        return next(fitting, min(found, key=self.longest, default=one))
+        nodes = {node: node for node in one}
+        for atom in (self._atom, nodes) if long > _LONGEST_BLOCK else (self._atom,):
+            self._atom = atom
+            options = [self._divided(long, number) for number in range(2, most + 1)]
+            # A block that cannot be divided may be nearly as long as the picture.
+            found = [each for each in options if self.longest(each) <= _WORTHWHILE * long]
+            if found:
+                fitting = (each for each in found if self.longest(each) <= _SHEETS_GOAL * self.breadth(each))
+                return next(fitting, min(found, key=self.longest))
+        return one
 
     def breadth(self, sheet: Mapping[int, int]) -> float:
         """Return the estimated breadth of all sheets beside each other, in points."""
@@ -168,10 +176,15 @@ class _Plan:
 
     def longest(self, sheet: Mapping[int, int]) -> float:
         """Return the length of the longest sheet, in points."""
+        # A constant without users on its sheet is drawn anywhere.
+        free = set(sheet)
+        for edge in self._onward:
+            if edge.source in sheet and sheet[edge.source] == sheet.get(edge.target):
+                free -= {edge.source, edge.target}
         ends: dict[int, list[float]] = {}
-        for node, number in sheet.items():
-            ends.setdefault(number, []).extend((self._start[node], self._end[node]))
-        return max(max(each) - min(each) for each in ends.values())
+        for node in sheet.keys() - free:
+            ends.setdefault(sheet[node], []).extend((self._start[node], self._end[node]))
+        return max((max(each) - min(each) for each in ends.values()), default=0.0)
 
     def _divided(self, long: float, number: int) -> dict[int, int]:
         """Return the sheet of each node if there are this many sheets, or fewer."""
@@ -182,8 +195,16 @@ class _Plan:
             first[atom] = min(first.get(atom, sheet[node]), sheet[node])
         self._put_in_order(first)
         self._mend(first)
-        used = sorted(set(first.values()))
-        return {node: used.index(first[atom]) for node, atom in self._atom.items()}
+        return self._without_short({node: first[atom] for node, atom in self._atom.items()})
+
+    def _without_short(self, sheet: dict[int, int]) -> dict[int, int]:
+        """Return the sheets numbered from 0, in which a short one, such as an input alone, is joined with the next."""
+        parts = [{node for node, at in sheet.items() if at == number} for number in sorted(set(sheet.values()))]
+        lengths = [self.longest(dict.fromkeys(part, 0)) for part in parts]
+        whole = [length >= _SHORTEST * max(lengths) for length in lengths]
+        # The last sheet takes what follows it.
+        before = [min(sum(whole[:place]), sum(whole) - 1) for place in range(len(parts))]
+        return {node: number for part, number in zip(parts, before, strict=True) for node in part}
 
     def _put_in_order(self, sheet: dict[int, int]) -> None:
         """Move blocks and nodes to the sheets behind which none of their sources is."""

@@ -35,7 +35,7 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
     A unit of one or more siblings that occurs at least ``least`` times in a row is kept once, with the number of
     occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two occurrences
-    suffice for a single call that contains others. Units are equal if their classes, functions, parameters, dtypes and
+    suffice for a unit of calls that contain others. Units are equal if their classes, functions, parameters, dtypes and
     contents are equal, if they are connected equally inside, and if each takes its inputs from the same nodes outside
     or from one of the four units before. The first units may take other tensors in place of those. Two rows of units
     may also be folded together, if each unit of the second row takes its tensors from the unit of the first row with
@@ -197,8 +197,9 @@ class _Fold:
         """Return True if a run is worth folding."""
         nodes, children = self._graph.nodes, self._graph.children
         unit = siblings.parts[run.start : run.start + run.length]
-        nested = any(nodes[part].kind == "module" and part in children for part in unit)
-        if run.times < (2 if run.length == 1 and nested else self._least):
+        opened = [nodes[part].kind == "module" and part in children for part in unit]
+        nested = any(opened)
+        if run.times < (2 if all(opened) else self._least):
             return False
         if run.times == 2 and nested:
             # The numbers of two blocks may differ, such as a drop rate, but not those that a frame keeps apart.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.views.forms import TENSORS
 
 __all__ = ["longest", "sides"]
 
@@ -20,8 +21,8 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
     The tensors that one side passes to the other are computed one from the other, and used in the opposite order, by
     calls of one kind. The last edge leads from the end of the first side to the beginning of the second. A tensor that
     several nodes of the second side take, such as the embedding of a time step, is not among the edges; if one of them
-    is of that kind, as in a U-Net++, the graph has no sides. A repeated block, or one of several calls of a class, is
-    on one side.
+    is of that kind, as in a U-Net++, the graph has no sides. Nor is a parameter or buffer that both sides use among
+    them. A repeated block, or one of several calls of a class, is on one side.
 
     Args:
         graph: A view.
@@ -49,7 +50,8 @@ def sides(graph: Graph) -> tuple[dict[int, int], list[Edge]] | None:
         if starts[cut - 1]:
             across[nodes[cut - 1].id] = list(starts[cut - 1])
         several = [users for users in across.values() if len(users) > 1]
-        single = [users[0] for _, users in sorted(across.items(), key=lambda each: place[each[0]]) if len(users) == 1]
+        ordered = sorted(across.items(), key=lambda each: place[each[0]])
+        single = [users[0] for source, users in ordered if len(users) == 1 and graph[source].kind not in TENSORS]
         kinds = [_kind(edge, graph) for edge in single]
         # Others, such as a target of the loss, are no skip connections.
         common = max(kinds[:-1], key=kinds.count, default="")

@@ -371,7 +371,7 @@ def test_the_main_path_is_kept_straight() -> None:
     net = Net(lambda net, x: x + net.fc(x).exp(), fc=linear())
     graph = fit_view(capture_graph(net, X))
     body = GraphvizRenderer(graph).render().body
-    heavy = {line.split(" [")[0].strip() for line in body if "weight=12" in line}
+    heavy = {line.split(" [")[0].strip() for line in body if "weight=500" in line}
     ids = {node.name: f"n{node.id}" for node in graph.nodes}
     names = [("input", "fc"), ("fc", "exp"), ("exp", "add"), ("add", "output")]
     assert heavy == {f"{ids[one]} -> {ids[other]}" for one, other in names}

@@ -149,11 +149,21 @@ def test_side_by_side_is_no_repetition() -> None:
 
 
 def test_two_layers_are_no_repetition_but_two_blocks_are() -> None:
-    """At least three equal layers are folded, or two equal calls that contain others."""
-    layers = bare(nn.Sequential(linear(), linear()), X)
-    assert fold_repeats(collapse(layers)) == collapse(layers)
-    blocks = fold_repeats(collapse(bare(stack(2), X)))
-    assert [(node.name, node.repeats) for node in blocks.children(blocks.root) if node.kind == "module"] == [("0", 2)]
+    """At least three equal layers are folded, or two equal calls, or pairs of calls, that contain others.
+
+    A pair of a block and a layer is not.
+    """
+
+    def folded(*parts: nn.Module) -> list[tuple[str, int]]:
+        view = fold_repeats(collapse(bare(nn.Sequential(*parts), X)))
+        return [(node.name, node.repeats) for node in view.children(view.root) if node.kind == "module"]
+
+    other = [Net(lambda net, x: x * net.fc(x), fc=linear()) for _ in range(2)]
+    assert folded(linear(), linear()) == [("0", 1), ("1", 1)]
+    one, same = stack(2).children()
+    assert folded(one, same) == [("0", 2)]
+    assert folded(one, other[0], same, other[1]) == [("", 2)]
+    assert folded(one, linear(), same, linear()) == [(name, 1) for name in "0123"]
 
 
 def test_least_number_of_repetitions() -> None:
@@ -285,35 +295,31 @@ def _wired(kinds: str) -> Graph:
 
 def test_alternating_wirings_stay_apart() -> None:
     """Blocks that alternate between two wirings are not one block; a period of two blocks is a unit."""
-    assert outline(fold_repeats(collapse(_wired("sdsd")))) == text(
+    assert outline(fold_repeats(collapse(_wired("sdd")))) == text(
         """
         input
         0: Net
           0.fc: Linear <- input
           add <- 0.fc, input
-        1: Net
-          1.fc: Linear <- add
-          add#2 <- 1.fc ×2
-        2: Net
-          2.fc: Linear <- add#2
-          add#3 <- 2.fc, add#2
-        3: Net
-          3.fc: Linear <- add#3
-          add#4 <- 3.fc ×2
+        1: Net [2 times]
+          1.fc: Linear <- add first, add#2 next
+          add#2 <- 1.fc ×4
         """
     )
-    assert outline(fold_repeats(collapse(_wired("sdsdsd")))) == text(
-        """
-        input
-        (module) [3 times]
-          0: Net
-            0.fc: Linear <- input first, add#2 ×2 next
-            add <- 0.fc ×3, input first, add#2 ×2 next
-          1: Net
-            1.fc: Linear <- add ×3
-            add#2 <- 1.fc ×6
-        """
-    )
+    for times in (2, 3):
+        later = f" ×{times - 1}" if times > 2 else ""
+        assert outline(fold_repeats(collapse(_wired("sd" * times)))) == text(
+            f"""
+            input
+            (module) [{times} times]
+              0: Net
+                0.fc: Linear <- input first, add#2{later} next
+                add <- 0.fc ×{times}, input first, add#2{later} next
+              1: Net
+                1.fc: Linear <- add ×{times}
+                add#2 <- 1.fc ×{2 * times}
+            """
+        )
 
 
 def test_one_different_wiring_stays_apart() -> None:
@@ -475,8 +481,10 @@ def test_tied_blocks_stay_apart_from_their_owner() -> None:
         ((0, 0, 0, 0), [("4", 4, "0.fc.weight")]),
         ((0, 1, 0, 1), [("4", 2, "0…1.fc.weight")]),  # in a frame for the two pairs
         ((0, 1, 2, 0), [("4", 3, "0…2.fc.weight"), ("7", 1, "0.fc.weight")]),
-        ((1, 3, 0, 2), [(str(4 + place), 1, f"{owner}.fc.weight") for place, owner in enumerate((1, 3, 0, 2))]),
-        ((0, 2, 1, 3), [("4", 1, "0.fc.weight"), ("5", 2, "2…1.fc.weight"), ("7", 1, "3.fc.weight")]),
+        ((1, 3, 0, 2), [("4", 1, "1…0.fc.weight"), ("5", 1, "3…2.fc.weight")]),  # pairs in a frame
+        ((0, 2, 1, 3), [("4", 1, "0…1.fc.weight"), ("5", 1, "2…3.fc.weight")]),
+        ((0, 3, 2, 1), [("4", 1, "0.fc.weight"), ("5", 3, "3…1.fc.weight")]),
+        ((0, 0, 3, 1), [("4", 2, "0.fc.weight"), ("6", 1, "3.fc.weight"), ("7", 1, "1.fc.weight")]),
     ],
 )
 def test_blocks_that_are_tied_to_several_others(owners: tuple[int, ...], drawn: list[tuple[str, int, str]]) -> None:
