@@ -102,7 +102,7 @@ def test_a_large_update_before_a_dead_output_is_named(largest: float, high: floa
 def test_a_dead_output_of_a_zero_weight_names_the_weight(rms: float | list[float], module: str, named: bool) -> None:
     """Zeros of a layer whose weight is zero in all records, and of the ReLU behind it, are explained by the weight."""
     layers: dict[str, Values] = {"fc": {"max": 0.0}, "act": {}}
-    layers[module]["zero_fraction"] = 1.0
+    layers[module] = {**layers[module], "zero_fraction": 1.0}
     parameters = {"fc/weight": {"rms": rms}, "fc/weight.grad": {"rms": 0.0}}
     (found,) = run(layers, None, parameters, graph=chain("fc", "act", act="ReLU"))
     assert found.rule == "dead-output"
