@@ -33,6 +33,8 @@ GRADIENT_CONSEQUENCES = {
 """The consequences of gradients that are lost or too small: rules, with the places of their modules."""
 
 _NO_GRAD = "(no_grad)"  # as the graph notes it
+_WHY_LAST_BLOCK = "Each block has this branch, and only a further block would use that of the last one."
+_NEXT_LAST_BLOCK = "Leave it out of the last block, or let it be: DDP then needs find_unused_parameters."
 _WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
 _WHY_ZERO_LOSS = "The loss is multiplied with zero, or does not change with this output, as where it is clamped."
 _NEXT_ZERO_LOSS = "Look at the factors of the loss, and at what comes between this output and the loss."
@@ -114,7 +116,8 @@ def _stopped(evidence: Evidence, records: int) -> dict[str, bool]:
     usual="every called module with parameters in the optimizer has a gradient",
     why="A detach(), a torch.no_grad(), a conversion to numbers, or a factor of zero after the module.",
     next="Look at the code between this module and the one after it.",
-    false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
+    false_alarms="Parts that are trained later on purpose. Frozen parameters do not count. A branch of the last block "
+    "that no loss depends on is a note if the same branch of the block before it is trained.",
     needs=("parameters",),
     records=2,
     explains={
@@ -139,6 +142,7 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
     for name, last in lasts.items():
         frontiers.setdefault(last, []).append(name)
     for alike in _alike(_without_containers(frontiers), blocks):
+        earlier = ""
         frontier, names = alike[0][0], [name for _, names in alike for name in names]
         after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
@@ -151,6 +155,8 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
         if is_zero_from_the_loss:
             where = f"the gradient of the loss for the output of {frontier} is zero already"
+        elif (earlier := _trained_before_last(evidence, frontier, lost)) and len(alike) == 1:
+            where = f"the loss does not depend on it; {earlier} of an earlier block is trained"
         elif _is_unread(evidence, frontier):
             where = f"nothing uses the output of {frontier}{more}"
         verdict = f"{count}: {where}"
@@ -159,12 +165,31 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         recorded = _recorded_stops(evidence, {frontier, *names, *after})
         if is_zero_from_the_loss:
             found = replace(found, why=_WHY_ZERO_LOSS, next=_NEXT_ZERO_LOSS)
+        elif earlier:
+            found = replace(found, severity="note", why=_WHY_LAST_BLOCK, next=_NEXT_LAST_BLOCK)
         elif recorded and all(_NO_GRAD in each for each in recorded):
             found = replace(found, why=_WHY_NO_GRAD)
         if recorded:
             following = f"Look at {' and '.join(recorded)}: the recorded step has no gradient before it."
             found = replace(found, next=following)
         yield found
+
+
+def _trained_before_last(evidence: Evidence, name: str, lost: Collection[str]) -> str:
+    """Return the equal layer of the block before the last one, if it is trained and the loss does not use this one."""
+    step = step_of(evidence)
+    losses = [node for node in step.graph.nodes if node.kind == "backward"]
+    used = set[int]().union(*(step.ancestors(node) for node in losses))
+    if not losses or any(node.id in used for node in step.operations if f"{step.owner(node)}.".startswith(f"{name}.")):
+        return ""
+    trained = {each.module for each in evidence.tensors if each.gradient and each.module not in lost}
+    for number in reversed(list(re.finditer(r"\d+", name))):
+        head, tail = name[: number.start()], name[number.end() :]
+        blocks = [each[len(head) : len(each) - len(tail)] for each in trained if each.startswith(head)]
+        numbers = [int(each) for each in blocks if each.isdecimal() and f"{head}{each}{tail}" in trained]
+        if numbers and max(numbers) == int(number.group()) - 1:
+            return f"{head}{max(numbers)}{tail}"
+    return ""
 
 
 def _is_unread(evidence: Evidence, name: str) -> bool:
@@ -233,8 +258,11 @@ def last_behind(wiring: Wiring, names: Collection[str], reached: Collection[str]
 
 def pairs_of_heads(evidence: Evidence, norms: Mapping[Site, float]) -> list[tuple[Site, Site]]:
     """Return the pairs of modules that nothing follows, behind common layers, that with the larger gradient first."""
-    wiring = evidence.wiring
+    wiring, step = evidence.wiring, step_of(evidence)
     heads = [site for site in norms if site.name in wiring.order and not wiring.outputs.get(site.name)]
+    # The result of the last update of a block may reach no loss.
+    lead = {step.owner(node) for node in step.operations if node.id in step.gives_gradients}
+    heads = [site for site in heads if not lead or any(f"{name}.".startswith(f"{site.name}.") for name in lead)]
     return [
         (max(pair, key=lambda site: norms[site]), min(pair, key=lambda site: norms[site]))
         for pair in combinations(heads if wiring.has_graph else (), 2)

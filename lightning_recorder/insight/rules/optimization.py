@@ -231,7 +231,8 @@ def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     for each in evidence.weights:
         values, _ = each.columns("mean", "rms", "min", "max")
         is_trained = each.numel >= numel and len(values[0]) > 0 and each.gradient.rms.any()
-        if not is_trained or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
+        is_drawn = is_trained and values[2][0] < values[3][0]  # both may begin at zero
+        if not is_drawn or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:

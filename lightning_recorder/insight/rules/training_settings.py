@@ -66,7 +66,7 @@ def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterato
     why="The learning rate is far too high for the size of the weights.",
     next="Lower the learning rate of all groups, or warm it up.",
     false_alarms="Weights that begin at zero, weights that a strong weight decay shrinks, and models of a single layer "
-    "do not count.",
+    "do not count, nor does the first step of weights that begin far smaller than usual.",
     needs=("parameters",),
     records=3,
     explains=dict.fromkeys(
@@ -88,7 +88,13 @@ def softmax_dimension(evidence: Evidence, *, tolerance: float = 0.01) -> Iterato
     ),
 )
 def learning_rate_too_large(
-    evidence: Evidence, *, persistence: int = 3, update_ratio: float = 0.15, first: float = 0.5, shrinks: float = 0.5
+    evidence: Evidence,
+    *,
+    persistence: int = 3,
+    update_ratio: float = 0.15,
+    first: float = 0.5,
+    shrinks: float = 0.5,
+    tiny: float = 0.03,
 ) -> Iterator[Finding]:
     """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
     sizes = {
@@ -104,7 +110,11 @@ def learning_rate_too_large(
         return
     known = {"learning_rate": max(rates)} if rates else {}
     later = {each: float(np.median(found[1:])) for each, found in sizes.items()}
-    at_first = {each: float(found[0]) for each, found in sizes.items() if np.isfinite(found[0])}
+    at_first = {
+        each: float(found[0])
+        for each, found in sizes.items()
+        if np.isfinite(found[0]) and not _gain(each) < tiny  # the first step has to be large for these
+    }
     for when, values, limit in (
         ("a step changes", later, update_ratio),
         ("the first step changes", at_first, first),
@@ -116,6 +126,12 @@ def learning_rate_too_large(
             verdict = f"{when} the weights by {middle:.1%} of their size{rate}"
             yield largest.found(verdict, "update_ratio", update_ratio=middle, **known)
             return
+
+
+def _gain(weight: View) -> float:
+    """Return the factor by which a weight scales independent inputs in the first record; NaN if it is unknown."""
+    values = weight.rms
+    return float(values[0] * np.sqrt(weight.numel / weight.shape[0])) if len(values) and weight.shape else np.nan
 
 
 @rule(

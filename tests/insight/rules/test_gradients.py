@@ -100,6 +100,60 @@ def test_an_output_that_nothing_uses() -> None:
         assert [each.verdict.partition(": ")[2] for each in found if each.rule == "gradient-stops"] == [where]
 
 
+class Block(nn.Module):
+    """A block with a result for the next block, as the coordinates of an EGNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.side, self.main = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, extra: Tensor, *, detach: bool) -> tuple[Tensor, Tensor]:
+        side = self.norm(self.side(extra + x))
+        return torch.relu(self.main(x + extra)), side.detach() if detach else side
+
+
+class Blocks(nn.Module):
+    """Two blocks. The loss depends on the side of the last one if ``is_used``; it may get no gradient."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(4, 4), nn.ModuleList([Block(), Block()])
+        self.head, self.is_used = nn.Linear(4, 1), is_used
+
+    def forward(self, x: Tensor) -> None:
+        x, extra = self.stem(x), torch.zeros_like(x)
+        for place, block in enumerate(self.blocks):
+            x, extra = block(x, extra, detach=self.is_used and place == 1)
+        loss = self.head(x + extra if self.is_used else x).square().mean()
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("is_used", "earlier", "severity"), [(False, 1, "note"), (True, 1, "warning"), (False, 0, "warning")]
+)
+def test_a_branch_that_the_last_block_does_not_need(is_used: bool, earlier: int, severity: str) -> None:
+    """It is a note if no loss depends on it and that of the block before is trained, and a warning if it is detached."""
+    graph = capture_graph(Blocks(is_used=is_used), torch.randn(3, 4))
+    names = ["stem", "blocks.0.main", "blocks.1.main", "head", *["blocks.0.side"] * earlier]
+    layers: dict[str, Values] = {name: {} for name in (*names, "blocks.1.side")}
+    still: Values = {"rms": 0.25, "update_ratio": 0.0}
+    parameters = {"blocks.1.side/weight": still, **network(*names)}
+    found = run(layers, {name: {"rms": 1e-3} for name in names}, parameters, graph=graph)
+    found = [each for each in found if each.rule == "gradient-stops"]
+    assert brief(found) == [(severity, "gradient-stops", "blocks.1.side")]
+    assert ("blocks.0.side of an earlier block is trained" in found[0].verdict) is (severity == "note")
+
+
+def test_a_branch_that_no_loss_depends_on_is_no_task() -> None:
+    """A gradient there, as of an identity whose input has other uses, does not make the last layer of it a head."""
+    names = ["stem", "blocks.0.main", "blocks.1.main", "head", "blocks.0.side", "blocks.1.norm"]
+    layers: dict[str, Values] = {name: {} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-6 if name.endswith("norm") else 1.0} for name in names}
+    for is_used in (True, False):
+        graph = capture_graph(Blocks(is_used=is_used), torch.randn(3, 4))
+        assert "loss-imbalance" not in [each.rule for each in run(layers, gradients, network(*names), graph=graph)]
+
+
 def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:
     """A position embedding of the net loses its gradient at the same place as the modules inside."""
     layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("net.a", "net.head", "net")}

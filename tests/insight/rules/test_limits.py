@@ -554,6 +554,8 @@ def _() -> Iterator[Evidence]:
         yield case(None, None, weight(update_ratio=0.2), records=records)
     for shrunk in (0.375, 0.75):
         yield case(None, None, weight(update_ratio=0.2, rms=last(4, shrunk, 1.0)))
+    for gain in (0.045, 0.0225):  # of 16 inputs
+        yield case(None, None, weight(update_ratio=[0.75, *[0.01] * 7], rms=gain / 4))
 
 
 @cases("weight-decay-too-strong")

@@ -45,11 +45,12 @@ def test_weights_that_grow() -> None:
     assert run(None, None, small) == []
 
 
-def tied(kind: str, mean: float = 0.1, head: str = "Linear", **gradient: float) -> list[Finding]:
+def tied(kind: str, mean: float = 0.1, head: str = "Linear", most: float = 1.0, **gradient: float) -> list[Finding]:
     """Return the findings of an embedding and of a last layer, which begin with nearly the same values."""
+    ends = {"min": -1.0, "max": most}
     parameters: dict[str, Values] = {
-        "a/weight": {"rms": [0.5, 0.6], "mean": 0.1},
-        "b/weight": {"rms": [0.5, 0.7], "mean": mean},
+        "a/weight": {"rms": [0.5, 0.6], "mean": 0.1, **ends},
+        "b/weight": {"rms": [0.5, 0.7], "mean": mean, **ends},
         "a/weight.grad": {"rms": 1e-3},
         "b/weight.grad": {"rms": 1e-3, **gradient},
     }
@@ -61,7 +62,12 @@ def test_weights_that_are_no_longer_tied() -> None:
     (found,) = tied("Embedding")
     assert (brief([found]), found.others) == ([("warning", "no-longer-tied", "b")], ("a",))
     assert found.verdict == "b.weight begins with the values of a.weight, and is another tensor"
-    for fine in (tied("Embedding", mean=0.11), tied("Linear"), tied("Embedding", head="Embedding")):
+    for fine in (
+        tied("Embedding", mean=0.11),
+        tied("Linear"),
+        tied("Embedding", head="Embedding"),
+        tied("Embedding", most=-1.0),
+    ):
         assert fine == []
     assert "no-longer-tied" not in [each.rule for each in tied("Embedding", rms=0.0)]  # it is meant to stay
 

@@ -42,6 +42,14 @@ def test_learning_rate_too_large(ratio: float | list[float], expected: list[str]
     assert all("learning rate 0.5" in each.verdict for each in found)
 
 
+@pytest.mark.parametrize(("later", "expected"), [(1e-3, []), (0.2, ["learning-rate-too-large"])])
+def test_the_first_step_of_tiny_weights_is_large(later: float, expected: list[str]) -> None:
+    """Weights that begin with a thousandth, as of an EGNN, grow many times with the first step."""
+    ratios = [2.0, *[later] * 7]
+    found = run(parameters=network(*"abc", **{name: trained(name, ratio=ratios, rms=1e-3) for name in "abc"}))
+    assert [each.rule for each in found] == expected
+
+
 @pytest.mark.parametrize(
     ("update", "rate", "gradient", "rules"),
     [

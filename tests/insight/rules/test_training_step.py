@@ -168,6 +168,7 @@ def test_one_varying_input_is_enough() -> None:
 def test_a_single_token(rows: int, zeros: float, alarm: int) -> None:
     """An embedding of which all records use one row only is a finding, unless it has few rows, as that of segments."""
     parameters = first_layer(VARYING, VARYING, zeros)
+    parameters["fc2/weight"] = {**parameters["fc2/weight"], "rms": 0.3}  # not a copy of the embedding
     graph = chain("fc1", "fc2", fc1="Embedding")
     found = run(LAYERS, None, parameters, graph=graph, shapes={("fc1", "weight"): (rows, 16)})
     assert brief(found) == [("warning", "constant-input", "fc1")] * alarm
