@@ -16,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.reductions import SUMMED, Histogram, SparseCounts, Statistics, TaggedHistograms, sums_of
 from lightning_recorder.sinks import TensorBoardSink
+from lightning_recorder.sinks.tensorboard import EventFile
+from tests.disks import files_up_to
 
 SCALARS = [0.1, -2.0, 0.0, -0.0, 1e-45, 1e-50, 3.4e38, 1e39, -1e300, math.inf, -math.inf, math.nan, 2**24 + 1.0]
 TAGS = ["a", "activations/encoder.layers.10.fc/rms", "größe", "x" * 200, "y" * 20_000]
@@ -115,3 +117,16 @@ def test_a_summary_writer_gets_the_same_events(tmp_path: Path) -> None:
             sink.write_scalars(4, {"a": 0.5})
             sink.write_histograms(4, tagged(["h"], bins, scalars))
     assert values_of(tmp_path / "ours") == values_of(tmp_path / "theirs")
+
+
+@pytest.mark.filterwarnings("ignore::lightning_recorder.RecorderWarning")
+def test_an_event_that_is_skipped_has_no_size(tmp_path: Path) -> None:
+    """The sizes of the events add up to that of the file, also when the disk is full in between."""
+    file = EventFile(tmp_path)
+    file.add(b"one")
+    begun = file.path.stat().st_size
+    with files_up_to(begun + 20):
+        sizes = [file.add(b"x" * 100), file.add(b"two")]
+    sizes.append(file.add(b"three"))
+    assert sizes[0] == 0 < sizes[1] < sizes[2]
+    assert file.path.stat().st_size == begun + sum(sizes)
