@@ -147,3 +147,13 @@ def test_what_is_gone_is_ignored() -> None:
     for slot, value in kept:
         slot.write(value)
     assert model.counts == {}
+
+
+@pytest.mark.parametrize(("lists", "is_found"), [(1, True), (6, True), (7, False)])
+def test_numbers_in_six_lists_are_found(lists: int, is_found: bool) -> None:
+    """The search ends there, so that a large structure costs little."""
+    model: Any = nn.Identity()
+    model.counts = [3.25]
+    for _ in range(lists - 1):
+        model.counts = [model.counts]
+    assert (3.25 in [value for _, value in Counters(model.modules()).keep()]) is is_found
