@@ -132,7 +132,7 @@ class Blocks(nn.Module):
     ("is_used", "earlier", "severity"), [(False, 1, "note"), (True, 1, "warning"), (False, 0, "warning")]
 )
 def test_a_branch_that_the_last_block_does_not_need(is_used: bool, earlier: int, severity: str) -> None:
-    """It is a note if no loss depends on it and that of the block before is trained, and a warning if it is detached."""
+    """It is a note if no loss depends on it and that of the block before is trained; a detached one is a warning."""
     graph = capture_graph(Blocks(is_used=is_used), torch.randn(3, 4))
     names = ["stem", "blocks.0.main", "blocks.1.main", "head", *["blocks.0.side"] * earlier]
     layers: dict[str, Values] = {name: {} for name in (*names, "blocks.1.side")}
