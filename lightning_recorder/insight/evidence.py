@@ -207,6 +207,7 @@ class Evidence:
     # the experts of routers in training, with those of :data:`EXPERT_STATISTICS`
     experts: History = field(default_factory=_none)
     data: DataFacts = field(default_factory=DataFacts)  # the samples of the batches
+    results: History = field(default_factory=_none)  # the outputs in training with those of functions behind the layers
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
@@ -214,7 +215,7 @@ class Evidence:
             name: getattr(self, name).before(step)
             for name in ("activations", "gradients", "parameters", "validation", "inputs", "losses", "heads", "experts")
         }
-        return replace(self, **tables)
+        return replace(self, **tables, results=self.results.before(step))
 
     def of_model(self) -> Evidence:
         """Return the evidence without the functions behind the layers, such as those of the loss."""
@@ -222,7 +223,7 @@ class Evidence:
             name: getattr(self, name).without(self.wiring.of_loss)
             for name in ("activations", "gradients", "validation")
         }
-        return replace(self, **tables)
+        return replace(self, **tables, results=self.activations)
 
     def view(self, table: History, name: str, path: str = "") -> View:
         """Return the view of a site. One without a path stands for the module, or for the model if it has no name."""

@@ -16,9 +16,11 @@ from lightning_recorder.insight.evidence import STATISTICS, Evidence
 from lightning_recorder.insight.finding import (
     ACTED,
     ALL_IGNORED,
+    LOSS_OF_A_GUESS,
     NON_FINITE,
     SEVERITIES,
     SPIKE,
+    STILL_FALLS,
     UNBOUNDED,
     USUAL_UNTIL,
     Finding,
@@ -176,7 +178,10 @@ def examine(history: RunHistory, graph: Graph | None = None, facts: RunFacts | N
     rules = [rule for rule in RULES if rule.name not in facts.ignored]
     known = {GRAPH: graph is not None, DATA: facts.data is not None, HEADS: bool(evidence.heads.places)}
     gaps = gaps_of(history.counts(evidence.wiring.of_loss), facts.coverage, rules, known=known)
-    return Diagnosis(with_watched(found, watched), gaps)
+    findings = with_watched(found, watched)
+    if any(not each.is_note for each in findings):
+        findings = [each for each in findings if each.rule not in (LOSS_OF_A_GUESS, STILL_FALLS)]
+    return Diagnosis(findings, gaps)
 
 
 def evidence_of(history: RunHistory, graph: Graph | None, facts: RunFacts) -> Evidence:

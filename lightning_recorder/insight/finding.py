@@ -15,6 +15,7 @@ __all__ = [
     "ACTED",
     "ALL_IGNORED",
     "FINDINGS_FORMAT",
+    "LOSS_OF_A_GUESS",
     "MAXIMIZED",
     "NON_FINITE",
     "ORIGIN_VALUES",
@@ -56,6 +57,9 @@ RANKS_DIFFER = "ranks-differ"
 """The rule about ranks whose replicas differ, which the records and the checksums of the watch have in common."""
 
 _GRADIENT_SPIKE = "gradient-spike"  # the rule about those in the records
+
+LOSS_OF_A_GUESS, STILL_FALLS = "loss-of-a-guess", "still-falls"
+"""The rules about the value of the loss, which say something only if nothing else was found."""
 
 ORIGIN_VALUES = "values"
 """The number of a finding about the first bad value: the count of bad values at its origin, if that is known."""

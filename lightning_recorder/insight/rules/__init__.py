@@ -18,6 +18,7 @@ from lightning_recorder.insight.rules import (
     operations,
     optimization,
     outputs,
+    progress,
     ranks,
     samples,
     scales,
@@ -57,6 +58,7 @@ _FILES = (
     gradient_depth,
     classes,
     noise_scale,
+    progress,
 )
 
 RULES: tuple[Rule, ...] = tuple(each for file in _FILES for each in vars(file).values() if isinstance(each, Rule))

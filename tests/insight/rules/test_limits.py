@@ -38,6 +38,7 @@ from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
 from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
+from tests.insight.rules.test_progress import run_of_errors, run_of_shares
 from tests.insight.rules.test_targets import of_adversaries, of_tokens
 from tests.insight.test_odd_blocks import Stage
 
@@ -1412,6 +1413,36 @@ def told(rule: Rule, evidence: Evidence, **limits: float) -> list[Finding]:
 def test_each_rule_with_limits_has_cases() -> None:
     """A rule with limits comes with evidence near them."""
     assert CASES.keys() == {rule.name for rule in RULES if rule.thresholds}
+
+
+@cases("loss-of-a-guess")
+def _() -> Iterator[Evidence]:
+    for ratio in (1.0, 0.9, 1.5):
+        yield run_of_errors([4.0 * ratio] * 16).evidence()
+    for records, every in ((11, 30), (12, 30), (16, 20), (16, 10)):
+        yield run_of_errors([4.0] * records, every=every).evidence()
+    for spread in (0.02, 0.05):  # the standard error of the last quarter is half of it
+        yield run_of_errors([4.0] * 12 + [4.0 * (1 + 2 * spread * sign) for sign in (1, -1, 1, -1)]).evidence()
+    for fall in (2.0, 4.0):  # standard errors
+        last = [4.0 * (1 - 0.01 * fall + 0.02 * sign) for sign in (1, -1, 1, -1)]
+        yield run_of_errors([4.0] * 12 + last).evidence()
+    for counts in ((24, 24), (12, 12)):  # in two records
+        yield run_of_shares(np.log(2), counts).evidence()
+
+
+@cases("still-falls")
+def _() -> Iterator[Evidence]:
+    for records in (11, 12):
+        yield run_of_errors([3.0 - 0.01 * number for number in range(records)]).evidence()
+    for fall in (0.75, 0.4):  # of the largest one
+        falls = [0.0, 1.0, 2.0, 2.0 + fall]
+        yield run_of_errors([8.0 - falls[number // 4] for number in range(16)]).evidence()
+    for fall in (3.0, 6.0):  # standard errors
+        means = [3.0, 2.99, 2.98, 2.98 - 0.01 * fall]
+        signs = [0.02, -0.02] * 2  # a standard error of 0.01
+        yield run_of_errors([mean + sign for mean in means for sign in signs]).evidence()
+    for planned in (320, 480):
+        yield run_of_errors([3.0 - 0.01 * number for number in range(16)], planned=planned).evidence()
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.thresholds], ids=lambda rule: rule.name)

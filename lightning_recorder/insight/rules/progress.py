@@ -1,0 +1,130 @@
+"""Rules about the value of the loss over the run. They are notes for a run in which nothing else is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log, prod, sqrt
+
+import numpy as np
+
+from lightning_recorder.insight.evidence import Evidence, View
+from lightning_recorder.insight.finding import LOSS_OF_A_GUESS, STILL_FALLS, Finding
+from lightning_recorder.insight.recorded_step import setting, step_of
+from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.names import Site
+from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
+from lightning_recorder.records.table import Floats
+
+_OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+
+
+def _only_loss(evidence: Evidence) -> View | None:
+    """Return the values of the loss, if the run has a single one."""
+    names = {site.name for site in evidence.losses.places if site.name and site.path == "in.target"}
+    view = View(evidence, evidence.results, Site(min(names, default=""), "out"))
+    return view if len(names) == 1 and view else None
+
+
+def _quarters(values: Floats) -> tuple[Floats, Floats]:
+    """Return the mean in each quarter of a run, ``[4]``, and its standard error, ``[4]``."""
+    parts = np.array_split(values, 4)
+    return np.array([each.mean() for each in parts]), np.array([each.std() / sqrt(len(each)) for each in parts])
+
+
+@rule(
+    LOSS_OF_A_GUESS,
+    "note",
+    statistic="mean loss in each quarter of the run, against the entropy of the classes or the variance of the targets",
+    usual="below 0.9 of that after 200 steps",
+    why="The targets do not follow from the inputs, or nothing that matters for them is learned.",
+    next="Look at some samples with their targets. `lightning-recorder check` tries whether the model fits one batch.",
+    false_alarms="A run with several losses, weights of classes, or any other finding is left out. Large models may "
+    "stay there for a while before they learn.",
+    needs=("activations", GRAPH),
+    records=12,
+)
+def loss_of_a_guess(
+    evidence: Evidence,
+    *,
+    persistence: int = 12,
+    steps: int = 200,
+    low: float = 0.95,
+    high: float = 1.1,
+    error: float = 0.03,
+    errors: float = 3.0,
+    samples: int = 64,
+) -> Iterator[Finding]:
+    """Yield a note if the loss is that of a prediction that does not depend on the input, in the whole run."""
+    view = _only_loss(evidence)
+    if view is None or len(view.mean) < persistence or np.ptp(view.column("mean")[1]) < steps:
+        return
+    guesses, of = _guess(evidence, view.module, samples)
+    if len(guesses) not in (1, len(view.mean)) or not guesses.all():
+        return
+    means, deviations = _quarters(view.mean / guesses)
+    is_level = means[-1] >= means[1] - errors * np.hypot(deviations[1], deviations[-1])
+    if low <= means[1:].mean() <= high and is_level and deviations[-1] < error:
+        loss, guess = float(np.mean(view.mean)), float(np.mean(guesses))
+        verdict = f"{view.module} stays at {loss:.3g}, the loss of a guess: {of} is {guess:.3g}"
+        yield view.found(verdict, "mean", loss=loss, guess=guess)
+
+
+def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
+    """Return the least loss of a prediction that is the same for all samples, and its name; none if it is unknown.
+
+    It is known for each record, ``[records]``, or for all of them together, ``[1]``.
+    """
+    step = step_of(evidence)
+    nodes = [node for node in step.operations if name in (step.function_names.get(node.id), step.owner(node))]
+    kinds = {node.name for node in nodes}
+    target = View(evidence, evidence.losses, Site(name, "in.target"))
+    if "mse_loss" in kinds and prod(target.shape[1:]) == 1 and len(target.std):
+        return target.std**2, "the variance of its targets"
+    # Weights of classes are a third tensor.
+    usual = [node for node in nodes if node.name in _OF_CLASSES and len(step.sources(node)) == 2]
+    if not usual or any(setting(node, "label_smoothing") not in ("", "0.0") for node in usual):
+        return np.zeros(0), ""
+    counts: dict[int, int] = {}
+    for histogram in View(evidence, evidence.losses, Site(name, f"in.target{CLASS_COUNTS}")).histograms():
+        for label, count in classes_in(histogram).items():
+            counts[label] = counts.get(label, 0) + count
+    total = sum(counts.values())
+    if total < samples or len(counts) < 2:
+        return np.zeros(0), ""
+    entropy = -sum(count / total * log(count / total) for count in counts.values())
+    # Rare classes are missing in few samples, so that the entropy of these is too small (Miller and Madow).
+    return np.array([entropy + (len(counts) - 1) / (2 * total)]), f"the entropy of its {len(counts)} classes"
+
+
+@rule(
+    STILL_FALLS,
+    "note",
+    statistic="mean loss in each quarter of the run",
+    usual="falls less and less",
+    why="The run ended before the loss levelled off: it has too few steps, or its learning rate is low.",
+    next="Train longer, or try a higher learning rate.",
+    false_alarms="A run that is not at its end, one with several losses, one whose loss has halved, or with any other "
+    "finding is left out.",
+    needs=("activations",),
+    records=12,
+)
+def still_falls(
+    evidence: Evidence, *, persistence: int = 12, errors: float = 4.0, share: float = 0.5, ends: float = 0.9
+) -> Iterator[Finding]:
+    """Yield a note if the loss falls in the last quarter of the run as fast as before."""
+    view = _only_loss(evidence)
+    planned = evidence.parameters.about.get("planned_steps")
+    if view is None or len(view.mean) < persistence:
+        return
+    _, steps = view.column("mean")
+    if isinstance(planned, (int, float)) and steps[-1] < ends * planned:
+        return
+    means, deviations = _quarters(view.mean)
+    falls = -np.diff(means)
+    is_steady = falls[-1] > errors * deviations[-1] and falls[-1] >= share * falls.max() and falls.min() > 0
+    if is_steady and means[-1] > share * means[0] > 0:
+        verdict = (
+            f"{view.module} still falls as fast as before when the run ends at step {steps[-1]}: the means of its "
+            f"quarters are {', '.join(f'{each:.3g}' for each in means)}"
+        )
+        yield view.found(verdict, "mean", loss=means[-1], fall=falls[-1])
