@@ -231,7 +231,8 @@ def slow_last_layer(
             f"{rate:.3g}, that of the others {usual:.3g}"
         )
         others = tuple(dict.fromkeys(each.module for each in slow[1:]))
-        yield first.found(verdict, "update_ratio", others=others, learning_rate=rate, usual=usual)
+        numbers = {"factor": rate / usual, "learning_rate": rate, "usual": usual}
+        yield first.found(verdict, "update_ratio", others=others, **numbers)
 
 
 def _settings(parameter: View) -> list[str]:
