@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from lightning_recorder.page.report import report_html, report_markdown
+import numpy as np
+
+from lightning_recorder.page.report import _chart, report_html, report_markdown
 from lightning_recorder.recordings import open_recording
 from tests.commands.console import run as command
 from tests.page.test_data import written
@@ -17,6 +19,7 @@ def test_a_report_has_verdict_charts_graph_and_settings(runs: Path) -> None:
     lines = text.splitlines()
     assert lines[0].endswith(": 1 finding")
     assert any("encoder.relu returns only zeros" in line for line in lines)
+    assert any("*Measured* zero fraction 1. *Usual* at most 0.8" in line for line in lines)
     assert "| optimizer | Adam |" in lines
     assert [*pictures] == [
         "report-1-loss.svg",
@@ -49,3 +52,11 @@ def test_a_report_is_text_whatever_the_names_are(tmp_path: Path) -> None:
     assert "<b>[x]" not in html
     text, _ = report_markdown(run)
     assert "\\<b\\>\\[x\\](y)" in text
+
+
+def test_the_axis_of_a_constant_has_two_ends() -> None:
+    """The axis of a constant begins or ends with 0."""
+    for value, ends in ((1.0, ["1", "0"]), (-2.0, ["0", "-2"]), (0.0, ["1", "0"])):
+        picture = ET.fromstring(_chart("norm", [0, 1], np.array([value, value])))
+        texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+        assert texts[1:3] == ends
