@@ -137,6 +137,16 @@ _STYLE = (
 )
 
 
+def _settings(run: Run) -> dict[str, str]:
+    """Return the settings, with the range of a learning rate that changes: the first one is that of a warm-up."""
+    found = settings_of(run)
+    rates = [values[np.isfinite(values)] for name, _, values in logged_curves(run) if name.startswith("learning rate")]
+    if "lr" in found and any(each.size and each.min() < each.max() for each in rates):
+        every = np.concatenate(rates)
+        found["lr"] = f"from {every.min():.4g} to {every.max():.4g}"
+    return found
+
+
 def _measured(finding: Finding) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in finding.numbers.items())
 
@@ -151,7 +161,7 @@ def _contents(run: Run) -> _Report:
         [*_check(run)],
         [(title, _chart(title, steps, values)) for title, steps, values in _chosen(run)],
         _graph(run),
-        settings_of(run),
+        _settings(run),
     )
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
+import pytest
 
+from lightning_recorder.page import report
 from lightning_recorder.page.report import _chart, report_html, report_markdown
 from lightning_recorder.recordings import open_recording
 from tests.commands.console import run as command
@@ -60,3 +62,12 @@ def test_the_axis_of_a_constant_has_two_ends() -> None:
         picture = ET.fromstring(_chart("norm", [0, 1], np.array([value, value])))
         texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
         assert texts[1:3] == ends
+
+
+def test_a_learning_rate_that_changes_has_its_range(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings do not have the rate of the first step alone; a constant rate is one number."""
+    run = open_recording(runs / "sick").run
+    for values, shown in (([0.1, 0.4, 0.2], "from 0.1 to 0.4"), ([0.1, 0.1], "0.01")):
+        curve = ("learning rate", [*range(len(values))], np.array(values))
+        monkeypatch.setattr(report, "logged_curves", lambda _, curve=curve: [curve])
+        assert f"| lr | {shown} |" in report_markdown(run)[0].splitlines()
