@@ -210,9 +210,8 @@ def block_trend(
                 f"{group[-1].name}"
             )
             *others, block = blocks_of([site.name for site in group])
-            trend = View(evidence, table, group[-1]).found(
-                verdict, statistic, factor=last / first, first=first, last=last
-            )
+            view = View(evidence, table, group[-1])
+            trend = view.found(verdict, statistic, factor=last / first, first=first, last=last)
             yield replace(trend, module=block, others=tuple(others))
             return
 
@@ -312,13 +311,13 @@ def train_differs(
         f"the output of {view.module} has rms {here:.3g} in training and {there:.3g} in validation at step "
         f"{validation.steps[-1]}"
     )
-    numbers = {"factor": here / there if there else np.inf, "train": here, "validation": there}
+    factor = here / there if there else np.inf
     # A first layer that does not depend on the mode computes the same in both.
     if evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE):
-        differs = view.found(f"{verdict}: its inputs differ", "rms", **numbers)
+        differs = view.found(f"{verdict}: its inputs differ", "rms", factor=factor, train=here, validation=there)
         yield replace(differs, why=_WHY_DATA, next=_NEXT_DATA)
     else:
-        yield view.found(verdict, "rms", **numbers)
+        yield view.found(verdict, "rms", factor=factor, train=here, validation=there)
 
 
 _WITHOUT_MODE = ("Linear", "Conv")

@@ -68,9 +68,8 @@ def target_scale(
                     f"the targets of {node.name} in {step.place(node)} have rms {given[-1]:.3g} in the latest record, "
                     f"and the predictions {predicted[-1]:.3g}"
                 )
-                numbers = {"target": float(given[-1]), "rms": float(predicted[-1])}
-                factor = numbers["target"] / numbers["rms"] if numbers["rms"] else np.inf
-                yield target.found(verdict, "rms", factor=factor, **numbers)
+                size, rms = float(given[-1]), float(predicted[-1])
+                yield target.found(verdict, "rms", factor=size / rms if rms else np.inf, target=size, rms=rms)
                 return
         layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]

@@ -1452,7 +1452,7 @@ def test_the_first_number_is_the_one_that_is_not_usual(rule: Rule) -> None:
     """A card shows the numbers beside the usual values: the first one is of the same quantity, and outside of them."""
     usual = bounds(rule.usual)
     found = [each for evidence in CASES[rule.name]() for each in told(rule, evidence) if each.numbers]
-    for each in found if usual is not None else []:
-        low, high = usual
+    low, high = usual or (math.inf, -math.inf)
+    for each in found:
         first = next(iter(each.numbers.values()))
         assert not low < first < high, each.numbers
