@@ -278,10 +278,11 @@ def _precedes(step: Finding, other: Finding, evidence: Evidence) -> bool:
 
     Most findings are dated to the first record, which says nothing. The factor of a step is known in each record.
     """
+    if (step.rule, other.rule) != (GRADIENT_STEP, "saturation"):
+        return False
     begun = other.numbers.get(USUAL_UNTIL, other.first_step)
     is_there = step.numbers.get("first", 0.0) >= step.numbers.get("factor", np.inf) ** _SAME_FACTOR
-    is_one = (step.rule, other.rule) == (GRADIENT_STEP, "saturation")
-    return is_one and is_there and sum(step <= begun for step in evidence.gradients.steps) > 2
+    return is_there and sum(step <= begun for step in evidence.gradients.steps) > 2
 
 
 def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[str, Any]], evidence: Evidence) -> bool:

@@ -356,7 +356,8 @@ def _joined(spike: Finding, gradients: Finding) -> Finding:
     return replace(
         spike,
         verdict=f"{spike.verdict}; {most if known else gradients.verdict}",
-        numbers={**gradients.numbers, **spike.numbers},
+        # Those of the spike come first, since its usual values are shown beside them.
+        numbers={**spike.numbers, **gradients.numbers, **spike.numbers},
         others=tuple(dict.fromkeys([*spike.others, gradients.module, *gradients.others])),
         consequences=(*spike.consequences, gradients.rule, *gradients.consequences),
     )

@@ -19,7 +19,7 @@ from lightning_recorder.recordings.run_changes import settings_of
 from lightning_recorder.temporary import TemporaryFolder, write_whole
 
 if TYPE_CHECKING:
-    from lightning_recorder.insight import Diagnosis
+    from lightning_recorder.insight import Diagnosis, Finding
 
 __all__ = ["report_html", "report_markdown", "write_report"]
 
@@ -76,7 +76,10 @@ def report_markdown(run: Run, stem: str = "report") -> tuple[str, dict[str, str]
     lines = [f"# {_plain(found.title)}: {found.diagnosis.verdict}", "", found.steps, ""]
     for each in found.diagnosis.findings:
         lines += [f"- **{each.severity}**: {_plain(each.verdict)}"]
-        lines += [f"  *Why* {_plain(each.why)} *Try* {_plain(each.next)}"] if not each.is_note else []
+        measured = f"*Measured* {_plain(_measured(each))}. " if each.numbers else ""
+        usual = f"*Usual* {_plain(each.usual)}. " if each.usual else ""
+        more = f"  {measured}{usual}*Why* {_plain(each.why)} *Try* {_plain(each.next)}"
+        lines += [more] if not each.is_note else []
     lines += ["- no findings"] if not found.diagnosis.findings else []
     lines += [f"- {_plain(each.line)}" for each in found.diagnosis.open]
     if found.check:
@@ -98,7 +101,10 @@ def report_html(run: Run) -> str:
     found = _contents(run)
     parts = [f"<h1>{escape(found.title)}: {escape(found.diagnosis.verdict)}</h1><p>{escape(found.steps)}</p><ul>"]
     for each in found.diagnosis.findings:
-        more = "" if each.is_note else f"<br><b>Why</b> {escape(each.why)} <b>Try</b> {escape(each.next)}"
+        measured = f"<b>Measured</b> {escape(_measured(each))}. " if each.numbers else ""
+        usual = f"<b>Usual</b> {escape(each.usual)}. " if each.usual else ""
+        following = f"<b>Why</b> {escape(each.why)} <b>Try</b> {escape(each.next)}"
+        more = "" if each.is_note else f"<br>{measured}{usual}{following}"
         parts.append(f"<li><b>{escape(each.severity)}</b> {escape(each.verdict)}{more}</li>")
     parts += ["<li>no findings</li>"] if not found.diagnosis.findings else []
     parts += [*(f"<li>{escape(each.line)}</li>" for each in found.diagnosis.open), "</ul>"]
@@ -131,6 +137,20 @@ _STYLE = (
 )
 
 
+def _settings(run: Run) -> dict[str, str]:
+    """Return the settings, with the range of a learning rate that changes: the first one is that of a warm-up."""
+    found = settings_of(run)
+    rates = [values[np.isfinite(values)] for name, _, values in logged_curves(run) if name.startswith("learning rate")]
+    if "lr" in found and any(each.size and each.min() < each.max() for each in rates):
+        every = np.concatenate(rates)
+        found["lr"] = f"from {every.min():.4g} to {every.max():.4g}"
+    return found
+
+
+def _measured(finding: Finding) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in finding.numbers.items())
+
+
 def _contents(run: Run) -> _Report:
     steps = sorted({step for label in run for step in run[label].steps})
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no records"
@@ -141,7 +161,7 @@ def _contents(run: Run) -> _Report:
         [*_check(run)],
         [(title, _chart(title, steps, values)) for title, steps, values in _chosen(run)],
         _graph(run),
-        settings_of(run),
+        _settings(run),
     )
 
 
@@ -192,7 +212,9 @@ def _chart(title: str, steps: list[int], values: NDArray[np.float64]) -> str:
     low, high = (float(values[finite].min()), float(values[finite].max())) if finite.any() else (0.0, 0.0)
     right, bottom = _WIDTH - 12, _HEIGHT - 24
     x = _LEFT + (np.array(steps, dtype=np.float64) - steps[0]) / max(1, steps[-1] - steps[0]) * (right - _LEFT)
-    y = bottom - (np.where(finite, values, low) - low) / ((high - low) or 1.0) * (bottom - _TOP)
+    if low == high:  # the axis of a constant has two different ends, one of them 0
+        low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
+    y = bottom - (np.where(finite, values, low) - low) / (high - low) * (bottom - _TOP)
     points = " ".join(f"{left:.1f},{up:.1f}" for left, up in zip(x[finite], y[finite], strict=True))
     marks = "".join(
         f'<rect x="{left - 1:.1f}" y="{_TOP}" width="2" height="{bottom - _TOP}" fill="{_BAD}"/>' for left in x[~finite]

@@ -59,12 +59,15 @@ def adds(result: Tensor, args: Any) -> bool:
 
 def floating(values: Any) -> Iterator[Tensor]:
     """Yield the tensors with floating-point numbers in the arguments or the result of an operation."""
+    return filter(is_checkable, _tensors(values))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
     todo = list(values)
     while todo:
         value = todo.pop(0)
         if isinstance(value, Tensor):
-            if is_checkable(value):
-                yield value
+            yield value
         elif isinstance(value, (list, tuple)):
             todo += value
         elif isinstance(value, dict):
@@ -440,13 +443,16 @@ class _Leave(_Enter):
 
 
 def _ranges(values: Any) -> str:
-    """Return the ranges of the tensors in the arguments of an operation."""
+    """Return the ranges of the tensors in the arguments of an operation, with their places if there are several."""
     found = []
-    for each in floating(values):
-        if each.numel() and not each.is_complex():
+    for place, each in enumerate(_tensors(values)):
+        if is_checkable(each) and each.numel() and not each.is_complex():
             low, high = (f"{float(bound) + 0.0:.3g}" for bound in each.detach().double().aminmax())  # no -0
-            found.append(low if low == high else f"{low} to {high}")
-    return "; ".join(found)
+            found.append((_PLACES[min(place, 2)].format(place + 1), low if low == high else f"{low} to {high}"))
+    return ", ".join(map(" ".join, found)) if len(found) > 1 else "".join(text for _, text in found)
+
+
+_PLACES = ("first input", "second input", "input {}")
 
 
 def _address(tensor: Tensor) -> int:

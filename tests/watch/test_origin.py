@@ -88,7 +88,10 @@ def test_the_operation_is_named(name: str) -> None:
 def test_the_inputs_of_the_operation_have_their_ranges() -> None:
     """A quotient has the ranges of both sides; an operation in place has none, since its input is overwritten."""
     x = torch.tensor([[1.0, 2.0, 3.0]])
-    for divide, ranges in ((lambda y: torch.full_like(y, 2.5) / (y * 0)), "2.5; 0"), (lambda y: (y * 0).log_(), ""):
+    for divide, ranges in (
+        (lambda y: torch.full_like(y, 2.5) / (y * 0), "first input 2.5, second input 0"),
+        (lambda y: (y * 0).log_(), ""),
+    ):
         found = origin_of(Net(divide), x)
         assert found is not None
         assert found.ranges == ranges

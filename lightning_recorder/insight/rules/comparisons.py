@@ -210,7 +210,8 @@ def block_trend(
                 f"{group[-1].name}"
             )
             *others, block = blocks_of([site.name for site in group])
-            trend = View(evidence, table, group[-1]).found(verdict, statistic, first=first, last=last)
+            view = View(evidence, table, group[-1])
+            trend = view.found(verdict, statistic, factor=last / first, first=first, last=last)
             yield replace(trend, module=block, others=tuple(others))
             return
 
@@ -254,7 +255,7 @@ def unlike_siblings(
             verdict += f"{ratio:.3g} × the median of {len(others)} equal modules ({span})"
         else:
             verdict += f"and {span if ratio == 0 else 0} in {len(others)} equal modules"
-        found = View(evidence, table, site).found(verdict, statistic, value=value, factor=ratio)
+        found = View(evidence, table, site).found(verdict, statistic, factor=ratio, value=value)
         if words in INITIAL:
             found = replace(found, first_step=shown[0], last_step=shown[-1], records=len(shown))
         other = of_weights if words == WEIGHT_GRADIENT else backward
@@ -310,12 +311,13 @@ def train_differs(
         f"the output of {view.module} has rms {here:.3g} in training and {there:.3g} in validation at step "
         f"{validation.steps[-1]}"
     )
+    factor = here / there if there else np.inf
     # A first layer that does not depend on the mode computes the same in both.
     if evidence.wiring.inputs.get(view.module) == [INPUT] and view.kind.startswith(_WITHOUT_MODE):
-        differs = view.found(f"{verdict}: its inputs differ", "rms", train=here, validation=there)
+        differs = view.found(f"{verdict}: its inputs differ", "rms", factor=factor, train=here, validation=there)
         yield replace(differs, why=_WHY_DATA, next=_NEXT_DATA)
     else:
-        yield view.found(verdict, "rms", train=here, validation=there)
+        yield view.found(verdict, "rms", factor=factor, train=here, validation=there)
 
 
 _WITHOUT_MODE = ("Linear", "Conv")

@@ -338,11 +338,13 @@ def gradient_spike(
             largest = gradients[int(np.nanargmax(squares[row]))]
             ended = (each.epoch for each in evidence.data.epochs if each.is_whole and each.last_step == step)
             last = next((f", the last of epoch {epoch}," for epoch in ended), "")
+            times = norms[row] / np.median(past)
             verdict = (
-                f"the norm of all gradients at step {step}{last} is {norms[row] / np.median(past):.3g} × its median in "
+                f"the norm of all gradients at step {step}{last} is {times:.3g} × its median in "
                 f"the {records} records before, most of it in {largest.module or largest.name.removesuffix('.grad')}"
             )
-            yield replace(largest.found(verdict, "rms", since=step, norm=norms[row]), last_step=step, records=1)
+            found = largest.found(verdict, "rms", since=step, factor=times, norm=norms[row])
+            yield replace(found, last_step=step, records=1)
             return
 
 

@@ -59,7 +59,9 @@ def norm_ineffective(evidence: Evidence, *, persistence: int = 2, ratio: float =
         ].all():
             span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
             verdict = f"{view.module} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
-            yield view.found(verdict, "rms", rms=values[-1], low=low[-1], high=high[-1])
+            bound = high[-1] if values[-1] > high[-1] else low[-1]
+            factor = values[-1] / bound if bound else np.inf
+            yield view.found(verdict, "rms", factor=factor, rms=values[-1], low=low[-1], high=high[-1])
 
 
 def _expected_rms(output: View) -> tuple[Floats, Floats, NDArray[np.int64]]:

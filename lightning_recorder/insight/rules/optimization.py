@@ -474,7 +474,7 @@ def weight_drift(
             because = f", with weight decay {decay.max():.3g}" if not grows and len(decay) and decay.max() > 0 else ""
             span = f"from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
             verdict = f"{each.name} {way} {span}{because}"
-            found = each.found(verdict, "rms", first=values[0], last=values[-1])
+            found = each.found(verdict, "rms", factor=ratio, first=values[0], last=values[-1])
             why, look = _WHY_GROWS if grows else _WHY_SHRINKS
             yield _as_jump(replace(found, why=why, next=look), each, jump)
 

@@ -471,7 +471,7 @@ def scale_jump(evidence: Evidence, *, gain: float = 8.0, least_std: float = 3.0)
         if least > gain and spread > least_std:
             grown, feed = rms / largest, feeds[before.index(largest)].module
             verdict = f"the output of {view.module} has rms {rms:.3g}, {grown:.3g} × that of its input from {feed}"
-            yield view.found(verdict, "rms", rms=rms, gain=grown, input=largest)
+            yield view.found(verdict, "rms", gain=grown, rms=rms, input=largest)
 
 
 def _is_transform(evidence: Evidence, name: str) -> bool:

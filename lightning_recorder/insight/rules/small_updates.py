@@ -231,7 +231,10 @@ def slow_last_layer(
             f"{rate:.3g}, that of the others {usual:.3g}"
         )
         others = tuple(dict.fromkeys(each.module for each in slow[1:]))
-        yield first.found(verdict, "update_ratio", others=others, learning_rate=rate, usual=usual)
+        found = first.found(
+            verdict, "update_ratio", others=others, factor=rate / usual, learning_rate=rate, usual=usual
+        )
+        yield found
 
 
 def _settings(parameter: View) -> list[str]:

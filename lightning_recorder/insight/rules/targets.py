@@ -68,7 +68,8 @@ def target_scale(
                     f"the targets of {node.name} in {step.place(node)} have rms {given[-1]:.3g} in the latest record, "
                     f"and the predictions {predicted[-1]:.3g}"
                 )
-                yield target.found(verdict, "rms", target=float(given[-1]), rms=float(predicted[-1]))
+                size, rms = float(given[-1]), float(predicted[-1])
+                yield target.found(verdict, "rms", factor=size / rms if rms else np.inf, target=size, rms=rms)
                 return
         layer = step.behind(node) if node.name == "mse_loss" and setting(node, "reduction") in ("", "'mean'") else None
         users = step.users(node) if layer is not None else [node]
@@ -91,7 +92,7 @@ def target_scale(
                 f"the mean error of the predictions from {name} is {error:.3g} at step {int(steps[-1])}, "
                 f"{error / size:.3g} × their rms ({size:.3g})"
             )
-            yield gradient.found(verdict, "rms", error=error, rms=size)
+            yield gradient.found(verdict, "rms", factor=error / size, error=error, rms=size)
             return
 
 

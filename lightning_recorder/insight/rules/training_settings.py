@@ -208,7 +208,7 @@ def decayed_norm(
         decay = worst.weight_decay[-1]
         verdict = f"weight decay {decay:.3g} has shrunk {worst.name} to {found[worst]:.0%} of its initial mean"
         others = tuple(each.module for each in found if each is not worst)
-        yield worst.found(verdict, "mean", others=others, weight_decay=decay)
+        yield worst.found(verdict, "mean", others=others, factor=found[worst], weight_decay=decay)
 
 
 @rule(

@@ -186,6 +186,8 @@ def test_a_spike_of_the_gradients() -> None:
     parameters = network("a", "b", b=trained("b", grad=[1e-3] * 6 + [0.1, 1e-3]))
     (found,) = run(None, None, parameters)
     assert (found.rule, found.module, found.first_step, found.last_step) == ("gradient-spike", "b", 60, 60)
+    assert [*found.numbers] == ["factor", "norm"]
+    assert found.numbers["factor"] == pytest.approx(70.7, abs=0.05)
     words = "the norm of all gradients at step 60 is 70.7 × its median in the 5 records before, most of it in b"
     assert found.verdict == words
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -1456,3 +1457,33 @@ def test_each_limit_counts(rule: Rule) -> None:
         if all(told(rule, each, **{name: value}) == found for each, found in usual)
     ]
     assert unnoticed == []
+
+
+_USUAL = re.compile(
+    r"(at most|below|at least|above|within a factor of)? ?(-?[\d.]+(?:e-\d)?)(?: to (-?[\d.e-]+))?(?=[ ,]|$)"
+)
+
+
+def bounds(usual: str) -> tuple[float, float] | None:
+    """Return the range that a text about usual values begins with, if it does."""
+    found = _USUAL.match(usual)
+    if found is None:
+        return None
+    low, high = float(found[2]), float(found[3] or found[2])
+    if found[1] == "within a factor of":
+        return 1 / low, low
+    return -math.inf if found[1] in ("at most", "below") else low, math.inf if found[1] in (
+        "at least",
+        "above",
+    ) else high
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.thresholds], ids=lambda rule: rule.name)
+def test_the_first_number_is_the_one_that_is_not_usual(rule: Rule) -> None:
+    """A card shows the numbers beside the usual values: the first one is of the same quantity, and outside of them."""
+    usual = bounds(rule.usual)
+    found = [each for evidence in CASES[rule.name]() for each in told(rule, evidence) if each.numbers]
+    low, high = usual or (math.inf, -math.inf)
+    for each in found:
+        first = next(iter(each.numbers.values()))
+        assert not low < first < high, each.numbers
