@@ -7,6 +7,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -129,6 +130,20 @@ def test_a_finding_about_a_block_leads_to_the_layer_in_it(page: Page, tmp_path: 
     page.locator(".findings li button").first.click()
     expect(page.locator("aside.layer h2")).to_have_text("layers.20")
     expect(page.locator("aside.layer .finding")).to_contain_text("layers differs")
+
+
+def test_a_finding_without_a_curve_shows_the_usual_statistic(page: Page, runs: Path, tmp_path: Path) -> None:
+    """The quantity of the finding that was opened before says nothing about this one."""
+    run = open_recording(runs / "sick").run
+    first = next(each for each in run.findings if each.trace is not None and each.trace.statistic == "zero_fraction")
+    other = replace(first, module="head", verdict="head is frozen", trace=None)
+    path = tmp_path / "page.html"
+    path.write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([first, other])}), "run"))
+    opened(page, path)
+    for number, expected in ((0, "zero_fraction"), (1, "rms")):
+        page.locator(".findings li > button").nth(number).click()
+        expect(page.get_by_label("statistic", exact=True)).to_have_value(expected)
+        page.keyboard.press("Escape")
 
 
 def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) -> None:

@@ -478,7 +478,10 @@ function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; chan
   const { finding, run, change } = props;
   const trace = finding.trace;
   const open = (): void => {
-    change({ layer: layerOf(finding), step: stepOf(finding), ...(trace && run.shows(trace)) });
+    // Without a curve, what an earlier finding showed would stay.
+    const first = run.recorders.find((each) => each.group === "activations") ?? run.recorders[0];
+    const shown = (trace && run.shows(trace)) ?? (first && { recorder: first.title, statistic: usual(first) });
+    change({ layer: layerOf(finding), step: stepOf(finding), ...shown });
   };
   return (
     <li class={finding.severity}>
