@@ -67,7 +67,8 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _data(loader: Any) -> dict[str, Any]:
     found = {"batch_size": _plain(getattr(loader, "batch_size", None))}
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
-    found |= {"sampler": type(sampler).__name__, "dataset": type(dataset).__name__}
+    about = {"sampler": sampler, "dataset": dataset}
+    found |= {name: type(each).__name__ for name, each in about.items() if each is not None}  # a loop may have none
     with suppress(Exception):  # an iterable dataset has no length
         found["samples"] = len(dataset)  # type: ignore[arg-type]  # raises TypeError, which is caught
     return found

@@ -241,7 +241,8 @@ class WatchedSamples:
             inner = inner_loader(loader)
             workers = 0 if inner is None else inner.num_workers
             is_stream = inner is not None and isinstance(inner.dataset, IterableDataset)
-            return LoaderFacts(type(loader).__name__, is_iterable=is_stream, workers=workers, is_overfit=is_overfit)
+            name = "" if loader is None else type(loader).__name__  # a loop that calls monitor.step
+            return LoaderFacts(name, is_iterable=is_stream, workers=workers, is_overfit=is_overfit)
         batches: Any = loader.batch_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
         sampler = loader.sampler if batches is None or type(batches) is BatchSampler else batches

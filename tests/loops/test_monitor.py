@@ -476,7 +476,9 @@ def test_samples_are_counted_in_epochs(tmp_path: Path) -> None:
         return folder / "recorder" / "data.json"
 
     path = run(tmp_path / "epochs", ends=True)
-    assert [each["samples"] for each in json.loads(path.read_text())["epochs"]] == [48, 48]
+    data = json.loads(path.read_text())
+    assert [each["samples"] for each in data["epochs"]] == [48, 48]
+    assert data["loader"]["sampler"] == ""  # the loop did not say what it iterates over
     assert not run(tmp_path / "none", ends=False).exists()
 
 
