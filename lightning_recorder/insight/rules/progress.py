@@ -66,7 +66,7 @@ def loss_of_a_guess(
     if low <= means[1:].mean() <= high and is_level and deviations[-1] < error:
         loss, guess = float(np.mean(view.mean)), float(np.mean(guesses))
         verdict = f"{view.module} stays at {loss:.3g}, the loss of a guess: {of} is {guess:.3g}"
-        yield view.found(verdict, "mean", loss=loss, guess=guess)
+        yield view.found(verdict, "mean", share=loss / guess, loss=loss, guess=guess)
 
 
 def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
