@@ -204,6 +204,27 @@ def test_a_healthy_model_is_silent(tmp_path: Path) -> None:
     assert [each for each in open_recording(tmp_path).findings if each.rule in OWN] == []
 
 
+class OfTokens(nn.Linear):
+    """A linear layer that takes all tokens in one dimension, as those of GPT-2 do."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
+        found = torch.addmm(self.bias, input.reshape(-1, input.shape[-1]), self.weight.T)
+        return found.view(*input.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("fault", ["norm over samples", ""])
+def test_means_over_samples_are_found_before_layers_that_join_the_tokens(tmp_path: Path, fault: str) -> None:
+    """The stream of the tokens then has two dimensions in the layers, and three in the means."""
+    seed_everything(0, verbose=False)
+    model = Model(fault, everywhere=True)
+    for name, module in list(model.blocks.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.blocks.set_submodule(name, OfTokens(module.in_features, module.out_features))
+    fit(tmp_path, model)
+    found = [each.module for each in open_recording(tmp_path).findings if each.rule == "mixes-tokens"]
+    assert found == ["blocks.0.norm"] * (fault != "")
+
+
 class Rotary(nn.Module):
     """Returns the factors of a rotary embedding."""
 

@@ -33,7 +33,7 @@ GRADIENT_CONSEQUENCES = {
 """The consequences of gradients that are lost or too small: rules, with the places of their modules."""
 
 _NO_GRAD = "(no_grad)"  # as the graph notes it
-_WHY_LAST_BLOCK = "Each block has this branch, and only a further block would use that of the last one."
+_WHY_LAST_BLOCK = "The block before has the same branch. A further block may use this one, and there is none."
 _NEXT_LAST_BLOCK = "Leave it out of the last block, or let it be: DDP then needs find_unused_parameters."
 _WHY_NO_GRAD = "A torch.no_grad(), or a checkpoint with use_reentrant=True whose inputs require no gradient."
 _WHY_ZERO_LOSS = "The loss is multiplied with zero, or does not change with this output, as where it is clamped."
@@ -142,7 +142,6 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
     for name, last in lasts.items():
         frontiers.setdefault(last, []).append(name)
     for alike in _alike(_without_containers(frontiers), blocks):
-        earlier = ""
         frontier, names = alike[0][0], [name for _, names in alike for name in names]
         after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
@@ -153,9 +152,11 @@ def gradient_stops(evidence: Evidence, *, records: int = 2, blocks: int = 4) -> 
         if not (called or wiring.has_graph or len(evidence.gradients)):  # only parameters are recorded
             where = "not called, or without effect on the loss"
         is_zero_from_the_loss = not reached and bool(len(evidence.gradients)) and lost[names[0]]
+        is_single = len(alike) == 1 and not is_zero_from_the_loss
+        earlier = _trained_before_last(evidence, frontier, lost) if is_single else ""
         if is_zero_from_the_loss:
             where = f"the gradient of the loss for the output of {frontier} is zero already"
-        elif (earlier := _trained_before_last(evidence, frontier, lost)) and len(alike) == 1:
+        elif earlier:
             where = f"the loss does not depend on it; {earlier} of an earlier block is trained"
         elif _is_unread(evidence, frontier):
             where = f"nothing uses the output of {frontier}{more}"

@@ -40,41 +40,13 @@ _PRODUCTS = ("matmul", "bmm")
 _MASKS = ("masked_fill", "where", "add", "clamp")
 _CLOSE = 0.01
 _FEWEST = 2  # layers of attention
-_ALIKE = frozenset(
-    (
-        *(
-            "embedding",
-            "linear",
-            "addmm",
-            "matmul",
-            "bmm",
-            "softmax",
-            ATTENTION,
-            "layer_norm",
-            "rms_norm",
-            "gelu",
-            "relu",
-        ),
-        *(
-            "silu",
-            "tanh",
-            "sigmoid",
-            "erf",
-            "add",
-            "iadd",
-            "radd",
-            "sub",
-            "mul",
-            "imul",
-            "rmul",
-            "div",
-            "truediv",
-            "pow",
-        ),
-        *("square", "sqrt", "rsqrt", "neg", "masked_fill", "split", "chunk", "unbind", "expand", "repeat_interleave"),
-        *("mean", "var", "clamp", "cat"),
-    )
-)
+_ALIKE = {
+    ATTENTION,
+    *("embedding", "linear", "addmm", "matmul", "bmm", "softmax", "layer_norm", "rms_norm", "masked_fill"),
+    *("gelu", "relu", "silu", "tanh", "sigmoid", "erf", "clamp", "square", "sqrt", "rsqrt", "neg", "pow"),
+    *("add", "iadd", "radd", "sub", "mul", "imul", "rmul", "div", "truediv", "mean", "var"),
+    *("split", "chunk", "unbind", "expand", "repeat_interleave", "cat"),
+}
 """The functions that treat all positions alike, as far as the tensors that they take do."""
 _INVERTED_BY = re.compile(r"ne|__ne__|not_equal")
 

@@ -27,7 +27,7 @@ _SURE = (*_GATES, "Softmax", "LogSoftmax", "LogSigmoid", "Softplus", "Exp")  # t
 _EVERYTHING_AFTER, _ANYWHERE = ("downstream", "same"), ("any",)
 _WHY_NEGATIVE = "All inputs of the ReLU are negative: the bias before it is too low, or a step was too large."
 _NEXT_NEGATIVE = "Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU."
-_WHY_ZERO = "Its weight is zero, and a ReLU after it lets no gradient of zero pass, so that it stays zero."
+_WHY_ZERO = "The weight of the layer is zero in all records, so that its output does not depend on its input."
 _NEXT_ZERO = "Look at how the weight is initialized, and at masks and pruning that set it to zero."
 _STATES = ("out[1]", "out[1][1]")  # the memory of an LSTMCell and of an LSTM, which has no bounds
 

@@ -101,7 +101,7 @@ def _guess(evidence: Evidence, name: str, samples: int) -> tuple[Floats, str]:
     "note",
     statistic="mean loss in each quarter of the run",
     usual="falls less and less",
-    why="The run ended before the loss levelled off: it has too few steps, or its learning rate is low.",
+    why="The loss has not levelled off: the run has too few steps, or its learning rate is low.",
     next="Train longer, or try a higher learning rate.",
     false_alarms="A run that is not at its end, one with several losses, one whose loss has halved, or with any other "
     "finding is left out.",
@@ -124,7 +124,7 @@ def still_falls(
     is_steady = falls[-1] > errors * deviations[-1] and falls[-1] >= share * falls.max() and falls.min() > 0
     if is_steady and means[-1] > share * means[0] > 0:
         verdict = (
-            f"{view.module} still falls as fast as before when the run ends at step {steps[-1]}: the means of its "
-            f"quarters are {', '.join(f'{each:.3g}' for each in means)}"
+            f"{view.module} still falls at step {steps[-1]}, the last one with a record: the means of the quarters are "
+            f"{', '.join(f'{each:.3g}' for each in means)}"
         )
         yield view.found(verdict, "mean", loss=means[-1], fall=falls[-1])

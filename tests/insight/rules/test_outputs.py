@@ -107,7 +107,7 @@ def test_a_dead_output_of_a_zero_weight_names_the_weight(rms: float | list[float
     (found,) = run(layers, None, parameters, graph=chain("fc", "act", act="ReLU"))
     assert found.rule == "dead-output"
     assert found.verdict.endswith("in every record: fc.weight is zero") is named
-    assert ("Its weight is zero" in found.why) is named
+    assert ("The weight of the layer is zero" in found.why) is named
 
 
 def test_a_dead_layer_is_one_finding() -> None:

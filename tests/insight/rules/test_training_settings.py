@@ -33,7 +33,7 @@ def test_learning_rate_too_large(ratio: float | list[float], expected: list[str]
     weights = network(*"abc", **{name: trained(name, ratio=ratio) for name in "abc"})
     unknown = run(parameters=weights)  # a loop whose optimizer is none of torch
     assert [each.rule for each in unknown] == expected
-    assert not any("learning rate" in each.verdict for each in unknown)
+    assert not any("learning rate" in each.verdict + each.why for each in unknown)
     known = {
         key: {**value, "learning_rate": 0.5} if key.endswith("weight") else value for key, value in weights.items()
     }
