@@ -124,8 +124,8 @@ def learning_rate_too_large(
             largest = max(values, key=lambda each: values[each])
             rate = f" (learning rate {max(rates):.3g})" if rates else ""
             verdict = f"{when} the weights by {middle:.1%} of their size{rate}"
-            found = largest.found(verdict, "update_ratio", update_ratio=middle, **known)
-            yield found if rates else replace(found, why="The steps are far too large for the size of the weights.")
+            finding = largest.found(verdict, "update_ratio", update_ratio=middle, **known)
+            yield finding if rates else replace(finding, why="The steps are far too large for the size of the weights.")
             return
 
 
