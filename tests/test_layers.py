@@ -76,6 +76,7 @@ class Import:
         return name if name != self.imported else None
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Return every file of the package except the public interface, by its name inside the package."""
     found = {}
@@ -88,7 +89,10 @@ def modules() -> dict[str, ast.Module]:
 
 def imported_by_string(node: ast.AST) -> str | None:
     """Return the name of a call such as ``import_module("package.file")``, if it is written out."""
-    if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+    if not isinstance(node, ast.Call) or "import_module" not in (
+        vars(node.func).get("id"),
+        vars(node.func).get("attr"),
+    ):
         return None
     name = node.args[0]
     return str(name.value) if isinstance(name, ast.Constant) else None
@@ -101,7 +105,7 @@ def statements(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.I
             yield child, in_function
         elif (name := imported_by_string(child)) is not None:
             yield ast.Import([ast.alias(name)]), True
-        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        elif isinstance(child, ast.If) and vars(child.test).get("id") == "TYPE_CHECKING":
             for other in child.orelse:
                 yield from statements(other, in_function)
         else:
@@ -249,8 +253,8 @@ def test_each_new_tensor_is_on_a_device_that_is_given() -> None:
         for name, found in calls.items()
         for call in found
         if isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) == "torch"
         and call.func.attr in FACTORIES
+        and ast.unparse(call.func.value) == "torch"
     ]
     assert len(factories) > 50
     assert [place for place, keywords in factories if "device" not in keywords] == []
