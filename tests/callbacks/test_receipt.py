@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_recorder import (
@@ -472,10 +472,10 @@ class Inside(LightningModule):
         super().__init__()
         self.mix, self.router = nn.Linear(4, 4, bias=False), Router()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.mix(batch)[:, None]
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.mix(batch[0])[:, None]
         found = self.router(F.scaled_dot_product_attention(hidden, hidden, hidden))
-        loss: Tensor = (found - batch[:, None]).abs().mean()
+        loss: Tensor = (found - batch[0][:, None]).abs().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -510,11 +510,11 @@ def test_each_option_has_its_time(
         default_root_dir=tmp_path,
         enable_progress_bar=False,
         enable_checkpointing=False,
-        callbacks=default_recorders(
-            formats=True, spectra=True, noise_scale=True, sinks=[sink], outputs=Outputs(plots=False), strict=True
-        ),
+        callbacks=[
+            *default_recorders(formats=True, spectra=True, noise_scale=True, outputs=Outputs(plots=False), sinks=[sink])
+        ],
     )
-    trainer.fit(Inside(), DataLoader(torch.randn(24, 4), batch_size=4))
+    trainer.fit(Inside(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
     shown = "in a recorded step."
     # Two batches of a step. The loss has no massive values.
     found = receipt(tmp_path, "activations")["option_ms"]
