@@ -228,7 +228,9 @@ def _number(text: str) -> float | None:
 def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     """Yield the last layers that begin with the values of an embedding, and have another tensor."""
     begun: dict[tuple[float, ...], View] = {}
-    weights = [each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)]
+    weights = [
+        each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)
+    ]
     trained = [each for each in weights if each.numel >= numel and each.gradient.rms.any()]
     # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
     columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
