@@ -40,7 +40,7 @@ from tests.insight.rules.test_normalization import momentum_of, of_a_norm
 from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_targets import of_adversaries, of_tokens
+from tests.insight.rules.test_targets import of_adversaries, of_numbers, of_tokens
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -125,6 +125,13 @@ def _() -> Iterator[Evidence]:
         yield case(graph=capture_graph(Step(net, F.mse_loss), rows, rows))
 
 
+@cases("single-unit")
+def _() -> Iterator[Evidence]:
+    for outputs in (2, 3):
+        net = torch.nn.Sequential(torch.nn.Linear(5, 1), torch.nn.ReLU(), torch.nn.Linear(1, outputs))
+        yield case(graph=capture_graph(Step(net, F.cross_entropy), rows, torch.arange(8) % 2))
+
+
 @cases("target-scale")
 def _() -> Iterator[Evidence]:
     graph = capture_graph(Step(mlp(2), F.mse_loss), rows, torch.randn(8, 2))
@@ -197,6 +204,14 @@ def _() -> Iterator[Evidence]:
     for number in (3, 4):
         means = last(number, 0.25, 0.5)
         yield with_targets(F.mse_loss, torch.nn.Sigmoid(), min=0.0, max=1.0, mean=means, rms=0.5)
+
+
+@cases("classes-as-numbers")
+def _() -> Iterator[Evidence]:
+    for classes, records in ((3, 4), (2, 4), (3, 3), (20, 4), (21, 4)):
+        yield of_numbers(torch.arange(8) % 3, [classes - 1.0] * records).evidence()
+    for number in (3, 4):  # of 8 records have the last class
+        yield of_numbers(torch.arange(8) % 3, last(number, 2.0, 1.0)).evidence()
 
 
 @cases("constant-target")
