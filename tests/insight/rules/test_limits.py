@@ -1361,6 +1361,14 @@ def _() -> Iterator[Evidence]:
         yield of_samples(validation=ValidationFacts(1000, distinct, compared, common, 0))
 
 
+@cases("target-in-inputs")
+def _() -> Iterator[Evidence]:
+    for compared in (63, 64, 127, 128):
+        yield of_samples(
+            epoch(distinct=9.0, distinct_batches=9.0), loader=LoaderFacts(target_place=3, compared=compared)
+        )
+
+
 @cases("sorted-by-class")
 def _() -> Iterator[Evidence]:
     for classes, changes, batches, by_chance in (
