@@ -33,7 +33,7 @@ from lightning_recorder.reductions import Histogram
 from tests.insight.records import Values, chain, examined, network, parts, record, trained
 from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_blocks import PRE, Model, OverPositions, with_values_times
-from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
+from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes, run_of_weights
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
@@ -1359,6 +1359,16 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for common, compared, distinct in ((32, 430, 1000), (32, 860, 1000), (31, 430, 1000), (32, 430, 600)):
         yield of_samples(validation=ValidationFacts(1000, distinct, compared, common, 0))
+
+
+@cases("inverted-weights")
+def _() -> Iterator[Evidence]:
+    for records, targets in ((4, 32.0), (3, 32.0), (4, 15.0), (8, 15.0)):
+        yield run_of_weights([1.9, 0.1], [0.95, 0.05], records=records, targets=targets).evidence()
+    for share in (0.8, 0.95):  # whose weights are 1.36 and 1.81 × larger for the targets
+        yield run_of_weights([2 * share, 2 - 2 * share], [share, 1 - share]).evidence()
+    for share in (0.8, 0.6):  # of one of ten classes, whose weight is that of 92 %
+        yield run_of_weights([10.0, *[0.1] * 9], [share, *[(1 - share) / 9] * 9]).evidence()
 
 
 @cases("target-in-inputs")
