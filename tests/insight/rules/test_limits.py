@@ -628,6 +628,7 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for records in (1, 2):
         yield case(None, None, {"a/weight": {}, "a/weight.update": {"rms": 0.0}}, records=records)
+        yield case(None, {"a": {}}, trained("a", grad=0.0), records=records)
 
 
 @cases("learning-rate-vanishes")

@@ -83,6 +83,23 @@ def test_nothing_moves_although_gradients_arrive(gradient: float, cause: str) ->
     assert [each.rule for each in found if each.why.startswith(cause)] == ["nothing-moves"]
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer", "rules"),
+    [
+        (0.0, 0.1, ["nothing-moves"]),
+        (0.0, 0.0, ["gradient-stops"]),
+        ([0.0] * 7 + [0.1], 0.1, []),
+    ],
+)
+def test_gradients_that_are_cleared_before_the_step(inner: float | list[float], outer: float, rules: list[str]) -> None:
+    """Gradients of zero of all parameters are cleared ones if those of the outputs are not zero."""
+    weights = network("a", "b", **{name: trained(name, grad=inner, update=1e-6) for name in "ab"})
+    sizes: dict[str, Values] = {"a": {"rms": outer}, "b": {"rms": outer}}
+    found = run({"a": {}, "b": {}}, sizes, weights, graph=chain("a", "b"))
+    assert [each.rule for each in found] == rules
+    assert all("zero_grad()" in each.next for each in found if each.rule == "nothing-moves")
+
+
 def test_a_learning_rate_of_zero_is_in_the_verdict() -> None:
     """A parameter that does not move is reported with the learning rate of its group."""
     weights = network("a", a=trained("a", ratio=0.0, update=0.0))
