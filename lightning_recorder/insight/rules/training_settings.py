@@ -515,18 +515,22 @@ def learning_rate_vanishes(
 ) -> Iterator[Finding]:
     """Yield a finding if a scheduler has made the learning rate tiny for a large part of the run."""
     rates, steps = _rates(evidence)
-    if not len(rates):
+    if not rates.any():
         return
     peak = int(np.argmax(rates))
-    tiny = rates[peak:] < factor * rates[peak]
+    # Three steps of a factor of a tenth are a thousandth, but for rounding.
+    tiny = rates[peak:] <= factor * rates[peak] * (1 + _ROUNDING)
     if len(rates) >= persistence and tiny.sum() >= share * len(rates):
         since = int(steps[peak + int(np.argmax(tiny))])
         verdict = (
-            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is below "
+            f"the learning rate falls from {rates[peak]:.3g} to {rates[-1]:.3g}: from step {since} on, it is at most "
             f"{factor:.3g} of its largest value, and hardly anything is learned"
         )
         found = evidence.weights[0].found(verdict, "learning_rate", since=since, peak=rates[peak])
         yield replace(found, module="", path="")
+
+
+_ROUNDING = 1e-6
 
 
 def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
