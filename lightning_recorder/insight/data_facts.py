@@ -30,6 +30,9 @@ class LoaderFacts:
     # ``limit_train_batches``
     is_limited: bool = False
     values: int = 0  # the number of different values in the inputs of a sample, at most 64; 0 if it is not known
+    # the place of a value of the inputs that is the target, in each of ``compared`` samples; -1 if there is none
+    target_place: int = -1
+    compared: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,68 @@ def _is_bottleneck(inner: Shape | None, outer: Shape | None) -> bool:
 
 
 @rule(
+    "single-unit",
+    statistic="values of a sample between two layers, if all that the predictions depend on passes between them",
+    usual="at least about as many as the model has outputs",
+    why="A layer has one output, such as where the number of outputs of the model was also given to a hidden layer.",
+    next="Give the hidden layer more units.",
+    false_alarms="Latents of autoencoders, gates and weights of attention, which something else passes by, and models "
+    "of one or two outputs are left out.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("scale-jump", "unlike-siblings", "vanishing-gradient", "dead-output", "saturation"), _ANY),
+    is_lasting=True,
+)
+def single_unit(evidence: Evidence, *, outputs: int = 3) -> Iterator[Finding]:
+    """Yield a finding if each sample is a single number between two layers, and the model returns several."""
+    step = step_of(evidence)
+    inputs = {node.id for node in evidence.graph.nodes if node.kind == "input"}
+    for loss in step.operations:
+        sources = step.sources(loss) if loss.name in LOSSES else []
+        shape = shape_of(loss)
+        if len(sources) < 2 or not shape or len(shape) != 2 or shape[1] < outputs:
+            continue
+        before = {sources[0].id, *step.ancestors(sources[0])}
+        targets = {sources[1].id, *step.ancestors(sources[1])}
+        for node in step.operations:
+            if node.id not in before or node.name != "linear" or shape_of(node) != (shape[0], 1):
+                continue
+            layer = _layer_before(step, node)
+            if layer is None or targets & inputs & step.ancestors(layer):
+                continue
+            if inputs.isdisjoint(_ancestors_without(step, sources[0], layer)):
+                verdict = (
+                    f"{step.owner(layer) or layer.name} returns one number for each sample, from which the "
+                    f"{shape[1]} outputs follow"
+                )
+                yield found_in(evidence, step.owner(layer), verdict, values=1.0)
+                return
+
+
+_SELECTS = ("getitem", "select", "unbind", "narrow")
+_KEEPS_UNITS = re.compile(r"(leaky_|p)?relu6?_?|gelu|silu|elu|selu|tanh_?|sigmoid_?|softplus|\w*_norm")
+
+
+def _layer_before(step: RecordedStep, node: Node) -> Node | None:
+    """Return the layer of several inputs whose output becomes the input of another layer through activations."""
+    source = step.behind(node)
+    while source is not None and (_KEEPS_UNITS.fullmatch(source.name) or source.name in _SELECTS):
+        source = step.behind(source)
+    is_layer = source is not None and source.name in ("linear", *_RECURRENT) and (shape_of(source) or (1,))[-1] > 1
+    return source if is_layer else None
+
+
+def _ancestors_without(step: RecordedStep, node: Node, cut: Node) -> set[int]:
+    """Return the ids of the nodes that a node depends on, but not through another node."""
+    found, todo = set[int](), [node]
+    while todo:
+        for source in step.sources(todo.pop()):
+            if source.id not in found and source.id != cut.id:
+                found.add(source.id)
+                todo.append(source)
+    return found
+
+
+@rule(
     "along-batch",
     statistic="dimension of softmax, recurrence, attention, mean, normalization and position embedding, in steps with "
     "one target for each sample",

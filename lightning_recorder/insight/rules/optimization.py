@@ -40,7 +40,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
-    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    left_out = [each for each in _left_out(evidence, 1) if each.note != "frozen"]
     if left_out:
         yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
 
@@ -80,12 +80,15 @@ def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Find
         yield shared[0].found(verdict, others=tuple(modules), parameters=more)
 
 
-def _left_out(evidence: Evidence) -> list[Node]:
-    """Return the used weights without a record, of modules that have other parameters with one."""
+def _left_out(evidence: Evidence, dimensions: int = 2) -> list[Node]:
+    """Return the used parameters without a record, of modules that have other ones with a record.
+
+    Weights have two dimensions or more.
+    """
     recorded = {each.name for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}
     nodes = [node for node in evidence.graph.nodes if node.kind == "parameter"]
-    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= dimensions]
     nodes = [node for node in nodes if recorded.isdisjoint((node.name, *node.tied))]
     return list({node.name: node for node in nodes if node.name.rpartition(".")[0] in trained}.values())
 

@@ -708,3 +708,63 @@ def test_embeddings_normalized_over_the_samples(dimension: int, is_turned: bool,
 
     found = [each.rule for each in examine(mlp(7), loss, rows, torch.randn(8, 1))]
     assert found.count("along-batch") == is_wrong
+
+
+class Squeezed(nn.Module):
+    """A network of which one layer has a single output, with other ways around it if there are any."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor], *, inputs: int = 1, outputs: int = 3) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.head = nn.Linear(5, 1), nn.Linear(inputs, 6), nn.Linear(6, outputs)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.wide(self.between(self.narrow(x), x)).relu())
+        return output
+
+
+class LastState(nn.Module):
+    """A recurrence with one unit, whose last state gives all outputs."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.mix, self.head = nn.GRU(5, units, batch_first=True), nn.Linear(units, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.mix(x)[0][:, -1])
+        return output
+
+
+def test_a_hidden_layer_of_a_single_unit() -> None:
+    """One number between two layers from which several outputs follow is a finding; two numbers are none."""
+    (found,) = examine(Squeezed(lambda one, _: one.relu()), F.cross_entropy, rows, classes)
+    assert brief([found]) == [("warning", "single-unit", "net.narrow")]
+    assert found.verdict == "net.narrow returns one number for each sample, from which the 3 outputs follow"
+    wider = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert examine(wider, F.cross_entropy, rows, classes) == []
+
+
+@pytest.mark.parametrize(("units", "rules"), [(1, ["single-unit"]), (2, [])])
+def test_a_recurrence_of_a_single_unit(units: int, rules: list[str]) -> None:
+    """The last state of a recurrence with one unit is one number, too."""
+    assert [each.rule for each in examine(LastState(units), F.cross_entropy, series, classes)] == rules
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "target"),
+    [
+        (Squeezed(lambda one, x: torch.cat([one, x], 1), inputs=6), F.cross_entropy, classes),  # beside others
+        (Squeezed(lambda one, x: one.sigmoid() * x, inputs=5), F.cross_entropy, classes),  # a gate
+        (Squeezed(lambda one, x: one + x[:, :1]), F.cross_entropy, classes),  # another way from the input
+        (Squeezed(lambda one, _: one.relu(), outputs=1), F.mse_loss, torch.randn(8, 1)),  # one output
+        (Squeezed(lambda one, _: one.relu(), outputs=2), F.cross_entropy, classes % 2),  # two classes
+        (Squeezed(lambda _, x: x[:, :1]), F.cross_entropy, classes),  # one feature of the input
+        (Squeezed(lambda one, _: one.relu(), outputs=5), F.mse_loss, rows),  # the latent of an autoencoder
+        (Shaped(nn.Conv1d(6, 1, 1)), lambda y, _: y.square().mean(), classes),  # one channel of several places
+    ],
+)
+def test_single_units_that_are_meant(net: nn.Module, loss: Loss, target: Tensor) -> None:
+    """Gates, numbers beside others, one output, one feature and the latent of an autoencoder are fine."""
+    x = series if isinstance(net, Shaped) else rows
+    found = examine(net, loss, x, x if target is rows else target)
+    assert [each.rule for each in found if each.rule == "single-unit"] == []
