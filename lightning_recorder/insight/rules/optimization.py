@@ -14,7 +14,7 @@ from lightning_recorder.graph.model import Node
 from lightning_recorder.insight.evidence import Evidence, View, spread
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.module_edges import is_position
-from lightning_recorder.insight.recorded_step import keeps_values, setting, step_of
+from lightning_recorder.insight.recorded_step import LOSSES, keeps_values, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.records.table import Floats
 
@@ -138,7 +138,14 @@ def frozen(evidence: Evidence, *, share: float = 0.34) -> Iterator[Finding]:
         verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
         yield evidence.view(evidence.parameters, inside[0]).found(verdict, others=others, frozen=len(names))
     else:
+        step = step_of(evidence)
+        ends = [step.behind(node) for node in step.operations if node.name in LOSSES]
+        heads = [step.owner(each) for each in ends if each is not None and each.id in step.trained]
+        head = next((each for each in heads if each in names), "")
         verdict = f"{len(names)} of {count} modules with parameters are frozen"
+        verdict += (
+            f", also {head}, from which the loss gets its prediction: if it is new, it stays random" if head else ""
+        )
         found = evidence.view(evidence.parameters, names[0]).found(verdict, others=others, frozen=len(names))
         yield replace(found, severity="note", why="Fine-tuning of a part of the model.")
 
