@@ -37,7 +37,17 @@ from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
-from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
+from tests.insight.rules.test_operations import (
+    Codes,
+    Numbered,
+    Shaped,
+    Step,
+    counted,
+    loss_of_tokens,
+    mlp,
+    padded,
+    rows,
+)
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
 from tests.insight.rules.test_targets import of_adversaries, of_tokens
@@ -302,6 +312,13 @@ def _() -> Iterator[Evidence]:
         yield case(ones, records=records, shapes={("rotary", "out"): (1, positions, 16)})
     for lows in ([1.0, 0.5, 1.0], [0.5, 1.0, 1.0]):
         yield case({"rotary": {"min": lows, "max": 1.0}}, records=3, shapes={("rotary", "out"): (1, 6, 16)})
+
+
+@cases("wrong-positions")
+def _() -> Iterator[Evidence]:
+    for length in (3, 4):
+        tokens, net = torch.arange(4 * length).reshape(4, length) % 11, Numbered(lambda x: counted(x).clamp(max=1))
+        yield case(graph=capture_graph(Step(net, loss_of_tokens), tokens, tokens))
 
 
 @cases("attention-scores-grow")
