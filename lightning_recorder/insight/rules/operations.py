@@ -443,7 +443,7 @@ def _given(step: RecordedStep, node: Node) -> list[TensorMeta]:
 _ENCODED_BY = ("embedding", "cos", "sin")
 _MAKES_POSITIONS = frozenset(("expand", "getitem", "add", "repeat", "mul", "cat", "matmul", "bmm", "outer", "einsum"))
 _CUTS = ("clamp", "clip", "clamp_max")
-_JOINS = ("add", "radd", "iadd", "mul", "rmul")
+_SUMS_OF_TWO = ("add", "radd", "iadd")
 
 
 @rule(
@@ -492,35 +492,37 @@ def _counts_positions(step: RecordedStep, node: Node) -> bool:
 
 
 def _encoders(step: RecordedStep, node: Node) -> list[Node]:
-    """Return the operations that encode positions for the tokens; empty if anything else takes the positions."""
+    """Return the operations that encode positions for the tokens; empty if the positions choose from an input."""
     found, todo, seen = [], [node], {node.id}
+    length = node.outputs[0].shape[-1]
     while todo:
         for user in step.users(todo.pop()):
-            if user.id in seen:
-                continue
-            if user.name in _ENCODED_BY and _joins_tokens(step, user):
+            if user.name in _ENCODED_BY and _joins_tokens(step, user, length):
                 found.append(user)
-            elif "input" in step.roots[user.id] or step.sources(user)[0].id not in seen:
-                return []  # the positions choose from something else
-            elif keeps_values(user) or user.name.strip("_") in _MAKES_POSITIONS:
-                todo.append(user)
-            else:
+            elif "input" in step.roots[user.id]:
                 return []
-            seen.add(user.id)
+            elif user.id not in seen and (keeps_values(user) or user.name.strip("_") in _MAKES_POSITIONS):
+                seen.add(user.id)
+                todo.append(user)
     return found
 
 
-def _joins_tokens(step: RecordedStep, node: Node) -> bool:
-    """Return True if a sum or a product takes an encoding and what the model has made of its input."""
+def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
+    """Return True if a sum takes an encoding and the tokens of the model's input, or a product a rotation and them."""
+    joins = _SUMS_OF_TWO if node.name == "embedding" else (*_SUMS_OF_TWO, "mul", "rmul")
     todo, seen = [node], {node.id}
     while todo:
-        for user in step.users(todo.pop()):
-            others = [each for each in step.sources(user) if each.id not in seen]
+        encoding = todo.pop()
+        shape = encoding.outputs[0].shape if encoding.outputs else ()
+        # The first of three dimensions is that of the samples, which may have a number each, as steps of a diffusion.
+        is_of_tokens = length in (shape[:-1] if len(shape) == 2 else shape[1:-1])
+        for user in step.users(encoding):
+            others = [each for each in step.sources(user) if each.id not in seen and each.outputs]
             name = user.name.strip("_")
-            if name in ("add", "radd", "iadd", "mul", "rmul") and any(
-                "input" in step.roots[each.id] for each in others
-            ):
-                return True
+            if name in joins and is_of_tokens:
+                tokens = (each for each in others if "input" in step.roots[each.id])
+                if any(len(each.outputs[0].shape) > 2 and length in each.outputs[0].shape for each in tokens):
+                    return True
             if user.id not in seen and (keeps_values(user) or name in _MAKES_POSITIONS):
                 seen.add(user.id)
                 todo.append(user)

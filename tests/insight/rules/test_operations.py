@@ -582,6 +582,26 @@ def test_tokens_may_be_permuted_with_their_positions() -> None:
     assert "wrong-positions" not in [each.rule for each in found]
 
 
+class Chosen(nn.Module):
+    """Compares tokens with rows that are drawn at random, or adds a drawn row to all tokens of a sample."""
+
+    def __init__(self, *, is_of_sample: bool) -> None:
+        super().__init__()
+        self.tokens, self.rows, self.is_of_sample = nn.Embedding(11, 11), nn.Embedding(11, 11), is_of_sample
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_of_sample:
+            return self.tokens(x) + self.rows(torch.randperm(8))[:, None]
+        return self.tokens(x) * self.rows(torch.randperm(6))
+
+
+@pytest.mark.parametrize("is_of_sample", [False, True])
+def test_rows_that_are_drawn_are_no_positions(is_of_sample: bool) -> None:
+    """Negative samples and the steps of a diffusion may be a permutation."""
+    found = examine(Chosen(is_of_sample=is_of_sample), loss_of_tokens, tokens, tokens)
+    assert "wrong-positions" not in [each.rule for each in found]
+
+
 def test_a_set_of_tokens_needs_no_positions() -> None:
     """One target for each sample may not depend on the order."""
     found = examine(Tokens(), lambda y, target: F.cross_entropy(y.mean(1), target), tokens, tokens[:, 0])
