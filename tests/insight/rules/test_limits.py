@@ -345,6 +345,8 @@ def _() -> Iterator[Evidence]:
     for records in (2, 3):
         values: dict[str, Values] = {"att/in_proj_weight": {"zero_fraction": 1 / 3, "update_ratio": 1e-3}}
         yield case(None, None, values, shapes=joined, records=records)
+        values = {"att/in_proj_weight": {"update_ratio": 1e-3}, "att/in_proj_weight.grad": {"zero_fraction": 1 / 3}}
+        yield case(None, None, values, shapes=joined, records=records)
 
 
 @cases("gradient-noise")
