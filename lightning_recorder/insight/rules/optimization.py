@@ -228,11 +228,12 @@ def _number(text: str) -> float | None:
 def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     """Yield the last layers that begin with the values of an embedding, and have another tensor."""
     begun: dict[tuple[float, ...], View] = {}
-    for each in evidence.weights:
-        values, _ = each.columns("mean", "rms", "min", "max")
-        is_trained = each.numel >= numel and len(values[0]) > 0 and each.gradient.rms.any()
-        is_drawn = is_trained and values[2][0] < values[3][0]  # both may begin at zero
-        if not is_drawn or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
+    weights = [each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)]
+    trained = [each for each in weights if each.numel >= numel and each.gradient.rms.any()]
+    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
+    for each, *values in zip(trained, *columns, strict=True):
+        if not len(values[0]) or values[2][0] == values[3][0]:  # both may begin at zero
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:
