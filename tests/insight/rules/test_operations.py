@@ -521,6 +521,96 @@ def test_no_positions(positions: str, mask: str, severities: list[str]) -> None:
     assert all(each.module == "net.embedding" for each in found)
 
 
+class Numbered(nn.Module):
+    """Adds an embedding of positions to that of tokens, or multiplies it with a rotation."""
+
+    def __init__(self, positions: Function, *, is_rotary: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 5), nn.Linear(5, 11)
+        self.rows = None if is_rotary else nn.Embedding(11, 5)
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers, h = self.positions(x), self.tokens(x)
+        if self.rows is None:
+            h = h * (numbers.float()[..., None] * torch.arange(1.0, 6)).cos()
+        else:
+            rows = self.rows(numbers)
+            h = h + (rows.mean(-2) if rows.dim() > 2 and len(rows) != len(x) else rows)
+        out: Tensor = self.head(h)
+        return out
+
+
+def counted(x: Tensor) -> Tensor:
+    """Return the positions of tokens."""
+    return torch.arange(x.shape[-1])
+
+
+CUT = "encodes positions of at most 3, where a sequence has 6: all from 3 on are encoded alike"
+AT_RANDOM = "encodes 6 positions in an order that is drawn at random in each step"
+
+
+@pytest.mark.parametrize("is_rotary", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "verdict"),
+    [
+        (lambda x: counted(x).clamp(max=3), CUT),
+        (lambda x: torch.clip(counted(x).expand(x.shape), 0, 3), CUT),
+        (lambda x: torch.randperm(6), AT_RANDOM),
+        (lambda x: torch.randperm(6)[None].expand(x.shape), AT_RANDOM),
+        (counted, ""),
+        (lambda x: counted(x).clamp(max=5), ""),
+        (lambda x: (counted(x) // 2).clamp(max=1), ""),
+        (lambda x: x.clamp(max=3), ""),
+        (lambda x: torch.randperm(11).sort().values[:6], ""),
+    ],
+)
+def test_positions_that_are_cut_off_or_in_random_order(positions: Function, verdict: str, is_rotary: bool) -> None:
+    """Positions that the step counts and cuts off are named, and those that it draws; parts and tokens are not."""
+    found = examine(Numbered(positions, is_rotary=is_rotary), loss_of_tokens, tokens, tokens)
+    named = "net" if is_rotary else "net.rows"
+    assert [each.verdict for each in found if each.rule == "wrong-positions"] == [f"{named} {verdict}"] * bool(verdict)
+
+
+def test_distances_may_be_cut_off() -> None:
+    """An embedding of distances, which are differences, has one row for all large ones."""
+    net = Numbered(lambda x: (counted(x)[:, None] - counted(x)).clamp(-3, 3) + 3)
+    assert "wrong-positions" not in [each.rule for each in examine(net, loss_of_tokens, tokens, tokens)]
+
+
+def test_tokens_may_be_permuted_with_their_positions() -> None:
+    """A permutation that also chooses the tokens leaves each token its position."""
+
+    class Permuted(Numbered):
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.randperm(6)
+            self.positions = lambda x: order
+            return super().forward(x[:, order])
+
+    found = examine(Permuted(counted), loss_of_tokens, tokens, tokens)
+    assert "wrong-positions" not in [each.rule for each in found]
+
+
+class Chosen(nn.Module):
+    """Compares tokens with rows that are drawn at random, or adds a drawn row to all tokens of a sample."""
+
+    def __init__(self, *, is_of_sample: bool) -> None:
+        super().__init__()
+        self.tokens, self.rows, self.is_of_sample = nn.Embedding(11, 11), nn.Embedding(11, 11), is_of_sample
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_of_sample:
+            return self.tokens(x) + self.rows(torch.randperm(8))[:, None]
+        return self.tokens(x) * self.rows(torch.randperm(6))
+
+
+@pytest.mark.parametrize("is_of_sample", [False, True])
+def test_rows_that_are_drawn_are_no_positions(is_of_sample: bool) -> None:
+    """Negative samples and the steps of a diffusion may be a permutation."""
+    found = examine(Chosen(is_of_sample=is_of_sample), loss_of_tokens, tokens, tokens)
+    assert "wrong-positions" not in [each.rule for each in found]
+
+
 def test_a_set_of_tokens_needs_no_positions() -> None:
     """One target for each sample may not depend on the order."""
     found = examine(Tokens(), lambda y, target: F.cross_entropy(y.mean(1), target), tokens, tokens[:, 0])
