@@ -101,6 +101,7 @@ class SpectralNorm(ShapedReduction):
     lead = 4
     additive = False
     ordered = True
+    option = "spectra"
     statistics = ("spectral_norm", "orthogonality")
 
     @override

@@ -35,10 +35,11 @@ from tests.insight.rules import test_noise_scale as noise
 from tests.insight.rules.test_blocks import PRE, Model, OverPositions, with_values_times
 from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
-from tests.insight.rules.test_losses import of_overlap, of_pairs, of_views
+from tests.insight.rules.test_losses import of_overlap, of_pairs
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
 from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
 from tests.insight.rules.test_optimization import by, of_student
+from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
 from tests.insight.rules.test_targets import of_adversaries, of_tokens
 from tests.insight.test_odd_blocks import Stage

@@ -13,7 +13,8 @@ from lightning_recorder.graph import capture_graph
 from lightning_recorder.insight import RULES, Finding
 from tests.insight.records import Examination, Values, brief, examined, run
 
-NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith((".losses", ".operations"))}
+FILES = ("losses", "loss_terms", "own_targets", "operations")
+NAMES = {rule.name for rule in RULES if rule.function.__module__.rpartition(".")[2] in FILES}
 TORCH_WARNS = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 Loss = Callable[[Tensor, Tensor], Tensor]
 Function = Callable[[Tensor], Tensor]
