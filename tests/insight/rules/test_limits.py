@@ -1374,6 +1374,9 @@ def _() -> Iterator[Evidence]:
     for indices, contents, values in ((64, 8, 6), (64, 12, 6), (63, 4, 6), (64, 8, 5)):
         each = epoch(distinct=float(indices), distinct_batches=8.0, contents=float(contents))
         yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=indices, values=values))
+    for once in (0.04, 0.08):
+        each = epoch(distinct=64.0, distinct_batches=8.0, contents=33.0, contents_once=once, is_whole=True)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=64, values=6))
 
 
 @cases("validation-in-training")
