@@ -181,5 +181,5 @@ def test_the_package_is_typed() -> None:
 def test_every_module_says_what_it_is() -> None:
     """Every file begins with a one-sentence docstring."""
     for path in ROOT.rglob("*.py"):
-        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
-        assert re.search(r"\.$", first), path
+        # The beginning is enough: parsing all files takes seconds.
+        assert re.match(r'"""(?:(?!"""|\n\n).)+\.(?:"""|\n\n)', path.read_text(encoding="utf-8"), re.DOTALL), path

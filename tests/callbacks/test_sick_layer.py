@@ -165,10 +165,10 @@ def unlink(model: Deep, block: Any) -> None:
 @pytest.mark.parametrize(
     ("disease", "named", "row", "epochs", "place"),
     [
-        (freeze, ".fc1", ".fc1", 4, 3),
+        (freeze, ".fc1", ".fc1", 2, 3),
         (freeze, ".fc1", ".fc1", 1, 6),
-        (spoil, ".fc1", ".fc1", 4, 6),
-        (unlink, "", ".norm1", 4, 6),
+        (spoil, ".fc1", ".fc1", 2, 6),
+        (unlink, "", ".norm1", 2, 6),
         (unlink, "", ".norm1", 1, 3),
     ],
 )
