@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+from lightning_recorder.insight.unusual import choose, known_median, standing_out, unusualness
 
 PARTS = ("norm", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.act", "mlp.fc2")
 
@@ -58,12 +58,22 @@ def test_a_site_that_a_finding_names_has_its_neighbors(place: int) -> None:
     degrees = unusualness(sites, {"rms": rms, "nan_count": np.ones_like(rms)})
     assert len(set(degrees)) == 1
     degrees[place] = np.inf
-    chosen = [sites[each] for each in choose(degrees, 10, sites)]
-    assert sites[place] in chosen
-    assert len(chosen) == 10
     layer = sites[place][0].rpartition(".")[2]
-    alike = [name for name, _ in chosen if "." in name and name.endswith(f".{layer}")]
-    assert len(alike) >= 3 or place == 145
+    for most in (4, 10):
+        chosen = [sites[each] for each in choose(degrees, most, sites)]
+        assert sites[place] in chosen
+        assert len(chosen) == most
+        alike = [name for name, _ in chosen if "." in name and name.endswith(f".{layer}")]
+        assert place == 145 or len(alike) == 3 or (most == 10 and len(alike) > 3)
+
+
+@pytest.mark.parametrize("unknown", [[], [1], [0, 3], [0, 1, 2, 3]])
+def test_the_median_of_known_values(unknown: list[int]) -> None:
+    """Unknown values do not count, in a column with some of them as in one without; without any, it is NaN."""
+    values = np.array([[4.0, 1.0], [3.0, 7.0], [9.0, 2.0], [1.0, 3.0]])
+    values[unknown, 0] = np.nan
+    expected = {0: 3.5, 1: 4.0, 2: 6.0, 4: np.nan}[len(unknown)]
+    np.testing.assert_equal(known_median(values), [expected, 2.5])
 
 
 @pytest.mark.parametrize("is_latest", [False, True])
