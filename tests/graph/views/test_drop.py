@@ -57,6 +57,23 @@ def test_hide_leads_past() -> None:
     )
 
 
+def test_a_hidden_index_names_the_part() -> None:
+    """An edge past a function that takes a part of a tensor has the index or the number of the part."""
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        total: Tensor = x[:, 2:].exp().sum() + x.select(1, 3).cos().sum() + x.chunk(2)[1].tan().sum()
+        return total + x.view(-1).sin().sum()
+
+    hidden = hide(capture_graph(Net(forward), X), ("getitem", "select", "chunk", "view"))
+    parts = {hidden[edge.target].name: edge.part for edge in hidden.edges}
+    assert {name: parts[name] for name in ("exp", "cos", "tan", "sin")} == {
+        "exp": "[:, 2:]",
+        "cos": "[3]",
+        "tan": "1",
+        "sin": "",
+    }
+
+
 def test_hide_counts_tensors() -> None:
     """Two paths through hidden functions to one node are two tensors."""
     graph = capture_graph(Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1))), X)
