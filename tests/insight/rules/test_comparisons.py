@@ -455,8 +455,8 @@ def test_parallel_heads_may_have_other_gradients() -> None:
 @pytest.mark.parametrize(("kind", "ratio", "alarm"), [("BatchNorm1d", 1.5, 1), ("Linear", 1.5, 0), ("Linear", 2.5, 1)])
 def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -> None:
     """The first module whose output differs between training and validation is named."""
-    layers: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": 1.0}, "b": {"rms": 1.0}}
-    other: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": ratio}, "b": {"rms": ratio}}
+    layers: dict[str, Values] = {name: {"rms": 3.0} for name in ("a", "norm", "b")}
+    other: dict[str, Values] = {"a": {"rms": 3.0}, "norm": {"rms": 3 * ratio}, "b": {"rms": 3 * ratio}}
     found = run(layers, validation=other, graph=chain("a", "norm", "b", norm=kind))
     assert brief(found) == [("warning", "train-differs", "norm")] * alarm
 

@@ -33,3 +33,12 @@ def test_a_step_that_leaves_the_target_out(read: Function, rules: list[str]) -> 
     examination = Examination(capture_graph(Step(net, loss), rows, rows[:, 4]))
     examination.set_data(DataFacts(LoaderFacts(target_place=4, compared=64), (EpochFacts(0, 0, 9, 8, 64, 64.0, 8.0),)))
     assert [each.rule for each in examination.findings()] == rules
+
+
+@pytest.mark.parametrize(("batches", "is_wrong"), [(8, True), (7, False)])
+def test_few_batches_may_be_equal_by_chance(batches: int, is_wrong: bool) -> None:
+    """From eight batches on, an epoch in which all are equal is a loader that fills the same buffer."""
+    examination = Examination()
+    epoch = EpochFacts(0, 0, 9, batches, 64, 64.0, float(batches), equal=batches)
+    examination.set_data(DataFacts(LoaderFacts(has_rows=True), (epoch,)))
+    assert [each.rule for each in examination.findings()].count("reused-buffer") == is_wrong
