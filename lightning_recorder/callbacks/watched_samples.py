@@ -575,7 +575,8 @@ class WatchedSamples:
         if epoch.batches:
             facts = epoch.facts(self._before)
             self._epochs.append(replace(facts, **self._union(epoch)))
-            self._before = epoch
+            if self._before is None or not self._is_over:  # a part of an epoch has few samples of the validation
+                self._before = epoch
         if len(self._epochs) > 2 * _MOST_EPOCHS:
             del self._epochs[_MOST_EPOCHS]
         if epoch.epoch < _MOST_EPOCHS or not epoch.epoch & (epoch.epoch - 1):

@@ -57,6 +57,7 @@ class EpochFacts:
     changes: int = 0  # the number of samples whose class differs from that of the sample before
     random_changes: float = 0.0  # the same if the samples came in a random order
     contents: float = 0.0  # the number of samples with different values, also if the identity of a sample is its index
+    contents_once: float = 1.0  # the share of them that came once
     # the number of batches whose samples have different indices and the same inputs, if these are others than in the
     # batch before
     equal: int = 0

@@ -612,6 +612,11 @@ NOTES: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         "few-samples",
         "640 indices of the data set gave 10 different samples in epoch 0",
     ),
+    "two indices with the same sample": (
+        lambda: {"train": DataLoader(Repeating(320), 32, shuffle=True)},
+        "few-samples",
+        "640 indices of the data set gave 320 different samples in epoch 0",
+    ),
     "a buffer that keeps its samples": (
         lambda: {"train": DataLoader(Buffered(takes=False), 16), "max_epochs": 1},
         "repeated-samples",
@@ -788,6 +793,15 @@ def test_samples_are_counted_while_it_takes_little_time(tmp_path: Path, monkeypa
     monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: False)
     run = fit(tmp_path, DataLoader(dataset(), 32, shuffle=True))
     assert [(each.epoch, each.batches, each.is_whole) for each in run.data.epochs] == [(0, 20, True), (1, 10, False)]
+
+
+def test_a_leak_stays_known_after_the_count_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation is compared with the last epoch that was counted as a whole, not with a part of the next one."""
+    monkeypatch.setattr(samples_module, "_FIRST_BATCHES", 22)
+    monkeypatch.setattr(samples_module.WatchedSamples, "_is_cheap", lambda self: False)
+    run = fit(tmp_path, DataLoader(Stream(samples=640), 32), DataLoader(Subset(dataset(), range(320, 640)), 32))
+    verdict = "100% of the samples of validation are also samples of training"
+    assert findings(run) == [("validation-in-training", "warning", verdict)]
 
 
 def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:

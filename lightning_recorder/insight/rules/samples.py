@@ -212,8 +212,8 @@ _NEXT_INDICES = "Compare the samples of two indices of the data set."
     why="A sampler that draws from a few indices only.",
     next="Print some indices of the sampler, and compare them with the length of the data set.",
     false_alarms="Weights, a curriculum or episodes: it is a note unless the same few samples come in the next epoch, "
-    "too. Indices with the values of others are a note. Samples with fewer than 6 different values are equal by "
-    "chance.",
+    "too. Indices with the values of others are a note, if nearly all samples have several or an eighth of the indices "
+    "would do. Samples with fewer than 6 different values are equal by chance.",
     needs=(DATA,),
     is_lasting=True,
 )
@@ -223,6 +223,7 @@ def few_samples(
     unused: float = 20.0,
     times: float = 10.0,
     indices: float = 8.0,
+    single: float = 0.05,
     drawn: int = 64,
     values: int = 6,
 ) -> Iterator[Finding]:
@@ -230,7 +231,9 @@ def few_samples(
     loader, epochs = evidence.data.loader, _epochs(evidence)
     for each in epochs:
         many = loader.has_rows and each.distinct >= drawn and loader.values >= values
-        if many and 0 < each.contents * indices <= each.distinct and not each.equal and not each.cached:
+        are_few = 0 < each.contents * indices <= each.distinct
+        are_twice = each.is_whole and each.contents > 0 and each.once == 1.0 and each.contents_once <= single
+        if many and (are_few or are_twice) and not each.equal and not each.cached:
             verdict = (
                 f"{each.distinct:.0f} indices of the data set gave {each.contents:.0f} different samples in epoch "
                 f"{each.epoch}"

@@ -15,6 +15,7 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
 from lightning_recorder.insight.recorded_step import (
+    ELEMENTWISE,
     LOSSES,
     RecordedStep,
     found_in,
@@ -534,6 +535,137 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
     while node is not None and _POSITION_BY_POSITION.fullmatch(node.name) and (shape_of(node) or ())[:2] == shape:
         node = step.behind(node)
     return len(shape) == 2 and node is not None and node.name == "embedding" and step.behind(node) is tokens
+
+
+@rule(
+    "unknown-noise",
+    statistic="what a regression has as target and as input, where the step draws noise",
+    usual="the noise that is in the input, or the input without noise",
+    why="The noise is drawn twice, or the noisy input is compared with what the model makes of it.",
+    next="Draw the noise once, give the model the sum, and compare its output with the noise, or with the clean data.",
+    false_alarms="A sum in which the noise has a constant factor, as in an augmentation, is left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the regressions whose target is noise that the model does not get, or all that it gets."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in _REGRESSIONS or len(sources) < 2 or "parameter" not in step.roots[sources[0].id]:
+            continue
+        target, known = step.made_by(sources[1]), step.ancestors(sources[0])
+        if target.name in _NOISE and all(each is node for each in step.readers(target)):
+            verdict = (
+                f"the target of {node.name} in {step.place(node)} is noise that the {target.name} at {target.source} "
+                "draws and nothing else uses: the model can only learn its mean"
+            )
+        elif target.id in known and _is_noisy(step, target) and _is_given_to_layers(step, target):
+            verdict = (
+                f"the target of {node.name} in {step.place(node)} is the sum of data and noise that the model itself "
+                "gets: it learns to return its input"
+            )
+        else:
+            continue
+        yield found_in(evidence, step.owner(node), verdict)
+        return
+
+
+_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_NOISE = ("randn", "randn_like")
+
+
+def _is_noisy(step: RecordedStep, node: Node) -> bool:
+    """Return True for a sum of data and of noise, each times a tensor, as where the share of the noise varies."""
+    sources = step.sources(node) if node.name in ("add", "__add__", "add_") else []
+    products = [step.sources(each) for each in sources if each.name in ("mul", "__mul__", "__rmul__", "mul_")]
+    if len(products) != 2 or any(len(each) != 2 for each in products) or "parameter" in step.roots[node.id]:
+        return False
+    noisy = [any(step.made_by(one).name in _NOISE for one in each) for each in products]
+    data = next((each for each, is_noise in zip(products, noisy, strict=True) if not is_noise), [])
+    return sorted(noisy) == [False, True] and any("input" in step.roots[each.id] for each in data)
+
+
+def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
+    """Return True if a layer, or what joins its inputs, takes the values of a node."""
+    todo = list(step.readers(node))
+    for each in todo:
+        if any(one.kind == "parameter" for one in step.sources(each)):
+            return True
+        todo += step.readers(each) if each.name in ("cat", "concat") else []
+    return False
+
+
+@rule(
+    "largest-value",
+    statistic="which output of a network a regression compares with a reward plus the largest value of the next state",
+    usual="the output of the action that was taken",
+    why="The largest output belongs to the action that the network prefers, and the reward to the one that was taken.",
+    next="Choose the output of the action: values.gather(1, actions.unsqueeze(1)).squeeze(1).",
+    false_alarms="The target must have the largest output for another state, and a number of the batch in a sum.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def largest_value(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the regressions of the largest output of a network to a reward and the largest value of the next state."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
+            continue
+        best, total = step.made_by(sources[0]), step.made_by(sources[1])
+        terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
+        values = [each for each in terms if "parameter" in step.roots[each.id]]
+        is_sum = len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms)
+        next_best = [step.graph[each] for each in step.ancestors(values[0])] if is_sum else []
+        if _is_largest(best) and any(_is_largest(each) for each in next_best) and best.id not in step.ancestors(total):
+            verdict = (
+                f"{node.name} in {step.place(node)} compares the largest of the outputs with a reward plus the largest "
+                "value of the next state, whichever action was taken"
+            )
+            yield found_in(evidence, step.owner(node), verdict)
+            return
+
+
+def _is_largest(node: Node) -> bool:
+    return node.kind == "op" and node.name in ("max", "amax") and len(node.inputs) == 1 and setting(node, "dim") != ""
+
+
+@rule(
+    "seen-targets",
+    "note",
+    statistic="targets of a cross-entropy, if the step hides some of the tokens that the model reads at random",
+    usual="the hidden tokens, and -100 for the others",
+    why="Most targets are tokens that the model sees, so that most of the loss is copying.",
+    next="Set the targets of the tokens that are not hidden to -100, unless the model is to repair the whole text.",
+    false_alarms="Models that repair a whole text, and so count all tokens on purpose: it is a note.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def seen_targets(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses that count all tokens, although the step hides some of them at random."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name != "cross_entropy" or len(sources) < 2 or setting(node, "reduction") == "'none'":
+            continue
+        tokens, before = step.made_by(sources[1]), step.ancestors(sources[0])
+        readers = [each for each in step.readers(tokens) if each.id in before]
+        if tokens.kind != "input" or not readers or not all(_hides(step, each) for each in readers):
+            continue
+        verdict = (
+            f"the targets of {node.name} in {step.place(node)} are all tokens, and the {readers[0].name} at "
+            f"{readers[0].source} hides some of them from the model: it sees the others"
+        )
+        yield found_in(evidence, step.owner(node), verdict)
+        return
+
+
+def _hides(step: RecordedStep, node: Node) -> bool:
+    """Return True if an operation replaces random tokens before an embedding."""
+    random = {step.graph[each].name for each in step.ancestors(node)} & {"rand", "rand_like", "bernoulli", "bernoulli_"}
+    is_read = any(each.name == "embedding" for each in step.readers(node))
+    return node.name in ("masked_fill", "masked_fill_", "where", "setitem", "index_put_") and bool(random) and is_read
 
 
 @rule(

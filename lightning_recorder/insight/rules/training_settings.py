@@ -537,7 +537,7 @@ def _rates(evidence: Evidence) -> tuple[Floats, NDArray[np.int64]]:
     """Return the largest learning rate of the weights in each record with an optimizer step, and the steps."""
     table = evidence.parameters
     known = [table.places[each.site] for each in evidence.weights]
-    # Batches without an optimizer step have none.
+    # A batch that is only accumulated has no learning rate.
     by_record = np.nan_to_num(table.get("learning_rate")[:, known], nan=-1.0).max(axis=1, initial=-1.0)
     return by_record[by_record >= 0], np.array(table.steps)[by_record >= 0]
 

@@ -37,7 +37,17 @@ from tests.insight.rules.test_classes import of_an_ignored_class, run_of_classes
 from tests.insight.rules.test_latent import Autoencoder, noise_of_a_shape
 from tests.insight.rules.test_losses import of_overlap, of_pairs
 from tests.insight.rules.test_normalization import momentum_of, of_a_norm
-from tests.insight.rules.test_operations import Codes, Shaped, Step, mlp, padded, rows
+from tests.insight.rules.test_operations import (
+    Codes,
+    Numbered,
+    Shaped,
+    Step,
+    counted,
+    loss_of_tokens,
+    mlp,
+    padded,
+    rows,
+)
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
@@ -320,6 +330,13 @@ def _() -> Iterator[Evidence]:
         yield case({"rotary": {"min": lows, "max": 1.0}}, records=3, shapes={("rotary", "out"): (1, 6, 16)})
 
 
+@cases("wrong-positions")
+def _() -> Iterator[Evidence]:
+    for length in (3, 4):
+        tokens, net = torch.arange(4 * length).reshape(4, length) % 11, Numbered(lambda x: counted(x).clamp(max=1))
+        yield case(graph=capture_graph(Step(net, loss_of_tokens), tokens, tokens))
+
+
 @cases("attention-scores-grow")
 def _() -> Iterator[Evidence]:
     for factor in (1.2, 0.7):
@@ -343,6 +360,8 @@ def _() -> Iterator[Evidence]:
     joined = {("att", "in_proj_weight"): (48, 16)}
     for records in (2, 3):
         values: dict[str, Values] = {"att/in_proj_weight": {"zero_fraction": 1 / 3, "update_ratio": 1e-3}}
+        yield case(None, None, values, shapes=joined, records=records)
+        values = {"att/in_proj_weight": {"update_ratio": 1e-3}, "att/in_proj_weight.grad": {"zero_fraction": 1 / 3}}
         yield case(None, None, values, shapes=joined, records=records)
 
 
@@ -1355,6 +1374,9 @@ def _() -> Iterator[Evidence]:
     for indices, contents, values in ((64, 8, 6), (64, 12, 6), (63, 4, 6), (64, 8, 5)):
         each = epoch(distinct=float(indices), distinct_batches=8.0, contents=float(contents))
         yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=indices, values=values))
+    for once in (0.04, 0.08):
+        each = epoch(distinct=64.0, distinct_batches=8.0, contents=33.0, contents_once=once, is_whole=True)
+        yield of_samples(each, loader=LoaderFacts(has_rows=True, samples=64, values=6))
 
 
 @cases("validation-in-training")

@@ -214,6 +214,28 @@ def test_frozen_modules() -> None:
         assert brief(found) == [(severity, "frozen", name)]
 
 
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_a_frozen_head(frozen: str) -> None:
+    """The note says if the loss gets its prediction from a frozen layer behind trained ones."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+            getattr(self, frozen).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.body(x)), torch.arange(5) % 3)
+
+    missing = {frozen: {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+    other = "body" if frozen == "head" else "head"
+    layers: dict[str, Values] = {"body": {}, "head": {}}
+    graph = capture_graph(Step(), torch.randn(5, 4))
+    found = run(layers, None, network(other), graph=graph, coverage={"parameters": {"modules": missing}})
+    (note,) = [each for each in found if each.rule == "frozen"]
+    assert (note.severity, "also head, from which the loss gets" in note.verdict) == ("note", frozen == "head")
+
+
 def test_a_frozen_layer_behind_layers_without_a_gradient() -> None:
     """Layers that get no gradient are not trained, so that a frozen layer behind them is not between trained ones."""
     names = ("a", "b", "c", "d")

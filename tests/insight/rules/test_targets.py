@@ -22,7 +22,17 @@ from lightning_recorder.insight import RULES, Finding
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
 from tests.insight.records import Examination, Values, brief, examined, parts, record, run
-from tests.insight.rules.test_operations import Causal, Loss, Shaped, Step, classes, mlp, rows, tokens
+from tests.insight.rules.test_operations import (
+    Causal,
+    Loss,
+    Shaped,
+    Step,
+    classes,
+    mlp,
+    rows,
+    tokens,
+    trained_step,
+)
 
 NAMES = {rule.name for rule in RULES if rule.function.__module__.endswith(".targets")}
 
@@ -600,3 +610,97 @@ def test_ends_of_a_model_of_transformers(kept: int, rules: list[str], tmp_path: 
     ).fit(Language(), DataLoader(TensorDataset(tokens, labels), 16))
     found = open_recording(tmp_path).run.findings
     assert [each.rule for each in found if each.rule == "no-end-as-target"] == rules
+
+
+class Diffusion(nn.Module):
+    """A step of a diffusion model; ``target`` chooses from the data, the noise and their sum."""
+
+    def __init__(self, target: Callable[[Tensor, Tensor, Tensor], Tensor], *, share: float | None = None) -> None:
+        super().__init__()
+        self.net, self.time, self.target, self.share = nn.Linear(10, 5), nn.Embedding(10, 5), target, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, noise = torch.randint(0, 10, (8,)), torch.randn_like(x)
+        share = (time[:, None] + 1) / 11 if self.share is None else self.share
+        noisy = (1 - share) * x + share * noise
+        return F.mse_loss(self.net(torch.cat([noisy, self.time(time)], 1)), self.target(x, noise, noisy))
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "words"),
+    [
+        (lambda x, noise, noisy: noise, None, ""),
+        (lambda x, noise, noisy: x, None, ""),
+        (lambda x, noise, noisy: noise - x, None, ""),
+        (lambda x, noise, noisy: noisy, None, "it learns to return its input"),
+        (lambda x, noise, noisy: torch.randn_like(x), None, "nothing else uses"),
+        (lambda x, noise, noisy: torch.randn(8, 5), None, "nothing else uses"),
+        (lambda x, noise, noisy: noisy, 0.1, ""),  # an augmentation
+        (lambda x, noise, noisy: x + 0.1 * torch.randn_like(x), None, ""),
+    ],
+)
+def test_noise_as_target(target: Callable[[Tensor, Tensor, Tensor], Tensor], share: float | None, words: str) -> None:
+    """The target is the noise that was added, or the data; neither other noise nor the sum."""
+    found = trained_step(Diffusion(target, share=share), rows)
+    assert brief(found) == [("warning", "unknown-noise", "")] * bool(words)
+    assert all(words in each.verdict for each in found)
+
+
+class QLearning(nn.Module):
+    """A step of Q learning."""
+
+    def __init__(self, predicted: Callable[[Tensor, Tensor], Tensor], *, has_next: bool = True) -> None:
+        super().__init__()
+        self.net, self.late, self.predicted, self.has_next = mlp(3), mlp(3), predicted, has_next
+
+    def forward(self, x: Tensor, actions: Tensor, rewards: Tensor, following: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = rewards + 0.9 * self.late(following).max(1).values if self.has_next else rewards
+        return F.smooth_l1_loss(self.predicted(self.net(x), actions), target)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "has_next", "is_wrong"),
+    [
+        (lambda values, actions: values.max(1).values, True, True),
+        (lambda values, actions: values.amax(1), True, True),
+        (lambda values, actions: values.gather(1, actions[:, None])[:, 0], True, False),
+        (lambda values, actions: values.max(1).values, False, False),  # a pooling
+    ],
+)
+def test_the_largest_value_is_fitted(
+    predicted: Callable[[Tensor, Tensor], Tensor], has_next: bool, is_wrong: bool
+) -> None:
+    """The reward belongs to the action that was taken, not to the one with the largest value."""
+    found = trained_step(QLearning(predicted, has_next=has_next), rows, classes, torch.randn(8), torch.randn(8, 5))
+    assert brief(found) == [("warning", "largest-value", "")] * is_wrong
+
+
+class Masked(nn.Module):
+    """A step of a masked language model."""
+
+    def __init__(self, targets: Callable[[Tensor, Tensor], Tensor], *, is_random: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head, self.targets, self.is_random = nn.Embedding(11, 5), mlp(11), targets, is_random
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.rand(ids.shape) < 0.15 if self.is_random else ids == 3
+        logits = self.head(self.embedding(ids.masked_fill(hidden, 0)))
+        return F.cross_entropy(logits.transpose(1, 2), self.targets(ids, hidden))
+
+
+@pytest.mark.parametrize(
+    ("targets", "is_random", "is_wrong"),
+    [
+        (lambda ids, hidden: ids, True, True),
+        (lambda ids, hidden: ids.masked_fill(~hidden, -100), True, False),
+        (lambda ids, hidden: torch.where(hidden, ids, -100), True, False),
+        (lambda ids, hidden: ids, False, False),  # another number for the padding
+    ],
+)
+def test_targets_that_the_model_sees(
+    targets: Callable[[Tensor, Tensor], Tensor], is_random: bool, is_wrong: bool
+) -> None:
+    """The loss of a masked language model counts the tokens that are hidden; that of all tokens has a note."""
+    found = trained_step(Masked(targets, is_random=is_random), tokens)
+    assert brief(found) == [("note", "seen-targets", "")] * is_wrong
