@@ -114,7 +114,7 @@ def _slots(modules: Iterable[nn.Module]) -> Iterator[Slot]:
 
 
 def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Slot]:
-    """Yield the places of the numbers in an object that is not a number itself."""
+    """Yield a slot for each number in an object, such as the items of a list, up to a limited depth."""
     if depth > _DEEPEST or id(value) in seen or is_a(value, _SKIPPED):
         return
     seen.add(id(value))
