@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,8 @@ _MOST_ENTRIES = 64  # of a list or a dictionary that is searched
 _DEEPEST = 5
 _MOST_SEARCHED = 2000  # objects in a data set
 _PLAIN = (str, bytes, int, float, bool, type(None), type, Tensor, np.ndarray)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_FOREIGN = ("torch", "torchvision", "numpy", "random")  # whose functions are not searched
 
 
 class Draws(NamedTuple):
@@ -55,8 +59,10 @@ class WatchedCollate:
         return found
 
     def _note(self, worker: int, dataset: object) -> None:
-        for place, (_, source) in enumerate(_sources(dataset)[: len(self.names)]):
-            self.table[worker, self._calls, place] = torch.tensor([*_digests(source), 1], device="cpu")
+        sources = dict(_sources(dataset))
+        for place, name in enumerate(self.names):
+            if name in sources:
+                self.table[worker, self._calls, place] = torch.tensor([*_digests(sources[name]), 1], device="cpu")
         self._calls += 1
 
 
@@ -77,7 +83,7 @@ def draws_of(watched: WatchedCollate) -> list[Draws]:
 
 
 def _sources(dataset: object) -> list[tuple[str, Any]]:
-    """Return the global generators, and those that a data set holds, by name."""
+    """Return the global generators, and those that a data set holds or that its methods use, by name."""
     found: list[tuple[str, Any]] = [("numpy.random", np.random), ("random", random), ("torch", torch)]
     return [*found, *_inside(dataset, "dataset", set(), 0)][:_MOST_SOURCES]
 
@@ -86,8 +92,12 @@ def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
     if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEEPEST or len(seen) >= _MOST_SEARCHED:
         return
     seen.add(id(value))
-    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+    if isinstance(value, _GENERATORS):
         yield name, value
+    elif isinstance(value, (FunctionType, MethodType)):
+        yield from _used(value, seen, depth)
+    elif isinstance(value, partial):
+        yield from _inside([value.func, *value.args, *value.keywords.values()], name, seen, depth + 1)
     elif isinstance(value, Mapping):
         for key, each in list(value.items())[:_MOST_ENTRIES] if type(value) is dict else ():
             shown = repr(key) if type(key) in (str, int) else type(key).__name__  # not the user's own repr
@@ -98,6 +108,42 @@ def _inside(value: Any, name: str, seen: set[int], depth: int) -> Iterator[tuple
     else:
         for key, each in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
             yield from _inside(each, f"{name}.{key}", seen, depth + 1)
+        for kind in type(value).__mro__:
+            for each in list(vars(kind).values())[:_MOST_ENTRIES]:
+                function = getattr(each, "__func__", each) if isinstance(each, (staticmethod, classmethod)) else each
+                if isinstance(function, FunctionType):
+                    yield from _used(function, seen, depth + 1)
+
+
+def _used(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the generators among the global variables that a function uses, and those of the functions that it uses."""
+    code = getattr(function, "__code__", None)
+    module = str(function.__module__)
+    if code is None or id(code) in seen or depth > _DEEPEST or len(seen) >= _MOST_SEARCHED:
+        return
+    seen.add(id(code))
+    if module.partition(".")[0] in _FOREIGN:
+        return
+    names = dict.fromkeys(_names_in(code))
+    for name in names:
+        each = function.__globals__.get(name)
+        found = {f"{module}.{name}": each}
+        if isinstance(each, ModuleType) and each.__name__.partition(".")[0] not in _FOREIGN:
+            found = {f"{each.__name__}.{part}": vars(each).get(part) for part in names}
+        for key, part in found.items():
+            if isinstance(part, _GENERATORS) and id(part) not in seen:
+                seen.add(id(part))
+                yield key, part
+            elif isinstance(part, FunctionType):
+                yield from _used(part, seen, depth + 1)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of global variables and attributes in a function, and in the functions that it defines."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 def _digests(source: Any) -> tuple[int, int]:

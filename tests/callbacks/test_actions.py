@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recorder import (
     ArgumentError,
-    Monitor,
     Outputs,
     ParameterRecorder,
     RecorderWarning,
@@ -313,24 +312,6 @@ def test_manual_optimization_gets_a_clear_word(tmp_path: Path) -> None:
         fit(Manual(), tmp_path, StepWatch(on_finding="skip"))
     assert acted(tmp_path) == []
     assert [each.rule for each in open_recording(tmp_path).findings] == ["non-finite"]
-
-
-def test_a_loop_of_your_own_gets_a_clear_word(tmp_path: Path) -> None:
-    """In a plain loop, nothing is done, and a warning at the start says so."""
-    net, watch = nn.Linear(WIDTH, 1), StepWatch(on_finding="skip", strict=True)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-
-    def train() -> None:
-        with Monitor(net, optimizer, log_dir=tmp_path, recorders=[watch]) as monitor, monitor.step():
-            loss = net(torch.ones(ROWS, WIDTH)).mean() * math.nan
-            loss.backward()
-            optimizer.step()
-            monitor.log(loss=loss)
-
-    words = "does not act ('skip'): in a loop of your own, it steps the optimizers"
-    with pytest.warns(RecorderWarning, match=re.escape(words)):
-        train()
-    assert not any(bool(each.isfinite().all()) for each in net.parameters())
 
 
 @pytest.mark.parametrize(

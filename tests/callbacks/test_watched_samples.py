@@ -688,6 +688,18 @@ def drawn_by_own(data: Noisy) -> float:
     return float(data.rng.random())
 
 
+_SHARED = np.random.default_rng(0)
+
+
+def drawn_by_global(data: Noisy) -> float:
+    return sum(float(_SHARED.random()) for _ in range(2))
+
+
+def other_global(worker: int) -> None:
+    global _SHARED  # noqa: PLW0603 - as programs do
+    _SHARED = np.random.default_rng(torch.initial_seed())
+
+
 def drawn_by_torch(data: Noisy) -> float:
     return float(torch.rand(()))
 
@@ -713,6 +725,12 @@ AUGMENTATIONS: dict[str, tuple[Callable[[Noisy], float], dict[str, Any], str]] =
         {"worker_init_fn": same_seed},
         "in all 2 workers and in 2 epochs in a row, from numpy.random",
     ),
+    "a global variable": (
+        drawn_by_global,
+        {},
+        f"in all 2 workers and in 2 epochs in a row, from {__name__}._SHARED",
+    ),
+    "a seeded global variable": (drawn_by_global, {"worker_init_fn": other_global}, ""),
     "torch": (drawn_by_torch, {}, ""),
     "numpy": (drawn_by_numpy, {}, ""),
     "seeded": (drawn_by_own, {"worker_init_fn": other_seed}, ""),
@@ -724,7 +742,7 @@ AUGMENTATIONS: dict[str, tuple[Callable[[Noisy], float], dict[str, Any], str]] =
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_equal_augmentations_are_found(name: str, tmp_path: Path) -> None:
-    """Workers or epochs that draw the same random numbers are a warning; six ways to draw others are silent."""
+    """Workers or epochs that draw the same random numbers are a warning; seven ways to draw others are silent."""
     noise, options, where = AUGMENTATIONS[name]
     loader = DataLoader(Noisy(noise), 32, shuffle=True, **{"num_workers": 2, **options})
     found = findings(fit(tmp_path, loader))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,32 @@ class Noisy(Dataset[Any]):
     @override
     def __getitem__(self, index: int) -> float:
         return float(self.rng.random())
+
+
+OF_METHOD, OF_FUNCTION, OF_PART, UNUSED = (np.random.default_rng(seed) for seed in range(4))
+OF_MODULE = np.random.default_rng(4)
+itself = sys.modules[__name__]
+
+
+def add(value: float) -> float:
+    """Draw for a sample, as a function that a data set calls."""
+    return float(value + OF_FUNCTION.random() + itself.OF_MODULE.random())
+
+
+class Part:
+    """A transform with a static method."""
+
+    @staticmethod
+    def draw() -> list[float]:
+        return [OF_PART.random() for _ in range(2)]
+
+
+class Global(Noisy):
+    """A data set whose generators are global variables."""
+
+    @override
+    def __getitem__(self, index: int) -> float:
+        return add(float(OF_METHOD.random()))
 
 
 def batches(dataset: Noisy) -> tuple[WatchedCollate, list[Any]]:
@@ -76,3 +104,13 @@ def test_the_names_of_entries_run_no_code_of_the_user(key: object) -> None:
     """A key of a class of its own is named by its class."""
     collate = WatchedCollate(default_collate, Noisy(table={key: np.random.default_rng(1)}), 2)
     assert f"dataset.table[{type(key).__name__}]" in collate.names
+
+
+def test_global_variables_that_a_data_set_uses_are_its_generators() -> None:
+    """Those of its methods, of functions that they call, of its transforms, and of modules; no others."""
+    del (data := Global(part=partial(Part.draw), parts=[Part()])).rng
+    names = WatchedCollate(default_collate, data, 2).names
+    assert names[:3] == ["numpy.random", "random", "torch"]
+    assert sorted(names[3:]) == sorted(
+        f"{__name__}.{each}" for each in ("OF_METHOD", "OF_FUNCTION", "OF_PART", "OF_MODULE")
+    )

@@ -461,6 +461,16 @@ def test_without_a_function_the_finding_says_how_to_get_the_origin(tmp_path: Pat
     assert "step_function" in watch.found[0].line + str(vars(watch.found[0]))
 
 
+def test_an_action_in_a_loop_gets_a_clear_word(tmp_path: Path) -> None:
+    """The watch acts in no loop: it steps the optimizers itself. A warning at the start says so, and it watches."""
+    watch = StepWatch(on_finding="skip", strict=True)
+    with pytest.warns(
+        RecorderWarning, match=r"does not act \('skip'\): in a loop of your own, it steps the optimizers"
+    ):
+        trained = train(lambda net, optimizer: Monitor(net, optimizer, log_dir=tmp_path, recorders=[watch]))
+    assert same_bits(trained, train(None))
+
+
 def test_samples_are_counted_in_epochs(tmp_path: Path) -> None:
     """`data.json` has the samples of each epoch, and only if the loop says when epochs end."""
 
