@@ -140,13 +140,23 @@ def prior_pushed_away(evidence: Evidence) -> Iterator[Finding]:
     why="The samples take for the standard deviation what the loss takes for its logarithm or for the variance, so "
     "that the divergence is that of another distribution.",
     next="Compute the samples as mean + noise × exp(0.5 × log σ²).",
-    false_alarms="Only a loss with the exponential of the same output is examined, for the factor of its exponent.",
+    false_alarms="Only a loss with the exponential of the same output, or a normal likelihood, is examined, for the "
+    "factor of the exponent and for an activation without negative outputs before it.",
     needs=("parameters", GRAPH),
     is_lasting=True,
 )
 def latent_scale(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a random variable whose samples have another scale than the loss takes for it."""
+    """Yield a random variable whose samples have another scale than the loss, or whose scale is limited."""
     step, learned = step_of(evidence), _learned(evidence)
+    for power in step.operations:
+        if power.name == "exp" and _is_deviation(step, power) and (limit := _limit(step, power)):
+            scale = _owner_of(step, power, learned)
+            verdict = (
+                f"the likelihood in the loss takes the {limit} of {scale or 'a layer'} for the logarithm of the "
+                "standard deviation, which is so at least 1"
+            )
+            yield replace(found_in(evidence, scale, verdict), why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            return
     for mean, scale, sample in _latents(evidence.graph, learned, any_scale=True):
         known = _before(step, [sample], {mean, scale})
         powers = [node for node in step.operations if node.name == "exp" and _owner_of(step, node, learned) == scale]
@@ -169,7 +179,7 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
                 f"the loss and the samples in {step.place(sample)} take the {limits[0]} of {scale} for the logarithm "
                 "of the variance, so that the standard deviation is at least 1"
             )
-            yield _about(evidence, mean, scale, verdict, why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            yield replace(_about(evidence, mean, scale, verdict), why=_WHY_LIMIT, next=_NEXT_LIMIT)
             return
         if own is None or None in outside or not outside:
             continue
@@ -200,9 +210,9 @@ _NEXT_LIMIT = (
 )
 
 
-def _about(evidence: Evidence, mean: str, scale: str, verdict: str, **texts: str) -> Finding:
+def _about(evidence: Evidence, mean: str, scale: str, verdict: str) -> Finding:
     """Return a finding about the modules of mean and scale, which may be one."""
-    return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else (), **texts)
+    return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
 
 
 def _sides(step: RecordedStep, sample: Node) -> tuple[Edge, Edge]:
@@ -230,6 +240,16 @@ def _part(step: RecordedStep, edge: Edge) -> tuple[int, tuple[str, ...]]:
         if not edges:
             return node.id, tuple(parts)
         edge = edges[0]
+
+
+def _is_deviation(step: RecordedStep, node: Node) -> bool:
+    """Return True if a squared error is divided by the square of some numbers, whose logarithm the loss has, too."""
+    users = step.users(node)
+    squares = {each.id for each in users if each.name in ("pow", "square", "__pow__")}
+    divisors = [step.sources(each)[-1:] for each in step.operations if each.name in ("div", "__truediv__")]
+    squared = [step.behind(each) if factor_of(each) else each for found in divisors for each in found]
+    is_divisor = any(each is not None and each.id in squares for each in squared)
+    return is_divisor and any(each.name == "log" for each in users)
 
 
 def _limit(step: RecordedStep, power: Node) -> str | None:

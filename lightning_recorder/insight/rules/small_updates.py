@@ -75,7 +75,16 @@ def does_not_move(evidence: Evidence, *, persistence: int = 2) -> Iterator[Findi
     moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
     verdict = f"{moves} ({', '.join([*_settings(first), f'dtype {first.dtype or None}'])})"
     others = tuple(each for each in names if each != first.module)
-    yield first.found(verdict, "update_ratio", others=others, update_ratio=0.0)
+    found = first.found(verdict, "update_ratio", others=others, update_ratio=0.0)
+    is_precise = first.dtype == "float32" and len(first.learning_rate) > 0 and bool((first.learning_rate > 0).all())
+    yield replace(found, why=_WHY_NO_STEP, next=_NEXT_NO_STEP) if whole and is_precise else found
+
+
+_WHY_NO_STEP = (
+    "The learning rate is not zero, and float32 is precise: the gradients are cleared before the optimizer steps, the "
+    "step is left out, or the parameters are set back."
+)
+_NEXT_NO_STEP = "Look for zero_grad() between backward() and step(), and at an overridden optimizer_step."
 
 
 def _is_constant(values: Floats, persistence: int) -> bool:

@@ -302,3 +302,35 @@ def test_noise_that_is_as_large_as_the_value() -> None:
     assert [
         each for each in step_of(Training(lambda mean, scale: mean.exp().mean(), noisy)) if "scale" in each[0]
     ] == []
+
+
+class Likelihood(nn.Module):
+    """A step of a model that gives a mean and the logarithm of a deviation for each target."""
+
+    def __init__(self, limit: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mean, self.scale, self.limit = nn.Linear(16, 4), nn.Linear(16, 4), limit
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        deviation = self.limit(self.scale(inputs)).exp()
+        loss: Tensor = -torch.distributions.Normal(self.mean(inputs), deviation).log_prob(inputs[:, :4]).mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_wrong"),
+    [
+        (torch.relu, True),
+        (nn.functional.softplus, True),
+        (lambda x: x, False),
+        (lambda x: x.clamp(-5, 2), False),
+        (lambda x: -torch.relu(x), False),
+    ],
+)
+def test_a_deviation_that_cannot_be_small(limit: Callable[[Tensor], Tensor], is_wrong: bool) -> None:
+    """A logarithm of the deviation that is never negative is a finding in a likelihood, too."""
+    found = run(
+        {name: {} for name in ("mean", "scale")}, None, network("mean", "scale"), graph=graph_of(Likelihood(limit))
+    )
+    found = [each for each in found if each.rule == "latent-scale"]
+    assert [(each.module, "at least 1" in each.verdict) for each in found] == [("scale", True)] * is_wrong
