@@ -107,9 +107,10 @@ def _of_runs(path: Path) -> Iterator[_Source]:
     runs = open_recording(path).runs
     latest = {name: [dump for dump in run.dumps if dump.kind == "tensors"][-1:] for name, run in runs.items()}
     if not any(latest.values()):
-        raise DumpError(
-            f"{path} has no tensors: record some with TensorDumper, or give a checkpoint (.ckpt, .pt, .safetensors)"
-        )
+        checkpoints = sorted(path.glob("checkpoints/*.ckpt"), key=lambda each: each.stat().st_mtime)
+        known = f", such as {checkpoints[-1]}" if checkpoints else ""
+        give = f"give a checkpoint (.ckpt, .pt, .safetensors){known}"
+        raise DumpError(f"{path} has no tensors: record some with TensorDumper, or {give}")
     for name, dumps in latest.items():
         for dump in dumps:
             yield from _of_dump(dump, f"{name}: " if len(runs) > 1 else "")

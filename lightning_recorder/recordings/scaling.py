@@ -56,13 +56,16 @@ class Scaling:
         return [each for each in self.sites if each.is_off]
 
     @property
+    def _worst(self) -> SiteScaling:
+        return max(self.off, key=lambda each: abs(each.exponent))
+
+    @property
     def sentence(self) -> str:
         """The result in one sentence."""
         span = f"widths {self.widths[0]:g} to {self.widths[-1]:g}"
         if not self.off:
             return f"the sizes of all {len(self.sites)} sites are independent of the width, for {span}"
-        worst = max(self.off, key=lambda each: abs(each.exponent))
-        first = self.off[0]
+        worst, first = self._worst, self.off[0]
         verb = "grows" if worst.exponent > 0 else "shrinks"
         text = (
             f"{len(self.off)} of {len(self.sites)} sites depend on the width: {site_name(worst.site)} {verb} as "
@@ -80,7 +83,8 @@ class Scaling:
                 "It is off before the first update, so look at the initialization: the variance of a weight is 1 / "
                 "fan_in, and that of the output weight is smaller."
             )
-        if self.off[0].exponent > 0:
+        # Once the training of a wide model diverges, other sites may change the other way.
+        if self._worst.exponent > 0:
             return (
                 "The updates are too large for wide models. In maximal-update parametrization, Adam's learning rate of "
                 "hidden and output weights is divided by the width, and so are the output and the attention logits."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recorder import Outputs, ParameterRecorder
 from lightning_recorder.callbacks import TensorDumper
 from lightning_recorder.dumps import write_dump, write_tensors
 from lightning_recorder.reductions.number_formats import NUMBER_FORMATS
@@ -72,6 +74,18 @@ def test_the_latest_dump_of_a_run(tmp_path: Path) -> None:
     ]
     latest = sorted((log_dir / "recorder" / "dumps").glob("*.safetensors"))[-1]
     assert json.loads(run("precision", latest, "--json").out) == found
+
+
+def test_a_run_without_tensors_names_its_newest_checkpoint(tmp_path: Path) -> None:
+    """The path in the message can be given instead."""
+    trainer = fit(Classifier(), tmp_path, [ParameterRecorder("head", outputs=Outputs(plots=False))])
+    folder = Path(trainer.log_dir or "")
+    for age, name in enumerate(("last.ckpt", "epoch=0.ckpt")):
+        trainer.save_checkpoint(folder / "checkpoints" / name)
+        os.utime(folder / "checkpoints" / name, (1000 - age, 1000 - age))
+    named = run("precision", folder).err.rstrip(".\n").rpartition("such as ")[2]
+    assert Path(named) == folder / "checkpoints" / "last.ckpt"
+    assert run("precision", named).status == 0
 
 
 def test_bad_files_give_one_line(tmp_path: Path) -> None:

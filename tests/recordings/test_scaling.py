@@ -14,8 +14,9 @@ import torch
 
 from lightning_recorder import ArgumentError, open_recording
 from lightning_recorder.bins import BINS
+from lightning_recorder.names import Site
 from lightning_recorder.recordings import RecordWriter, Run, records_path
-from lightning_recorder.recordings.scaling import Scaling, check_scaling
+from lightning_recorder.recordings.scaling import Scaling, SiteScaling, check_scaling
 from tests.commands.console import run as command
 from tests.recordings.runs import site_of
 from tests.recordings.widths import Mlp, Transformer, train_width
@@ -53,6 +54,16 @@ def test_exponents_of_power_laws(tmp_path: Path) -> None:
     assert found.sentence == (
         "2 of 4 sites depend on the width: fc grows as width^1.00 at step 0, for widths 64 to 512"
     )
+
+
+@pytest.mark.parametrize(("last", "words"), [(2.3, "too large"), (-0.1, "too small")])
+def test_the_advice_is_about_the_largest_exponent(last: float, words: str) -> None:
+    """An output that explodes decides, also if the first layer shrinks a little afterwards."""
+    sites = tuple(
+        SiteScaling(Site(str(place), "out"), (0.0, exponent), (0.1, 0.01), 1, exponent, (1.0, 1.0), False, True)
+        for place, exponent in enumerate((-0.2, last))
+    )
+    assert f"The updates are {words} for wide models." in Scaling((64.0, 128.0), (0, 1), sites, "rms", 0.15).advice
 
 
 def test_the_mean_absolute_value_is_that_of_the_histogram(tmp_path: Path) -> None:

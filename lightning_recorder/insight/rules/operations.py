@@ -558,6 +558,8 @@ def _counts_positions(step: RecordedStep, node: Node) -> bool:
         if not is_passed or not sources:
             return False
         node = sources[0]
+    if node.kind == "buffer":
+        return "position" in node.name.rpartition(".")[2]
     return node.name == "arange" and not setting(node, "step")
 
 
@@ -597,6 +599,65 @@ def _joins_tokens(step: RecordedStep, node: Node, length: int) -> bool:
                 seen.add(user.id)
                 todo.append(user)
     return False
+
+
+@rule(
+    "embedding-scale",
+    statistic="constant factor of the embedding of tokens, and its rms against that of the positions that are added",
+    usual="at most √features, and about the size of the positions",
+    why="The embedding of tokens is multiplied with a large number, and the embedding of positions is not. In the sum, "
+    "the positions are too small to tell tokens apart by their place.",
+    next="Leave out the factor, or multiply with the root of the number of features, at most.",
+    false_alarms="Factors up to twice the root of the number of features do not count, and neither do positions that "
+    "are not an embedding.",
+    needs=("activations", GRAPH),
+    explains=dict.fromkeys(("unlike-siblings", "loss-of-a-guess", "scale-jump"), _ANY),
+)
+def embedding_scale(evidence: Evidence, *, factor: float = 2.0, times: float = 10.0) -> Iterator[Finding]:
+    """Yield embeddings of tokens that are multiplied with a large number before those of positions are added."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sides = step.sources(node) if node.name in _SUMS_OF_TWO else []
+        terms = [each for side in sides for each in _embedded(step, side)]
+        tokens = [each for each in terms if "input" in step.roots[each[0].id]]
+        positions = [each for each in terms if _counts_positions(step, step.sources(each[0])[0])]
+        if len(tokens) != 1 or not positions:
+            continue
+        (embedding, inner, outer), width = tokens[0], node.outputs[0].shape[-1] if node.outputs else 0
+        most = max(abs(each[1] * each[2]) for each in positions)
+        if abs(inner * outer) <= factor * max(1.0, most) * width**0.5:
+            continue
+        first = evidence.output(step.owner(embedding))
+        sizes = [(evidence.output(step.owner(each)).rms[:1], scale) for each, _, scale in positions]
+        known = [float(rms[0]) * abs(scale) for rms, scale in sizes if len(rms)]
+        if len(first.rms) and known and (ratio := float(first.rms[0]) * abs(outer) / max(*known, 1e-30)) >= times:
+            verdict = (
+                f"the embedding of tokens {first.module} is multiplied with {abs(inner * outer):.3g}, and in the first "
+                f"record it is {ratio:.3g} × as large as the embedding that is added to it for each position"
+            )
+            yield first.found(verdict, "rms", factor=abs(inner * outer), times=ratio)
+            return
+
+
+def _embedded(step: RecordedStep, node: Node) -> Iterator[tuple[Node, float, float]]:
+    """Yield the embeddings in a sum, with their constant factors inside and outside of the module of the embedding."""
+    factors: list[tuple[str, float]] = []
+    while True:
+        scale = factor_of(node)
+        if node.name in _SUMS_OF_TWO and not factors:
+            for source in step.sources(node):
+                yield from _embedded(step, source)
+            return
+        if node.name == "embedding":
+            own = step.owner(node)
+            inner, outer = (prod(each for name, each in factors if (name == own) is is_own) for is_own in (True, False))
+            yield node, inner, outer
+            return
+        sources = step.sources(node)
+        if not sources or not (keeps_values(node) or scale is not None):
+            return
+        factors += [] if scale is None else [(step.owner(node), scale)]
+        node = sources[0]
 
 
 @rule(

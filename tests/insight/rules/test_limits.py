@@ -40,6 +40,7 @@ from tests.insight.rules.test_normalization import momentum_of, of_a_norm
 from tests.insight.rules.test_operations import (
     Codes,
     Numbered,
+    Scaled,
     Shaped,
     Step,
     counted,
@@ -47,6 +48,7 @@ from tests.insight.rules.test_operations import (
     mlp,
     padded,
     rows,
+    with_factor,
 )
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
@@ -335,6 +337,12 @@ def _() -> Iterator[Evidence]:
     for length in (3, 4):
         tokens, net = torch.arange(4 * length).reshape(4, length) % 11, Numbered(lambda x: counted(x).clamp(max=1))
         yield case(graph=capture_graph(Step(net, loss_of_tokens), tokens, tokens))
+
+
+@cases("embedding-scale")
+def _() -> Iterator[Evidence]:
+    for factor, size in ((4.0, 4.0), (5.0, 4.0), (5.0, 1.0), (10.0, 1.0), (50.0, 1.0)):
+        yield with_factor(Scaled(factor), size).evidence()
 
 
 @cases("attention-scores-grow")

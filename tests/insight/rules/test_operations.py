@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -591,6 +592,56 @@ def test_tokens_may_be_permuted_with_their_positions() -> None:
     assert "wrong-positions" not in [each.rule for each in found]
 
 
+class Times(nn.Embedding):
+    """An embedding whose rows are multiplied with a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(11, 5)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Scaled(Numbered):
+    """Multiplies an embedding of tokens, and perhaps that of positions, inside or outside of the embedding."""
+
+    def __init__(self, factor: float, of_positions: float = 1.0, *, is_inside: bool = False) -> None:
+        super().__init__(counted)
+        self.tokens = Times(factor if is_inside else 1.0)
+        self.factors = (1.0 if is_inside else factor), of_positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.factors[0] * self.tokens(x) + self.factors[1] * self.get_submodule("rows")(counted(x))
+        out: Tensor = self.head(h)
+        return out
+
+
+def with_factor(net: Scaled, size: float = 1.0) -> Examination:
+    """Return a run in whose records the rows of tokens are ``size`` times as large as those of positions."""
+    graph = capture_graph(Step(net, loss_of_tokens), tokens, tokens)
+    rows: dict[str, Values] = {"net.tokens": {"rms": size * cast("Times", net.tokens).factor}, "net.rows": {"rms": 1.0}}
+    return examined(rows, graph=graph)
+
+
+@pytest.mark.parametrize(
+    ("net", "size", "times"),
+    [
+        (Scaled(50), 1.0, 50.0),
+        (Scaled(50, is_inside=True), 1.0, 50.0),
+        (Scaled(50), 0.1, None),
+        (Scaled(50, 50), 1.0, None),
+        (Scaled(5**0.5), 20.0, None),
+    ],
+)
+def test_an_embedding_that_drowns_the_positions(net: Scaled, size: float, times: float | None) -> None:
+    """A large factor of the tokens alone is named if the records have it, too; the root of the features is usual."""
+    found = [each for each in with_factor(net, size).findings() if each.rule == "embedding-scale"]
+    assert [(each.module, each.numbers) for each in found] == (
+        [] if times is None else [("net.tokens", {"factor": 50.0, "times": times})]
+    )
+
+
 class Chosen(nn.Module):
     """Compares tokens with rows that are drawn at random, or adds a drawn row to all tokens of a sample."""
 
@@ -599,10 +650,9 @@ class Chosen(nn.Module):
         self.tokens, self.rows, self.is_of_sample = nn.Embedding(11, 11), nn.Embedding(11, 11), is_of_sample
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens: Tensor = self.tokens(x)
-        if self.is_of_sample:
-            return tokens + self.rows(torch.randperm(8))[:, None]
-        return tokens * self.rows(torch.randperm(6))
+        h: Tensor = self.tokens(x)
+        rows: Tensor = self.rows(torch.randperm(8 if self.is_of_sample else 6))
+        return h + rows[:, None] if self.is_of_sample else h * rows
 
 
 @pytest.mark.parametrize("is_of_sample", [False, True])
