@@ -116,7 +116,9 @@ class RowShares(TorchFunctionMode):
             self._bad = bad
 
     def _note_gradient(self, args: Iterable[Any], result: Tensor) -> None:
-        given = [each for each in args if isinstance(each, Tensor)]
+        # A recurrent layer gets its weights in a list.
+        several = (each if isinstance(each, (list, tuple)) else (each,) for each in args)
+        given = [each for group in several for each in group if isinstance(each, Tensor)]
         if self._by_sample(result) is None or not any(id(each) in self._parameters for each in given):
             return
         others = [self._by_sample(each) for each in given if id(each) not in self._parameters]
@@ -193,7 +195,7 @@ class RowShares(TorchFunctionMode):
             if rows is not None and rows.numel():
                 sizes = rows.abs().amax(1).double().nan_to_num(math.inf)
                 (first, second), (place, _) = (each.tolist() for each in sizes.topk(2))
-                if first > best * second and second < math.inf:
+                if first > best * second:
                     best, found = first / second if second else math.inf, int(place)
         return found
 

@@ -30,6 +30,8 @@ _BATCHES = 1024
 _ALL = 1 << 64
 _MOST_CLASSES = 1024
 _MIX = np.int64(0x1E3779B97F4A7C15)
+_AT_ONCE = 16  # batches that are counted at once, or fewer with about this number of samples
+_MOST_WAITING = 4096
 _FEWEST_CONTENTS = 4  # different samples in a batch, so that two batches are hardly equal by chance
 _ABOUT = 0.8  # of the largest share: ranks that share most samples do not all have the same share
 _NEAR = 4  # batches in which a sample comes again soon
@@ -153,14 +155,27 @@ class EpochSamples:
         self._equal_input: int | None = None
         self._sets = Sketch(_BATCHES)
         self._before: int | None = None
+        self._waiting: list[BatchSamples] = []
         self._seen: dict[int, int] = {}  # the set of indices by the values of a batch
         self._classes: NDArray[np.int64] | None = np.zeros(_MOST_CLASSES, dtype=np.int64)
 
     def add(self, batch: BatchSamples, step: int) -> None:
-        """Add a batch."""
+        """Add a batch. Most attributes have it after :meth:`count` or :meth:`facts`."""
         self.first_step = self.first_step if self.batches else step
         self.last_step = step
         self.batches += 1
+        # A step evicts code and counts from the cache of the processor, so that several batches at once take less time.
+        self._waiting.append(batch)
+        if len(self._waiting) == _AT_ONCE or len(self._waiting) * len(batch.contents) >= _MOST_WAITING:
+            self.count()
+
+    def count(self) -> None:
+        """Count the batches that wait for it."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._count_batch(each)
+
+    def _count_batch(self, batch: BatchSamples) -> None:
         keys = batch.keys
         self.samples += len(keys)
         self.keys.add(keys, batch.worker)
@@ -223,10 +238,12 @@ class EpochSamples:
     @property
     def has_changed(self) -> bool:
         """True if the latest batch has other samples than the one before."""
+        self.count()
         return self.batches > 1 and not self._is_repeat
 
     def facts(self, before: EpochSamples | None = None) -> EpochFacts:
         """Return what is known about the epoch so far."""
+        self.count()
         counts = np.zeros(0) if self._classes is None else self._classes[self._classes > 0]
         shares = counts / max(1, counts.sum())
         are_whole = before is not None and before.is_whole and self.is_whole
@@ -392,6 +409,7 @@ class RankEpoch:
     @classmethod
     def of(cls, rank: int, epoch: EpochSamples) -> RankEpoch:
         """Return what is sent of an epoch."""
+        epoch.count()
         found = cls(rank, epoch.epoch, epoch.samples, epoch.keys.distinct, *_sent(epoch.keys))
         if epoch.contents is epoch.keys:
             return found

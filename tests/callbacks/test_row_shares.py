@@ -88,6 +88,24 @@ def test_shares_of_the_gradient_norm() -> None:
         assert float(shares[place]) == pytest.approx(float(own.norm()), rel=1e-5)
 
 
+def test_suspects_of_a_gradient() -> None:
+    """The parts of several calls count in proportion. Those of a recurrent layer are known from its output."""
+    torch.manual_seed(0)
+    net = nn.GRU(3, 4, batch_first=True)
+    batch = [torch.randn(ROWS, 2, 3)]
+    factors = torch.tensor([1.0, 1.0, 1.0, 1.0, 100.0, 1.0])
+
+    def loss(batch: list[Tensor]) -> Tensor:
+        found: Tensor = (net(net(batch[0].repeat(1, 1, 1))[0][:, :, :3])[0].sum((1, 2)) * factors).mean()
+        return found
+
+    shares = read(batch, loss, list(net.parameters()))
+    assert shares._shares is not None
+    others = float(shares._shares.sum() - shares._shares[4]) / float(shares._shares.sum()) * ROWS / (ROWS - 1)
+    assert shares.suspects(below(50 * 1.01 * others), 50.0) == [[4]]
+    assert shares.suspects(below(50 * 0.99 * others), 50.0)[:1] != [[4]]
+
+
 def below(limit: float) -> Callable[[float], bool]:
     return lambda value: not value <= limit
 

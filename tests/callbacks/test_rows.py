@@ -217,6 +217,18 @@ def test_a_bad_value_that_no_row_makes(tmp_path: Path) -> None:
     )
 
 
+class Planted(Net):
+    """Has a step of outputs, targets, and the factor of each sample; no value of the batch shows the factors."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor, Tensor], Tensor], factors: dict[int, float]) -> None:
+        super().__init__()
+        self.outputs, self.step, self.factors = nn.Linear(WIDTH, 4), step, factors
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        factors = torch.tensor([[self.factors.get(row, 1.0)] for row in batch[2].tolist()])
+        return self.step(self.outputs(batch[0]), batch[1], factors)
+
+
 def of_two_losses(outputs: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     # The one with the larger values hardly counts.
     return 1e-12 * F.mse_loss(outputs, 1e4 * y.repeat(1, 4)) + F.smooth_l1_loss(outputs[:, :1], factor)
@@ -252,37 +264,35 @@ def normalized(outputs: Tensor, y: Tensor, factor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "factor", "replays"),
     [
-        (of_two_losses, 1000, 2),
-        (of_classes, -10000, 2),
-        (of_tokens, -10000, 2),
-        (of_tokens, math.nan, 2),
-        (of_root, 0, 2),
-        (in_a_loop, 1000, 9),
-        (contrasting, 1000, 12),
-        (normalized, 1000, 4),
-        (normalized, math.inf, 4),
+        (of_two_losses, 1000, (2, 2)),
+        (of_classes, -10000, (2, 2)),
+        (of_tokens, -10000, (2, 2)),
+        (of_tokens, math.nan, (2, 2)),
+        (of_root, 0, (2, 2)),
+        (in_a_loop, 1000, (10, 2)),
+        (contrasting, 1000, (13, 5)),
+        (normalized, 1000, (4, 2)),
+        (normalized, math.inf, (4, 2)),
     ],
 )
+@pytest.mark.parametrize("stands_out", [False, True])
 def test_few_replays(
     step: Callable[[Tensor, Tensor, Tensor], Tensor],
     factor: float,
-    replays: int,
+    replays: tuple[int, int],
+    stands_out: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the loss shows the share of each of 32 samples, two replays suffice; otherwise log2(n) and four."""
+    """Where the loss shows the share of each of 32 samples, two replays suffice, also if a number stands out.
+
+    Otherwise, it takes log2(n) and a few more, and another sample with a number that stands out is not named.
+    """
     seed_everything(2, verbose=False)
     row = 25 * ROWS + 8
     results: list[FoundRow | None] = []
-
-    class Planted(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs = nn.Linear(WIDTH, 4)
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            factors = torch.where(batch[2] == row, factor, 1.0).unsqueeze(1)  # no value of the batch stands out
-            return step(self.outputs(batch[0]), batch[1], factors)
+    numbers = torch.ones(1024)
+    numbers[row if stands_out else row + 3] = 1e6
 
     def spied(*args: Any, **options: Any) -> FoundRow | None:
         results.append(find_row(*args, **options))
@@ -290,10 +300,21 @@ def test_few_replays(
 
     monkeypatch.setattr("lightning_recorder.callbacks.watched_run.find_row", spied)
     watch = StepWatch(strict=True, incidents=False)
-    fit(tmp_path, Planted(), TensorDataset(*dataset(1024).tensors, torch.arange(1024)), watch)
+    model = Planted(step, {row: factor})
+    fit(tmp_path, model, TensorDataset(*dataset(1024).tensors, torch.arange(1024), numbers), watch)
     assert [(each.numbers.get("row"), each.first_step) for each in watch.found[:1]] == [(row, 25)]
     first = next(each for each in results if each is not None)
-    assert (first.place, first.is_only, first.replays) == (8, True, replays)
+    assert (first.place, first.is_only, first.replays) == (8, True, replays[stands_out])
+
+
+def test_several_rows_among_the_first_steps(tmp_path: Path) -> None:
+    """Among the first steps, two bad samples of which the loss shows no share are no finding, as one of them is."""
+    for rows, steps in (([200], [6]), ([200, 202], [])):
+        seed_everything(2, verbose=False)
+        watch = StepWatch(strict=True, incidents=False)
+        model = Planted(in_a_loop, dict.fromkeys(rows, 1000.0))
+        fit(tmp_path, model, TensorDataset(*dataset(512).tensors, torch.arange(512)), watch)
+        assert [each.first_step for each in watch.found] == steps
 
 
 def counted(samples: int, *bad: int) -> tuple[int | None, int]:
@@ -323,6 +344,18 @@ def test_the_search_takes_few_replays(samples: int) -> None:
             assert found in pair
             assert calls <= most + 1
     assert counted(samples, *range(samples))[0] is None
+
+
+def test_the_search_for_a_single_sample_ends_early() -> None:
+    """If both halves are bad and only a single sample counts, two parts suffice."""
+    parts: list[int] = []
+
+    def is_bad(rows: Sequence[int]) -> bool:
+        parts.append(len(rows))
+        return True
+
+    assert search(64, is_bad, must_be_only=True) is None
+    assert parts == [32, 32]
 
 
 @pytest.mark.parametrize(("row", "step"), [(5, 16), (100, 52)])

@@ -55,6 +55,21 @@ def test_many_keys_are_estimated_within_the_stated_error() -> None:
     assert size < 1e6
 
 
+@pytest.mark.parametrize("samples", [8, 1000])
+def test_batches_are_counted_at_once(samples: int) -> None:
+    """The facts do not depend on how often they are read, and few samples wait for it."""
+    often, once = EpochSamples(0), EpochSamples(0)
+    for step in range(50):
+        each = keys(samples, step % 20)
+        batch = BatchSamples(each, np.arange(samples) + samples * (step % 25), None, None, each % 3, each // 2)
+        often.add(batch, step)
+        often.facts()
+        once.add(batch, step)
+        assert (len(often._waiting), len(once._waiting)) == (0, (step + 1) % (16 if samples == 8 else 5))
+    assert once.facts() == often.facts()
+    assert (once.batches, once.samples, once.facts().last_step) == (50, 50 * samples, 49)
+
+
 def test_classes_of_an_epoch() -> None:
     """The changes of the class are counted across batches, and the expected number is that of a random order."""
     epoch = EpochSamples(0)
