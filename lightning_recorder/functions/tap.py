@@ -49,6 +49,7 @@ from lightning_recorder.internals.module_tree import (
     parameters_of,
 )
 from lightning_recorder.internals.pause_recording import PAUSES
+from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.module_names import is_metric, named_submodules
 from lightning_recorder.names import compile_glob
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Receiver, Site, Tap
@@ -516,6 +517,9 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
     There are no scores for a further choice of a router for the same tokens.
     """
 
+    time_of: Callable[[str], Stopwatch] = staticmethod(lambda option: Stopwatch())
+    """A function that returns the stopwatch of ``"attention"`` or ``"experts"``; by default, one that nothing reads."""
+
     @cached_property
     def _routers(self) -> RouterReader:
         return RouterReader()
@@ -553,16 +557,22 @@ class FunctionOutputTap(_FunctionTap, OutputTap):
                 if type(padding) is int and padding >= 0:
                     self._paddings.append(padding_of(tokens, padding))
             return
-        scores = None
         if "heads" in self.chosen.functions:
+            watch = self.time_of("attention")
+            started = watch.start()
             scores = scores_of_call(function, call.module or self.chosen.root, args, kwargs, self._paddings)
-        if scores is not None:
-            self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
+            if scores is not None:
+                self.receive_scores(Site(name, SCORES), scores.largest, scores.block)
+                watch.stop(started)
+                return
         # The model itself chooses predictions, not experts.
-        elif call.module is not None and "experts" in self.chosen.functions:
+        if call.module is not None and "experts" in self.chosen.functions:
+            watch = self.time_of("experts")
+            started = watch.start()
             choice = self._routers.read(function, name, call.module, call.frame, args, kwargs, result)
             if choice is not None:
                 self.receive_scores(Site(choice.name, SCORES), choice.best, choice.block)
+                watch.stop(started)
 
 
 class FunctionGradientTap(_FunctionTap, OutputGradientTap):
