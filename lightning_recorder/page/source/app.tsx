@@ -332,8 +332,8 @@ function Overview(props: {
       <div class="top" ref={above}>
         <div class="findings" aria-label="findings">
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
-            <button type="button" onClick={() => change({ run: props.data.runs.indexOf(other.data), other: props.data.runs.indexOf(run.data), layer: null })}>{other.label}: {other.data.verdict}</button>{" "}
-            {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
+            {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}{" "}
+            <button type="button" onClick={() => change({ run: props.data.runs.indexOf(other.data), other: props.data.runs.indexOf(run.data), layer: null })}>{other.label}: {other.data.verdict}</button></p>}
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
           {run.data.check && <CheckLine check={run.data.check} onOpen={() => change({ tab: "check" })} />}
           {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
