@@ -117,10 +117,8 @@ def test_rules_read_a_large_history_column_by_column(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(history.History, "_together", counting)
     for number in (30, 60):
         counts.append(0)
-        model = small()
-        model.encoder = nn.Sequential(
-            nn.Flatten(), *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(number))
-        )
+        model, blocks = small(), [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(number)]
+        model.encoder = nn.Sequential(nn.Flatten(), *blocks)  # type: ignore[assignment]  # a different encoder
         model.head = nn.Linear(64, 10)
         callbacks = default_recorders(every_n_train_steps=1, outputs=Outputs(plots=False))
         fit(model, tmp_path / str(number), callbacks, loader=digits(8))

@@ -599,9 +599,10 @@ class Chosen(nn.Module):
         self.tokens, self.rows, self.is_of_sample = nn.Embedding(11, 11), nn.Embedding(11, 11), is_of_sample
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.tokens(x)
         if self.is_of_sample:
-            return self.tokens(x) + self.rows(torch.randperm(8))[:, None]
-        return self.tokens(x) * self.rows(torch.randperm(6))
+            return tokens + self.rows(torch.randperm(8))[:, None]
+        return tokens * self.rows(torch.randperm(6))
 
 
 @pytest.mark.parametrize("is_of_sample", [False, True])
