@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -89,6 +90,8 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 
 _RANKS: dict[str, int] = {each: place for place, each in enumerate(SEVERITIES)}
 _RANK_OF_OTHERS = SEVERITIES.index("warning")  # of a severity of a later version
+
+_BOUND = re.compile(r"(at most |below |at least |above |within a factor of )?-?\d")
 
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -184,6 +187,17 @@ class Finding:
         """The module that is marked: the one with the values that are shown if it is inside of ``module``, a block."""
         inner = "" if self.trace is None else self.trace.module
         return inner if self.module and inner.startswith(f"{self.module}.") else self.module
+
+    @property
+    def measured(self) -> str:
+        """The number that is compared with the usual ones, the first one, with its name.
+
+        Empty if the usual values are no numbers: the verdict has the numbers with what they mean.
+        """
+        if not self.numbers or not _BOUND.match(self.usual):
+            return ""
+        name, value = next(iter(self.numbers.items()))
+        return f"{name.replace('_', ' ')} {value:.4g}"
 
     @property
     def line(self) -> str:

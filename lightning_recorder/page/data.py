@@ -16,7 +16,7 @@ from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
-from lightning_recorder.insight import Diagnosis
+from lightning_recorder.insight import RULES, Diagnosis
 from lightning_recorder.insight.unusual import are_of_losses
 from lightning_recorder.page.histograms import histograms_by_octave, packed_numbers
 from lightning_recorder.recordings import WATCH, compare
@@ -34,6 +34,7 @@ PAGE_FORMAT = "lightning_recorder.page/1"
 """The format of the page's data. The page refuses data of another one."""
 
 _HISTOGRAMS = 12_000  # of all sites, about one second of reading
+_NEEDS = {each.name: each.needs for each in RULES}
 _CURVES = {"grad_norm": "gradient norm"}
 _MOST_POINTS = 2_000  # of a curve; more cannot be told apart on a screen
 _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
@@ -103,7 +104,10 @@ def _run(name: str, run: Run, limit: int, diagnosis: Diagnosis) -> dict[str, Any
         "folder": str(run.log_dir),
         "healthy": found["healthy"],
         "verdict": diagnosis.verdict,
-        "findings": found["findings"],
+        "findings": [
+            {**plain, "measured": each.measured, "needs": [*_NEEDS.get(each.rule, ())]}
+            for each, plain in zip(diagnosis.findings, found["findings"], strict=True)
+        ],
         "notExamined": [each.line for each in diagnosis.open],
         "curves": [
             {"name": title, "steps": steps, "values": packed_numbers(values), "logged": is_logged}
@@ -300,7 +304,7 @@ def _filled(vector: NDArray[np.float64] | None, size: int) -> NDArray[np.float64
 
 def _graph(graph: Graph, called: Collection[str]) -> dict[str, Any]:
     """Return a graph; the modules that some record shows as called are not listed as never called."""
-    view = view_at_depth(graph, None, fold=False, all=True)
+    view = view_at_depth(graph, None, fold=False)
     numbers = forms(view, MutableGraph(view))
     around = {".".join(parts[: end + 1]) for parts in (name.split(".") for name in called) for end in range(len(parts))}
     unused = [name for name in graph.unused.modules if name not in around]

@@ -19,13 +19,13 @@ from lightning_recorder.recordings.run_changes import settings_of
 from lightning_recorder.temporary import TemporaryFolder, write_whole
 
 if TYPE_CHECKING:
-    from lightning_recorder.insight import Diagnosis, Finding
+    from lightning_recorder.insight import Diagnosis
 
 __all__ = ["report_html", "report_markdown", "write_report"]
 
 _MOST_CHARTS = 5
 _MOST_NODES = 60
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 170, 76, 26  # pixels of a chart, and of its margins
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 130, 76, 26  # pixels of a chart, and of its margins
 _COLOR, _BAD = "#0072b2", "#d6008b"
 
 Curve = tuple[str, list[int], NDArray[np.float64]]
@@ -76,7 +76,7 @@ def report_markdown(run: Run, stem: str = "report") -> tuple[str, dict[str, str]
     lines = [f"# {_plain(found.title)}: {found.diagnosis.verdict}", "", found.steps, ""]
     for each in found.diagnosis.findings:
         lines += [f"- **{each.severity}**: {_plain(each.verdict)}"]
-        measured = f"*Measured* {_plain(_measured(each))}. " if each.numbers else ""
+        measured = f"*Measured* {_plain(each.measured)}. " if each.measured else ""
         usual = f"*Usual* {_plain(each.usual)}. " if each.usual else ""
         more = f"  {measured}{usual}*Why* {_plain(each.why)} *Try* {_plain(each.next)}"
         lines += [more] if not each.is_note else []
@@ -101,7 +101,7 @@ def report_html(run: Run) -> str:
     found = _contents(run)
     parts = [f"<h1>{escape(found.title)}: {escape(found.diagnosis.verdict)}</h1><p>{escape(found.steps)}</p><ul>"]
     for each in found.diagnosis.findings:
-        measured = f"<b>Measured</b> {escape(_measured(each))}. " if each.numbers else ""
+        measured = f"<b>Measured</b> {escape(each.measured)}. " if each.measured else ""
         usual = f"<b>Usual</b> {escape(each.usual)}. " if each.usual else ""
         following = f"<b>Why</b> {escape(each.why)} <b>Try</b> {escape(each.next)}"
         more = "" if each.is_note else f"<br>{measured}{usual}{following}"
@@ -145,10 +145,6 @@ def _settings(run: Run) -> dict[str, str]:
         every = np.concatenate(rates)
         found["lr"] = f"from {every.min():.4g} to {every.max():.4g}"
     return found
-
-
-def _measured(finding: Finding) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in finding.numbers.items())
 
 
 def _contents(run: Run) -> _Report:

@@ -262,11 +262,11 @@ def finding_of_spike(
         following = "Use drop_last=True in the data loader, if the last batch of each epoch is this small."
     finding = _finding(SPIKE, severity, "", reading, verdict, why, following)
     numbers = {
-        "batch": float(next(iter(reading.indices), 0)),
-        "epoch": float(reading.epoch),
+        "ratio": value / median,
         "value": value,
         "median": median,
-        "ratio": value / median,
+        "batch": float(next(iter(reading.indices), 0)),
+        "epoch": float(reading.epoch),
         **({"rows": float(reading.rows)} if reading.rows else {}),
     }
     usual = f"below {factor:g} × the running median, {_RECENTLY}; the first {LEAST} steps do not count"

@@ -172,6 +172,22 @@ def test_siblings_are_compared_in_any_unit(exponent: float, logs: list[float]) -
     assert found(10**exponent) == found(1.0)
 
 
+@pytest.mark.parametrize(
+    ("usual", "shown"),
+    [
+        ("at most 5", "largest rms 8"),
+        ("0.1 to 5", "largest rms 8"),
+        ("within a factor of 2", "largest rms 8"),
+        ("equal on all ranks", ""),
+    ],
+)
+def test_the_number_beside_the_usual_ones(usual: str, shown: str) -> None:
+    """The first number is shown, and none beside usual values that are no numbers."""
+    numbers = {"largest_rms": 8.0, "usual_until": 30.0}
+    finding = Finding("odd", "warning", "a", "", 0, 0, 1, "verdict", "why", "next", usual, numbers=numbers)
+    assert finding.measured == shown
+
+
 def test_findings_as_json() -> None:
     """Findings survive a round trip through JSON, infinities included; other formats are refused."""
     layers: dict[str, Values] = {"a": {}, "act": {"zero_fraction": 1.0}}

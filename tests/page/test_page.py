@@ -824,6 +824,68 @@ def test_a_finding_has_numbers_and_neighbors(page: Page, blocks: Path) -> None:
     expect(page.locator("aside.layer h2")).to_have_text(before.inner_text())
 
 
+class Loss(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = nn.functional.cross_entropy(self.head(x), torch.tensor([0]))
+        return found
+
+
+def test_a_finding_about_the_loss_or_the_data_has_a_place(page: Page, tmp_path: Path) -> None:
+    """A finding without a module is linked with the function that it names or with the batch, which the graph marks."""
+    run = written(tmp_path, [[1.0]], ["head"])
+    graph = capture_graph(Loss(), torch.ones(1, 2))
+    (run.directory / "graph.json").write_text(json.dumps(graph.to_json()))
+    line = next(each.source for each in graph.nodes if each.name == "cross_entropy")
+    about = ((0, 0, 1), "why", "next", "usual")
+    verdicts = {
+        "label-smoothing": f"cross_entropy in forward ({line}) spreads",
+        "sorted-by-class": "samples are sorted",
+    }
+    found = [Finding(rule, "warning", "", "", *about[0], verdict, *about[1:]) for rule, verdict in verdicts.items()]
+    data = page_data({run.name: run}, known={run.name: Diagnosis(found)})
+    (tmp_path / "page.html").write_text(page_html(data, "loss"))
+    opened(page, tmp_path / "page.html")
+    cards = page.locator(".findings li.warning")
+    expect(cards.nth(0).locator(".chain .link")).to_have_text(["head", "cross_entropy"])
+    expect(cards.nth(1).locator(".chain .link")).to_have_text(["input", "head"])
+    cards.nth(0).get_by_text("cross_entropy", exact=True).click()
+    expect(page.locator("aside.layer h2")).to_have_text("cross_entropy")
+    expect(page.locator("g.node.sick .title")).to_have_text(["input", "cross_entropy"])
+    expect(page.locator("g.node.chosen .title")).to_have_text("cross_entropy")
+
+
+def test_a_finding_about_parameters_shows_their_updates(page: Page, runs: Path, tmp_path: Path) -> None:
+    """Without a curve, the strip has the group of records that the rule of the finding reads."""
+    run = open_recording(runs / "healthy").run
+    finding = Finding("frozen", "warning", "head", "", 0, 0, 1, "head is frozen", "why", "next", "usual")
+    path = tmp_path / "page.html"
+    path.write_text(page_html(page_data({"run": run}, known={"run": Diagnosis([finding])}), "run"))
+    opened(page, path)
+    expect(page.get_by_label("recorder", exact=True)).to_have_value("parameters")
+    expect(page.get_by_label("statistic", exact=True)).to_have_value("update_ratio")
+
+
+def test_the_model_itself_has_a_panel(page: Page, tmp_path: Path) -> None:
+    """The tensors of the model itself, such as a parameter of its own, are shown; without a panel none is marked."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    writer.write({"step": 0}, [site_of("", "token", {"rms": 3.0}), site_of("a", "out", {"rms": 1.0})])
+    open_recording(tmp_path).page(tmp_path / "page.html")
+    opened(page, tmp_path / "page.html")
+    expect(page.locator(".strip .names .chosen")).to_have_count(0)
+    page.locator(".strip .names button", has_text="(model)").click()
+    expect(page.locator("aside.layer h2")).to_have_text("(model)")
+    expect(page.locator("aside.layer .tensors")).to_contain_text("token")
+    page.keyboard.press("Escape")
+    expect(page.locator("aside.layer")).to_have_count(0)
+
+
 def test_back_leads_to_what_was_shown(page: Page, files: Path) -> None:
     """The tab and the layer before are shown again; a slider that moves is one entry of the history."""
     opened(page, files / "sick.html")
@@ -1143,7 +1205,7 @@ def test_heads_and_experts_have_a_strip(
         f"blocks.{row}.{cell.rsplit('.', maxsplit=1)[-1]}" for row in range(4)
     ]
     chain = page.locator(".findings li .chain").first.locator(".link").all_inner_texts()
-    assert cell.rsplit(maxsplit=1)[-1] in chain[1:-1]  # the function is inside of this module
+    assert cell.rsplit(maxsplit=1)[-1] in [each.rpartition(".")[0] for each in chain]  # the function is inside of it
     number = int(cell.split()[1])
     frame, area = page.locator(".cells .named").bounding_box(), canvas.bounding_box()
     assert frame is not None

@@ -75,7 +75,7 @@ def odd_block(
 @rule(
     "sudden-change",
     statistic="rms of the output, against the four records before",
-    usual="the rms of a record is within a factor of 4 of the records before it",
+    usual="within a factor of 4 of the records before it",
     why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
     next="Look at the batches and at the updates of the parameters before this step.",
     false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows. "

@@ -23,7 +23,7 @@ function make(parent: Element, name: string, attributes: Record<string, string |
 }
 
 export function GraphView(props: {
-  tree: Tree; paint: Paint | null; layer: string; query: string; sick: Set<string>; unused: string[];
+  tree: Tree; paint: Paint | null; layer: string | null; query: string; sick: Set<string>; unused: string[];
   changed: Map<number, Change>; onPick: (module: string) => void; sideways?: boolean;
 }) {
   const { tree } = props;
@@ -34,6 +34,8 @@ export function GraphView(props: {
   const [drawn, setDrawn] = useState<{ shown: View; placed: Layout } | null>(null);
   const [at, setAt] = useState({ x: 0, y: 0, zoom: 1 });
   const [focus, setFocus] = useState<string | null>(null);
+  const fitted = useRef(at), shownAt = useRef(at);
+  shownAt.current = at;
   const anchor = useRef<{ id: string; x: number; y: number } | null>(null);
   const moved = useRef(false);
   const [shapes, setShapes] = useState(false);
@@ -59,11 +61,19 @@ export function GraphView(props: {
     const element = holder.current!, { clientWidth: width, clientHeight: height } = element;
     const zoom = Math.min(1.2, Math.max(1, Math.min((width - 30) / placed.width, (height - 30) / placed.height)));
     const boxes = [...shown.boxes.values()].filter((each) => !each.open && placed.places.has(each.id));
-    const bad = boxes.find((each) => each.nodes.some((node) => [node, ...tree.below(node)].some((inner) => inner.kind === "module" && props.sick.has(inner.name))));
+    const bad = boxes.find((each) => each.nodes.some((node) => namesInside(tree, node).some((name) => props.sick.has(name))));
     const place = placed.places.get((bad ?? boxes[0])?.id ?? "");
     const middle = (size: number, room: number, at: number): number => size * zoom < room - 20 ? (room - size * zoom) / 2 : Math.min(15, Math.max(room - 15 - size * zoom, room / 2 - at * zoom));
-    setAt({ zoom, x: middle(placed.width, width, place ? place.x + place.width / 2 : 0), y: !props.sideways && placed.height * zoom < height - 20 ? 15 : middle(placed.height, height, bad && place ? place.y : 0) });
+    setAt(fitted.current = { zoom, x: middle(placed.width, width, place ? place.x + place.width / 2 : 0), y: !props.sideways && placed.height * zoom < height - 20 ? 15 : middle(placed.height, height, bad && place ? place.y : 0) });
   };
+
+  // The room is known only after what is above has its height; a graph that was moved stays.
+  useEffect(() => {
+    if (!drawn) return;
+    const watch = new ResizeObserver(() => { if (holder.current && shownAt.current === fitted.current) fit(drawn.placed, drawn.shown); });
+    watch.observe(holder.current!);
+    return () => watch.disconnect();
+  }, [drawn]);
 
   const toggle = (box: Box, node: NodeData): void => {
     const place = drawn?.placed.places.get(box.id);
@@ -99,7 +109,7 @@ export function GraphView(props: {
       made.dataset.source = line.source; made.dataset.target = line.target;
       make(made, "title", {}, `${source.title} → ${target.title}${line.tensor ? `: ${line.tensor}` : ""}${line.count > 1 ? ` ×${line.count}` : ""}`);
     }
-    const paints: (() => void)[] = [], marks: (() => void)[] = [];
+    const paints: (() => void)[] = [], marks: ((chosen: NodeData | undefined) => void)[] = [];
     for (const box of shown.boxes.values()) {
       const place = placed.places.get(box.id);
       if (!place) continue;
@@ -121,6 +131,7 @@ export function GraphView(props: {
       }) : [];
       const names = box.nodes.map((each) => each.name);
       const insides = box.nodes.map((each) => modulesInside(tree, each)), all = insides.flat();
+      const within = box.nodes.map((each) => namesInside(tree, each));
       const ids = box.nodes.map((each) => [each.id, ...[...tree.below(each)].map((inner) => inner.id)]);
       const put = (element: Element | null, key: string, value: string): void => {
         if (element && element.getAttribute(key) !== value) element.setAttribute(key, value);
@@ -146,11 +157,11 @@ export function GraphView(props: {
         if (tip.textContent !== about) tip.textContent = about;
         if (tree.inside(node).length) put(group, "aria-expanded", String(box.open));
       });
-      marks.push(() => {
-        const { layer: chosen, query, sick, unused, changed } = latest.current;
-        insides.forEach((inside, order) => cells[order]?.classList.toggle("sick", inside.some((name) => sick.has(name))));
-        group.classList.toggle("sick", isModule && (box.open ? names : all).some((name) => sick.has(name)));
-        group.classList.toggle("chosen", isModule && names.includes(chosen) && chosen !== "");
+      marks.push((chosen) => {
+        const { query, sick, unused, changed } = latest.current;
+        within.forEach((inside, order) => cells[order]?.classList.toggle("sick", inside.some((name) => sick.has(name))));
+        group.classList.toggle("sick", (box.open ? names : within.flat()).some((name) => sick.has(name)));
+        group.classList.toggle("chosen", chosen !== undefined && box.nodes.includes(chosen));
         const own = box.nodes.map((each) => changed.get(each.id)), below = ids.map((inside) => inside.some((id) => changed.has(id)));
         const change = own.every((each) => each === own[0]) && own[0] ? own[0] : !box.open && below.some(Boolean) ? "altered" : "";
         for (const kind of ["added", "removed", "altered"]) group.classList.toggle(kind, kind === change);
@@ -159,7 +170,7 @@ export function GraphView(props: {
         const text = query.toLowerCase();
         group.classList.toggle("found", text !== "" && (names.some((name) => name.toLowerCase().includes(text)) || (node.type_name ?? "").toLowerCase().includes(text)));
       });
-      const pick = (): void => { if (isModule) latest.current.onPick(node.name); setFocus(box.id); };
+      const pick = (): void => { if (isModule || node.kind === "input") latest.current.onPick(node.name); setFocus(box.id); };
       const change = (): void => { if (tree.inside(node).length && node !== tree.root) { if (box.nodes.length === 1) toggle(box, node); else toggle(box, box.nodes[0]!); } };
       group.addEventListener("click", (event) => { event.stopPropagation(); if (!moved.current) pick(); });
       group.addEventListener("dblclick", (event) => { event.stopPropagation(); change(); });
@@ -175,7 +186,7 @@ export function GraphView(props: {
         sign.addEventListener("click", (event) => { event.stopPropagation(); change(); });
       }
     }
-    update.current = { paint: () => paints.forEach((each) => each()), mark: () => marks.forEach((each) => each()) };
+    update.current = { paint: () => paints.forEach((each) => each()), mark: () => { const { layer } = latest.current, chosen = layer === null ? undefined : tree.find(layer); marks.forEach((each) => each(chosen)); } };
     update.current.paint();
     update.current.mark();
   }, [drawn]);
@@ -200,18 +211,18 @@ export function GraphView(props: {
   }, [focus, drawn]);
 
   // A layer chosen elsewhere is opened up to itself and brought into sight, once: it may be closed again.
-  const sought = useRef("");
+  const sought = useRef<string | null>(null);
   useEffect(() => { sought.current = props.layer; }, [props.layer]);
   useEffect(() => {
-    const node = tree.data.nodes.find((each) => each.kind === "module" && each.name === sought.current);
-    if (!node || !sought.current) return;
+    const node = sought.current === null ? undefined : tree.find(sought.current);
+    if (!node) return;
     const hidden = [...tree.above(node)].filter((each) => !open.has(each.id));
     if (hidden.length) { setOpen(new Set([...open, ...hidden.map((each) => each.id)])); return; }
     const box = [...drawn?.shown.boxes.values() ?? []].find((each) => each.nodes.includes(node));
     const place = box && drawn!.placed.places.get(box.id);
     const element = holder.current!;
     if (place) {
-      sought.current = "";
+      sought.current = null;
       const x = place.x * at.zoom + at.x, y = place.y * at.zoom + at.y;
       if (x < 0 || y < 0 || x > element.clientWidth - 40 || y > element.clientHeight - 30) {
         setAt((now) => ({ ...now, x: element.clientWidth / 2 - (place.x + place.width / 2) * now.zoom, y: element.clientHeight / 2 - place.y * now.zoom }));
@@ -275,6 +286,9 @@ function pictureOf(shown: SVGSVGElement, placed: Layout): string {
   copy.prepend(style);
   return new XMLSerializer().serializeToString(copy);
 }
+
+/** The names of a node and all that is inside of it. */
+function namesInside(tree: Tree, node: NodeData): string[] { return [node, ...tree.below(node)].map((each) => tree.nameOf(each)); }
 
 function modulesInside(tree: Tree, node: NodeData): string[] {
   return [node, ...tree.below(node)].filter((each) => each.kind === "module").map((each) => each.name);

@@ -8,12 +8,11 @@ import { Bars, Channels, COLORS, Histogram, Legend, Lines, Spark, type Curve } f
 import { graphviz, Tree, united, type Change } from "./graph";
 import { GraphView, type Paint } from "./GraphView";
 import { CheckLine, CheckView } from "./check";
-import { decode, floats, format, isShare, layerOf, median, oddness, Parts, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
+import { decode, floats, format, isShare, layerOf, median, oddness, Parts, Recorder, Run, Scale, sharedPrefix, shortRuns, toNumber, usual, wildcard, type Finding, type NodeData, type PageData, type SiteRecords } from "./model";
 import { RankStrip } from "./ranks";
 import { RunsView } from "./runs";
 import { AXIS, MOST_LABELED, relativeEnds, relativeScale, shownValues, Strip, stripColumns, TALLEST_ROW } from "./strip";
 
-const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
 const COSTS: Record<string, [string, (node: NodeData) => number]> = {
   "time (ms)": ["duration_ms", (node) => node.duration_ms ?? NaN], "FLOPs": ["flops", (node) => node.flops ?? NaN],
   "saved memory (bytes)": ["saved_bytes", (node) => node.saved_bytes ?? NaN], "parameters": ["parameters", (node) => node.parameters ?? NaN],
@@ -24,7 +23,8 @@ const UNCHANGED: Map<number, Change> = new Map();
 
 const TABS = ["runs", "overview", "graph", "check"] as const;
 
-interface State { tab: typeof TABS[number]; layer: string; step: number; recorder: string; statistic: string; run: number; other: number }
+/** The layer is null if the panel is closed; "" is the model itself. */
+interface State { tab: typeof TABS[number]; layer: string | null; step: number; recorder: string; statistic: string; run: number; other: number }
 
 const ONE_MOVE = 1000;  // milliseconds; changes of the step that follow each other faster are one entry of the history
 
@@ -38,7 +38,7 @@ function readHash(): Partial<State> {
   const given = new URLSearchParams(location.hash.slice(1));
   const found: Partial<State> = {};
   // An address without a layer is one of a closed panel.
-  if ([...given.keys()].length) found.layer = "";
+  if ([...given.keys()].length) found.layer = null;
   if (given.has("tab")) found.tab = TABS.find((each) => each === given.get("tab")) ?? "overview";
   if (given.has("layer")) found.layer = given.get("layer")!;
   if (given.has("step") && Number.isFinite(Number(given.get("step")))) found.step = Number(given.get("step"));
@@ -47,13 +47,6 @@ function readHash(): Partial<State> {
     found.recorder = recorder!; if (statistic) found.statistic = statistic;
   }
   return found;
-}
-
-/** The statistic that is shown first, of one tensor or of all; only parameters themselves have an update ratio. */
-function usual(recorder: Recorder, column?: number): string {
-  const preferred = (recorder.group === "parameters" ? FIRST : FIRST.slice(1)).filter((each) => recorder.statistics.includes(each));
-  const found = column === undefined ? preferred[0] : preferred.find((each) => recorder.history(each, column).some(Number.isFinite)) ?? preferred[preferred.length - 1];
-  return found ?? recorder.statistics[0] ?? "";
 }
 
 /** The step that shows a finding: the first one of NaN, since later everything is NaN, or else the last one. */
@@ -67,12 +60,9 @@ function App(props: { data: PageData }) {
   }, [data]);
   const first = runs[0]!;
   const [state, setState] = useState<State>(() => {
-    const recorder = first.recorders.find((each) => each.group === "activations") ?? first.recorders[0];
-    const worst = first.data.findings.find((each) => each.rule === "non-finite" || (each.trace && first.recorder(each.trace.recorder)));
-    const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
-    // With the usual statistic, NaN and infinities have a color of their own.
-    const shown = worst?.severity !== "note" && worst?.rule !== "non-finite" && worst?.trace ? first.shows(worst.trace) : null;
-    return { tab: props.data.table?.length ? "runs" : "overview", other: props.data.runs.length === 2 ? 1 : -1, layer: "", step: worst?.rule === "non-finite" && worst.severity !== "note" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic: start ? usual(start) : "", ...shown, run: 0, ...readHash() };
+    const bad = first.data.findings.filter((each) => each.severity !== "note"), worst = bad[0];
+    const shown = first.quantity(bad) ?? { recorder: COST, statistic: "" };
+    return { tab: props.data.table?.length ? "runs" : "overview", other: props.data.runs.length === 2 ? 1 : -1, layer: null, step: worst?.rule === "non-finite" ? stepOf(worst) : first.steps[first.steps.length - 1] ?? 0, ...shown, run: 0, ...readHash() };
   });
   const [query, setQuery] = useState(""), [missed, setMissed] = useState(false);
   const [playing, setPlaying] = useState(false);
@@ -88,7 +78,7 @@ function App(props: { data: PageData }) {
   // A layout effect runs before the page is painted, so that no key and no address is missed.
   useLayoutEffect(() => {
     const parts = new URLSearchParams({ tab: state.tab, step: String(state.step), show: `${state.recorder}/${state.statistic}` });
-    if (state.layer) parts.set("layer", state.layer);
+    if (state.layer !== null) parts.set("layer", state.layer);
     const before = shownBefore.current, now = performance.now();
     // Back leads to the tab, layer or step before; a slider that moves through many steps is one entry.
     const isMove = before !== null && before.tab === state.tab && before.layer === state.layer && before.recorder === state.recorder && now - before.at < ONE_MOVE;
@@ -134,7 +124,7 @@ function App(props: { data: PageData }) {
   const show = (names: string[]): void => {
     const [at, beside] = names.map((each) => data.runs.findIndex((one) => one.name === each));
     if (props.data.live) setWanted(names);
-    change({ tab: "overview", layer: "", ...(props.data.live ? {} : { run: at!, other: beside ?? -1, step: runs[at!]!.steps[runs[at!]!.steps.length - 1] ?? 0 }) });
+    change({ tab: "overview", layer: null, ...(props.data.live ? {} : { run: at!, other: beside ?? -1, step: runs[at!]!.steps[runs[at!]!.steps.length - 1] ?? 0 }) });
   };
   useEffect(() => {
     if (!playing) return;
@@ -163,7 +153,7 @@ function App(props: { data: PageData }) {
       if (target.isContentEditable || ["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) { if (event.key === "Escape") target.blur(); return; }
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "/") { event.preventDefault(); search.current?.focus(); }
-      else if (event.key === "Escape") change({ layer: "" });
+      else if (event.key === "Escape") change({ layer: null });
       else if (event.key === "ArrowLeft") move(-1);
       else if (event.key === "ArrowRight") move(1);
       else if (event.key === "g") change({ tab: "graph" });
@@ -183,7 +173,7 @@ function App(props: { data: PageData }) {
   const tree = useMemo(() => run.data.graph ? new Tree(both?.graph ?? run.data.graph) : null, [run, both]);
   const scale = useMemo(() => recorder ? new Scale(shownValues(recorder, statistic), statistic) : null, [recorder instanceof Parts ? recorder.all : recorder, recorder?.title, statistic]);
   const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
-  const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map(layerOf)), [run]);
+  const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note").map((each) => layerOf(each) || nameOf(placeOf(each, tree), tree)).filter(Boolean)), [run, tree]);
   // A module without tensors of its own is marked at those inside it.
   const marked = useMemo(() => {
     const names = recorder?.modules ?? [], known = new Set(names);
@@ -279,7 +269,7 @@ function App(props: { data: PageData }) {
               {graph(false)}
             </section>)}
         </main>
-        {state.layer && tab !== "runs" && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
+        {state.layer !== null && tab !== "runs" && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} live={data.live === true} change={change} />}
       </div>
     </div>
   );
@@ -342,13 +332,14 @@ function Overview(props: {
       <div class="top" ref={above}>
         <div class="findings" aria-label="findings">
           {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
-            {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
+            {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}{" "}
+            <button type="button" onClick={() => change({ run: props.data.runs.indexOf(other.data), other: props.data.runs.indexOf(run.data), layer: null })}>{other.label}: {other.data.verdict}</button></p>}
           {props.differing.length > 0 && <p class="differing">The graphs differ in {props.differing.slice(0, 8).map((each) => <button type="button" onClick={() => change({ layer: each.name, tab: "graph" })}>{each.name || "(model)"}</button>)}{props.differing.length > 8 && ` and ${props.differing.length - 8} more modules`}</p>}
           {run.data.check && <CheckLine check={run.data.check} onOpen={() => change({ tab: "check" })} />}
           {run.data.notExamined.map((each) => <p class="none">{each}</p>)}
           {run.data.findings.length === 0 && run.data.healthy && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {Math.max(0, ...run.recorders.map((each) => each.data.records))} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} tree={props.tree} change={change} />)}</ol>
-          {run.data.findings.length === 0 && <Extremes run={run} change={change} />}
+          {run.data.findings.every((each) => each.severity === "note") && <Extremes run={run} change={change} />}
           {hasRoom && logged}
         </div>
         <div class="curves" role="region" aria-label="curves" tabIndex={0}>
@@ -394,7 +385,8 @@ function Logged(props: { run: Run; other: Run | null; smoothing: number; step: n
       const [, part, rest, when] = SPLIT.exec(name)!;
       // Two runs have two colors, so that there is none left for the parts of a name.
       const chart = charts.get(other ? name : rest!) ?? { name, curves: [] };
-      const label = other ? each.label : [part, when].filter(Boolean).join(" ") || name;
+      // The charts of the loss have the whole names.
+      const label = other ? each.label.replace(/:.*/, "") : [part, when].filter(Boolean).join(" ") || name;
       chart.curves.push({ label, steps, values, color: COLORS[(other ? at : chart.curves.length) % COLORS.length]!, dashed: at > 0 });
       charts.set(other ? name : rest!, chart);
     }
@@ -422,20 +414,26 @@ function Beside(props: { names: string[]; onPick: (module: string) => void }) {
   return <>{props.names.slice(0, 3).map((each) => <button type="button" class="link" onClick={() => props.onPick(each)}>{each || "(model)"}</button>)}{props.names.length > 3 && <small>and {props.names.length - 3} more</small>}</>;
 }
 
-/** The way of the values through a module, or that with a function in it: what is before it, the module itself, and what is after it. */
-function Chain(props: { tree: Tree | null; module: string; onPick: (module: string) => void }) {
-  const { tree, module } = props;
-  const found = useMemo(() => {
-    const named = (name: string): NodeData | undefined => name ? tree?.data.nodes.find((each) => each.kind === "module" && each.name === name) : undefined;
-    const node = named(module) ?? named(module.replace(/\.[^.]*$/, ""));
-    return node ? { name: node.name, ends: [tree!.beside(node, false), tree!.beside(node, true)] } : null;
-  }, [tree, module]);
-  if (!found || found.ends.every((each) => !each.length)) return null;
-  const { name, ends } = found;
-  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}{name === module ? <b>{name}</b> : <Beside names={[name]} onPick={props.onPick} />}{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
+/** The way of the values through a module or a function: what is before it, the node itself, and what is after it. */
+function Chain(props: { tree: Tree; node: NodeData | undefined; onPick: (module: string) => void; onOpen: (name: string) => void }) {
+  const { tree, node } = props;
+  const ends = useMemo(() => node ? [tree.beside(node, false), tree.beside(node, true)] : [[], []], [tree, node]);
+  if (!node || ends.every((each) => !each.length)) return null;
+  const name = tree.nameOf(node);
+  return <p class="chain"><Beside names={ends[0]!} onPick={props.onPick} />{ends[0]!.length > 0 && " → "}{node.kind === "module" ? <b>{name}</b> : <Beside names={[name]} onPick={props.onOpen} />}{ends[1]!.length > 0 && " → "}<Beside names={ends[1]!} onPick={props.onPick} /></p>;
 }
 
-/** The layers that are farthest from the usual value of their kind, in a run without findings. */
+/** The node that a finding is about. Without a module, it is the function that the sentence names with its line of code, or the batch. */
+function placeOf(finding: Finding, tree: Tree | null): NodeData | undefined {
+  if (finding.module || !tree) return finding.module ? tree?.find(finding.module) : undefined;
+  const words = finding.verdict.split(/[^\w.:/\\]+/), is = (each: NodeData): boolean => each.kind === "op" && words.includes(each.name) && words.includes(each.source ?? "");
+  // What gets the output of a function is the one at fault, such as a loss behind a softmax.
+  return tree.data.nodes.findLast(is) ?? (finding.needs.includes("data") ? tree.data.nodes.find((each) => each.kind === "input") : undefined);
+}
+
+function nameOf(node: NodeData | undefined, tree: Tree | null): string { return node && tree ? tree.nameOf(node) : ""; }
+
+/** The layers that are farthest from the usual value of their kind, in a run without findings but notes. */
 function Extremes(props: { run: Run; change: (part: Partial<State>) => void }) {
   const found = useMemo(() => props.run.recorders.filter((each) => each.data.stage === "train" && each.steps.length > 0).flatMap((recorder) => {
     const statistic = usual(recorder), columns = stripColumns(recorder), row = recorder.steps.length - 1;
@@ -476,12 +474,10 @@ function CopyLink(props: { live: boolean }) {
 
 function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; change: (part: Partial<State>) => void }) {
   const { finding, run, change } = props;
-  const trace = finding.trace;
+  const trace = finding.trace, place = useMemo(() => placeOf(finding, props.tree), [finding, props.tree]), others = finding.others.filter((each) => each !== nameOf(place, props.tree));
   const open = (): void => {
     // Without a curve, what an earlier finding showed would stay.
-    const first = run.recorders.find((each) => each.group === "activations") ?? run.recorders[0];
-    const shown = (trace && run.shows(trace)) ?? (first && { recorder: first.title, statistic: usual(first) });
-    change({ layer: layerOf(finding), step: stepOf(finding), ...shown });
+    change({ layer: layerOf(finding) || nameOf(place, props.tree) || (finding.path ? "" : null), step: stepOf(finding), ...run.quantity([finding]) });
   };
   return (
     <li class={finding.severity}>
@@ -491,25 +487,16 @@ function FindingRow(props: { finding: Finding; run: Run; tree: Tree | null; chan
         {trace && <Spark steps={trace.steps} values={trace.values.map(toNumber)} width={110} height={28} />}
       </button>
       {finding.severity !== "note" && <>
-        <p><Measured finding={finding} /> <b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>
+        <p>{finding.measured && <><b>Measured</b> {finding.measured}. </>}{finding.usual && <><b>Usual</b> {finding.usual}. </>}<b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>
         {finding.strip && <RankStrip strip={finding.strip} id={`ranks-${finding.first_step}`} />}
-        <Chain tree={props.tree} module={finding.module} onPick={(layer) => change({ layer })} />
-        {finding.others.length > 0 && <p class="others"><b>Also affected</b> {finding.others.slice(0, MOST_OTHERS).map((each) => <button type="button" class="link" onClick={() => change({ layer: each })}>{each || "(model)"}</button>)}{finding.others.length > MOST_OTHERS && `and ${finding.others.length - MOST_OTHERS} more`}</p>}
+        {props.tree && <Chain tree={props.tree} node={place} onPick={(layer) => change({ layer })} onOpen={(layer) => change({ layer, tab: "graph" })} />}
+        {others.length > 0 && <p class="others"><b>Also affected</b> {others.slice(0, MOST_OTHERS).map((each) => <button type="button" class="link" onClick={() => change({ layer: each })}>{each || "(model)"}</button>)}{others.length > MOST_OTHERS && `and ${others.length - MOST_OTHERS} more`}</p>}
       </>}
     </li>
   );
 }
 
 const MOST_OTHERS = 8;
-const COUNTED = ["modules", "parameters", "buffers"];  // numbers that the verdict has in words
-
-/** The measured numbers beside what is usual. */
-function Measured(props: { finding: Finding }) {
-  const { numbers, usual: bound } = props.finding;
-  const found = Object.entries(numbers).filter(([name]) => !COUNTED.includes(name)).map(([name, value]) => `${name.replace(/_/g, " ")} ${format(toNumber(value))}`);
-  if (!found.length && !bound) return null;
-  return <>{found.length > 0 && <><b>Measured</b> {found.join(", ")}. </>}{bound && <><b>Usual</b> {bound}. </>}</>;
-}
 
 /** All records of the sites of a module, asked from the server if the page has only some of them. */
 function useAllRecords(run: Run, module: string, live: boolean): Map<string, SiteRecords> {
@@ -519,8 +506,8 @@ function useAllRecords(run: Run, module: string, live: boolean): Map<string, Sit
     if (!live) return;
     let current = true;
     for (const recorder of run.recorders.filter((each) => each.data.joined > 1 && each.group !== "costs")) for (const column of recorder.columnsOf(module)) {
-      const address = new URL("site", location.href), { label, stage, loader } = recorder.data, path = recorder.sites[column]!.path;
-      address.search = String(new URLSearchParams({ run: run.data.name, recorder: label, stage, loader: String(loader ?? ""), module, path }));
+      const address = new URL("site", location.href), { label, stage, loader } = recorder.data, site = recorder.sites[column]!;
+      address.search = String(new URLSearchParams({ run: run.data.name, recorder: label, stage, loader: String(loader ?? ""), module: site.module, path: site.path }));
       void fetch(address).then(async (answer) => {
         if (!answer.ok) return;
         const records = await decode<SiteRecords>(await answer.text());
@@ -565,7 +552,7 @@ function Tensors(props: { run: Run; module: string; step: number; more: boolean;
         const kind = { activations: "output", gradients: "gradient of", parameters: "" }[recorder.group] ?? recorder.label;
         const trend = <Spark {...recorder.recorded(main, column)} width={70} height={18} />;
         return <tr>
-          <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && site.path.startsWith("in") ? "input" : kind} {site.path}<span class="beneath-name">{trend}</span></th>
+          <th title={`${recorder.title} ${site.shape.join("×")} ${site.dtype}`}>{kind === "output" && /^(in|batch)/.test(site.path) ? "input" : kind} {site.path}<span class="beneath-name">{trend}</span></th>
           {shown.map((each) => {
             const value = recorder.statistics.includes(each) ? recorder.value(each, row, column) : NaN;
             return <td class={Number.isFinite(value) || !recorder.statistics.includes(each) || each === "update_ratio" ? "" : "bad"}>
@@ -605,7 +592,7 @@ function Inside(props: { run: Run; module: string; step: number; onPick: (module
   const { run, module } = props;
   if (run.recorders.some((each) => each.columnsOf(module).length > 0)) return null;
   const recorder = run.recorders.find((each) => each.modules.some((name) => module === "" || name.startsWith(`${module}.`)));
-  if (!recorder) return <p class="none">Nothing was recorded for a module of this name.</p>;
+  if (!recorder) return <p class="none">Nothing was recorded for it.</p>;
   const inside = recorder.modules.filter((name) => module === "" || name.startsWith(`${module}.`));
   return (
     <section>
@@ -626,15 +613,18 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
   const [more, setMore] = useState(false);
   const [wanted, setWanted] = useState("");
   useEffect(() => setWanted(""), [module]);
-  const node = tree?.data.nodes.find((each) => each.kind === "module" && each.name === module);
-  const findings = run.byModule.get(module) ?? [];
+  const node = tree?.find(module);
+  const findings = useMemo(() => {
+    const named = run.byModule.get(module) ?? [];
+    return [...named, ...run.data.findings.filter((each) => module && !each.module && !named.includes(each) && placeOf(each, tree) === node)];
+  }, [run, module, tree, node]);
   const records = useAllRecords(run, module, props.live);
   const onStep = (chosen: number): void => change({ step: chosen });
   return (
     <aside class="layer" aria-label={`layer ${module}`}>
       <div class="head">
         <h2>{module || "(model)"}</h2>
-        <button type="button" aria-label="close the panel" onClick={() => change({ layer: "" })}>✕</button>
+        <button type="button" aria-label="close the panel" onClick={() => change({ layer: null })}>✕</button>
       </div>
       <p class="facts">{[node?.type_name, node?.parameters ? `${node.parameters.toLocaleString("en")} parameters` : "", node?.note].filter(Boolean).join(" · ")}</p>
       {node && <dl>
@@ -653,7 +643,7 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
         const asked = [usual(recorder, column), "rms", "zero_fraction", wanted, ...findings.flatMap((one) => one.trace?.recorder === recorder.label ? [one.trace.statistic] : [])];
         const shown = more || recorder.group === "costs" ? recorder.statistics : recorder.statistics.filter((each) => asked.includes(each));
         const twin = other?.recorder(recorder.title);
-        const twinColumn = twin?.sites.findIndex((each) => each.module === module && each.path === site.path) ?? -1;
+        const twinColumn = twin?.sites.findIndex((each) => each.module === site.module && each.path === site.path) ?? -1;
         const all = records.get(`${recorder.title} ${column}`);
         return (
           <section>
@@ -669,7 +659,7 @@ function Layer(props: { run: Run; other: Run | null; module: string; step: numbe
             <Histogram recorder={recorder} column={column} step={step} onStep={onStep} />
           </section>);
       }))}
-      <Chain tree={tree} module={module} onPick={(layer) => change({ layer })} />
+      {tree && <Chain tree={tree} node={node} onPick={(layer) => change({ layer })} onOpen={(layer) => change({ layer, tab: "graph" })} />}
       <Depth run={run} module={module} step={step} onPick={(layer) => change({ layer })} />
       <button type="button" class="more" onClick={() => setMore(!more)}>{more ? "fewer statistics" : "all statistics and tensors"}</button>
     </aside>

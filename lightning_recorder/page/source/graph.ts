@@ -44,6 +44,20 @@ export class Tree {
     this.root = data.nodes[0]!;
   }
 
+  /** The node of a module, of a function by the names of its module and its own, or of an input, by its name. */
+  find(name: string): NodeData | undefined {
+    const named = (kinds: string[], text: string): NodeData | undefined => this.data.nodes.find((each) => kinds.includes(each.kind) && each.name === text);
+    const around = name.includes(".") ? name.slice(0, name.lastIndexOf(".")) : "", own = shortName(name);
+    return named(["module"], name) ?? named(["input"], name)
+      ?? this.data.nodes.find((each) => each.kind === "op" && each.name === own && this.around(each)?.name === around);
+  }
+
+  /** The name by which `find` has a node. */
+  nameOf(node: NodeData): string { return [node.kind === "op" ? this.around(node)?.name : "", node.name].filter(Boolean).join("."); }
+
+  /** The module whose code calls a function. */
+  around(node: NodeData): NodeData | undefined { return [...this.above(node)].find((each) => each.kind === "module"); }
+
   inside(node: NodeData): NodeData[] { return this.children.get(node.id) ?? []; }
 
   *below(node: NodeData): Generator<NodeData> {
@@ -141,7 +155,7 @@ function ownName(node: NodeData, around: NodeData | undefined): string {
 function box(id: string, nodes: NodeData[], open: boolean, root: boolean, hasParts: boolean, tree: Tree): Box {
   const first = nodes[0]!, last = nodes[nodes.length - 1]!, around = tree.byId.get(first.parent ?? -1);
   let title = root ? tree.data.title : first.kind === "module" || first.kind === "parameter" || first.kind === "buffer"
-    ? ownName(first, around) : first.name;
+    ? ownName(first, around) : first.name || first.kind;
   if (nodes.length > 1) title = `${ownName(first, around)} … ${shortName(last.name)}  ×${nodes.length}`;
   const tensors = first.outputs ?? [];
   const shape = tensors.length ? tensors[0]!.split(" ")[0]! + (tensors.length > 1 ? ` +${tensors.length - 1}` : "") : "";

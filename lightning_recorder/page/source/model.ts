@@ -7,6 +7,7 @@ export interface Finding {
   numbers: Record<string, number | string>; others: string[]; consequences: string[];
   trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[]; module?: string } | null;
   strip: RankStripData | null; parts?: number[];
+  measured: string; needs: string[];  // the number beside the usual ones, and the groups of records and other data that the rule reads
 }
 /** How far each rank is from the others: one column a tensor, one row a rank. */
 export interface RankStripData {
@@ -149,7 +150,10 @@ export class Recorder {
   }
 
   /** The columns of a module's tensors: the whole output or the weight first. */
-  columnsOf(module: string): number[] { return this.columns.get(module) ?? []; }
+  /** The columns of a module, or of an input, which the model itself has. */
+  columnsOf(module: string): number[] {
+    return this.columns.get(module) ?? (this.columns.get("") ?? []).filter((each) => this.sites[each]!.path === module);
+  }
 
   /** The column that stands for a module where only one value has room. */
   column(module: string): number {
@@ -183,6 +187,15 @@ export class Recorder {
     const found = this.data.histograms.sites[column];
     return found ? { steps: this.data.histograms.steps, ...found, counts: floats(found.counts) } : null;
   }
+}
+
+const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
+
+/** The statistic that is shown first, of one tensor or of all; only parameters themselves have an update ratio. */
+export function usual(recorder: Recorder, column?: number): string {
+  const preferred = (recorder.group === "parameters" ? FIRST : FIRST.slice(1)).filter((each) => recorder.statistics.includes(each));
+  const found = column === undefined ? preferred[0] : preferred.find((each) => recorder.history(each, column).some(Number.isFinite)) ?? preferred[preferred.length - 1];
+  return found ?? recorder.statistics[0] ?? "";
 }
 
 const PARTS: [prefix: string, part: string, title: string][] = [["attention_", "head", "heads of attention"], ["router_", "expert", "experts of routers"]];
@@ -229,14 +242,19 @@ export class Parts extends Recorder {
   }
 }
 
-/** Names of runs without the folders that all of them share, with a letter as in the sentence about the difference. */
-export function shortRuns(names: string[]): string[] {
+/** Names of runs without the folders that all of them share. */
+export function shortNames(names: string[]): string[] {
   if (names.length < 2) return names;
   const parts = names.map((each) => each.split(/[\\/]/));
   const shared = (at: (each: string[]) => string | undefined): boolean => parts.every((each) => each.length > 1 && at(each) === at(parts[0]!));
   while (shared((each) => each[0])) parts.forEach((each) => each.shift());
   while (shared((each) => each[each.length - 1])) parts.forEach((each) => each.pop());
-  return parts.map((each, at) => `${String.fromCharCode(65 + at)}: ${each.join("/")}`);
+  return parts.map((each) => each.join("/"));
+}
+
+/** The same with a letter as in the sentence about the difference. */
+export function shortRuns(names: string[]): string[] {
+  return names.length < 2 ? names : shortNames(names).map((each, at) => `${String.fromCharCode(65 + at)}: ${each}`);
 }
 
 export class Run {
@@ -257,6 +275,26 @@ export class Run {
         if (known) known.push(finding); else this.byModule.set(module, [finding]);
       }
     }
+  }
+
+  /** What shows the quantity that failed in the first finding that has one: that of its curve, or the usual statistic of the group that its
+   * rule reads, if that group has its layer. Otherwise, the usual statistic of the activations. */
+  quantity(findings: Finding[]): { recorder: string; statistic: string } | null {
+    const whole = this.recorders.find((each) => each.group === "activations") ?? this.recorders[0];
+    for (const finding of findings) {
+      const own = finding.trace ? this.recorder(finding.trace.recorder) : this.ofGroup(finding);
+      const found = finding.trace && finding.rule !== "non-finite" ? this.shows(finding.trace) : own ? { recorder: own.title, statistic: usual(own) } : null;
+      if (found) return found;
+      // With the usual statistic, NaN and infinities have a color of their own.
+      if (finding.rule === "non-finite") break;
+    }
+    return whole ? { recorder: whole.title, statistic: usual(whole) } : null;
+  }
+
+  private ofGroup(finding: Finding): Recorder | undefined {
+    const has = (module: string): boolean => module === finding.module || (finding.module !== "" && module.startsWith(`${finding.module}.`));
+    if (!finding.module && !finding.path) return undefined;
+    return this.recorders.find((each) => finding.needs[0] === each.group && each.data.stage === "train" && each.modules.some(has));
   }
 
   /** The recorder that shows the statistic of a trace, if there is one. */

@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Legend } from "./charts";
-import { floats, Scale, type RunRow } from "./model";
+import { floats, Scale, shortNames, type RunRow } from "./model";
 
 const WIDTH = 120, HEIGHT = 40;  // pixels of a strip
 
@@ -44,6 +44,7 @@ export function RunsView(props: { rows: RunRow[]; onShow: (names: string[]) => v
   }, [rows, order]);
   const head = (name: string) => <th aria-sort={order.by === name ? order.isDown ? "descending" : "ascending" : "none"}>
     <button type="button" onClick={() => setOrder({ by: name, isDown: order.by === name && !order.isDown })}>{name}{order.by === name && (order.isDown ? " ↓" : " ↑")}</button></th>;
+  const short = useMemo(() => new Map(shortNames(rows.map((each) => each.name)).map((each, at) => [rows[at]!.name, each])), [rows]);
   const statistic = rows.find((each) => each.strip)?.strip?.statistic;
   return (
     <section class="runs" aria-label="runs">
@@ -56,7 +57,7 @@ export function RunsView(props: { rows: RunRow[]; onShow: (names: string[]) => v
           <tr key={row.name}>
             <td><input type="checkbox" aria-label={`choose ${row.name}`} checked={chosen.includes(row.name)}
               onChange={(event) => setChosen(event.currentTarget.checked ? [...chosen, row.name].slice(-2) : chosen.filter((each) => each !== row.name))} /></td>
-            <th><button type="button" class="link" title={row.folder} onClick={() => props.onShow([row.name])}>{row.name}</button></th>
+            <th><button type="button" class="link" title={row.folder} onClick={() => props.onShow([row.name])}>{short.get(row.name)}</button></th>
             <td class={row.healthy === null ? "" : row.healthy ? "healthy" : "unhealthy"}>{row.healthy === null ? "" : row.healthy ? "✓ " : "⚠ "}{row.verdict}{row.finding && <small>{row.finding}</small>}</td>
             {settings.map((each) => <td>{row.settings[each] ?? ""}</td>)}
             {metrics.map((each) => <td class={row.metrics[each] && !Number.isFinite(Number(row.metrics[each])) ? "bad" : ""}>{row.metrics[each] ?? ""}</td>)}

@@ -137,7 +137,7 @@ function suffix(site: SiteData): string { return ["", "out", "weight"].includes(
 
 /** All sites × steps, or × heads or experts, for one statistic, in the order of execution. A click opens the layer, one on the name of a block the block. */
 export function Strip(props: {
-  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; named: Map<string, Set<number>>; prefix: string; layer: string;
+  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; named: Map<string, Set<number>>; prefix: string; layer: string | null;
   height: number; only: (module: string) => boolean; relative: boolean; onPick: (module: string, step: number) => void;
 }) {
   const { recorder, statistic, marked, named, prefix } = props, parts = recorder instanceof Parts ? recorder : null;
