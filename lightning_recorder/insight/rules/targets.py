@@ -544,6 +544,57 @@ def _is_largest(node: Node) -> bool:
 
 
 @rule(
+    "raised-values",
+    statistic="layers that a regression fits, and whose mean output the same backward pass raises",
+    usual="the loss of an actor trains the actor alone",
+    why="One loss has the error of the critic and minus its values for the actions of the actor. The critic lowers the "
+    "second part by larger values, for whatever action.",
+    next="Give the actor an optimizer of its own, or freeze the critic's parameters in its loss.",
+    false_alarms="Several optimizers or backward passes are left out, as is a mean that follows from the critic alone.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("saturation", "weight-drift", "vanishing-gradient"), _ANY),
+    is_lasting=True,
+)
+def raised_values(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a critic that the loss of the actor trains to give larger values."""
+    step = step_of(evidence)
+    kinds = [node.kind for node in step.graph.nodes]
+    if kinds.count("optimizer") != 1 or kinds.count("backward") != 1:
+        return
+    fitted = {}
+    for node in step.operations:
+        layer = _layer_behind(step, node) if node.name in _REGRESSIONS and step.signs.get(node.id) == {1} else None
+        if layer is not None and step.sources(node)[1].id not in step.trained:
+            fitted[_weight_of(step, layer)] = node, layer
+    for node in step.operations:
+        layer = _layer_behind(step, node) if node.name == "mean" and step.signs.get(node.id) == {-1} else None
+        loss, critic = fitted.get(_weight_of(step, layer), (None, None)) if layer is not None else (None, None)
+        if layer is None or loss is None or critic is None or layer is critic:
+            continue
+        actor = _trained_by(step, layer) - _trained_by(step, critic)
+        if actor and step.owner(layer):
+            verdict = (
+                f"the loss has minus the mean output of {step.owner(layer)} in {step.place(node)}, and one optimizer "
+                f"trains both {sorted(actor)[0]} and {step.owner(layer)} with it, which {loss.name} fits: the loss "
+                "falls without bound"
+            )
+            yield replace(found_in(evidence, step.owner(layer), verdict), others=tuple(sorted(actor)))
+            return
+
+
+def _layer_behind(step: RecordedStep, node: Node) -> Node | None:
+    """Return the linear layer whose output, or a column of it, an operation takes."""
+    source = step.behind(node)
+    while source is not None and source.name in ("getitem", "select"):
+        source = step.behind(source)
+    return source if source is not None and source.name == "linear" else None
+
+
+def _weight_of(step: RecordedStep, layer: Node) -> int:
+    return next((each.id for each in step.sources(layer) if each.kind == "parameter" and not each.note), -1)
+
+
+@rule(
     "seen-targets",
     "note",
     statistic="targets of a cross-entropy, if the step hides some of the tokens that the model reads at random",

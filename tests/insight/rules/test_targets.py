@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_recorder.graph import capture_graph
+from lightning_recorder.graph import GraphCapture, capture_graph
+from lightning_recorder.graph.model import Edge, Graph
 from lightning_recorder.insight import RULES, Finding
 from tests.insight.records import Examination, Values, brief, parts, record, run
 from tests.insight.rules.test_operations import (
@@ -534,3 +535,48 @@ def test_targets_that_the_model_sees(
     """The loss of a masked language model counts the tokens that are hidden; that of all tokens has a note."""
     found = trained_step(Masked(targets, is_random=is_random), tokens)
     assert brief(found) == [("note", "seen-targets", "")] * is_wrong
+
+
+class Actor(nn.Module):
+    """A step of an actor and its critic, whose losses one optimizer or two take."""
+
+    def __init__(self, value: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.actor, self.critic, self.value = mlp(2), nn.Linear(7, 1), value
+
+    def forward(self, x: Tensor, actions: Tensor, rewards: Tensor) -> Tensor:
+        error = F.mse_loss(self.critic(torch.cat([x, actions], 1))[:, 0], rewards)
+        return error - self.value(self.critic, torch.cat([x, self.actor(x)], 1)).mean()
+
+
+def detached(critic: nn.Module, x: Tensor) -> Tensor:
+    parameters = {name: each.detach() for name, each in critic.named_parameters()}
+    found: Tensor = torch.func.functional_call(critic, parameters, (x,))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "optimizers", "is_wrong"),
+    [
+        (lambda critic, x: critic(x), 1, True),
+        (lambda critic, x: -critic(x), 1, False),
+        (lambda critic, x: critic(x.detach()), 1, False),  # no actor
+        (lambda critic, x: critic(x), 2, False),
+        (detached, 1, False),
+    ],
+)
+def test_values_that_the_actor_raises(
+    value: Callable[[nn.Module, Tensor], Tensor], optimizers: int, is_wrong: bool
+) -> None:
+    """If one optimizer takes both losses, the critic gives larger values instead of the actor better actions."""
+    model, inputs = Actor(value), (rows, torch.randn(8, 2), torch.randn(8))
+    with GraphCapture(model, inputs) as capture:
+        model(*inputs).backward()
+    graph = capture.graph()
+    backward = next(node for node in graph.nodes if node.kind == "backward")
+    steps = [
+        replace(backward, id=len(graph.nodes) + place, kind="optimizer", name="Adam") for place in range(optimizers)
+    ]
+    whole = Graph((*graph.nodes, *steps), (*graph.edges, *(Edge(backward.id, each.id) for each in steps)))
+    found = [each for each in Examination(whole).findings() if each.rule == "raised-values"]
+    assert brief(found) == [("warning", "raised-values", "critic")] * is_wrong
