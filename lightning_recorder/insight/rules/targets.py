@@ -14,7 +14,6 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
 from lightning_recorder.insight.recorded_step import (
-    ELEMENTWISE,
     LOSSES,
     RecordedStep,
     found_in,
@@ -462,20 +461,17 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
 def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
     """Yield the regressions whose target is noise that the model does not get, or all that it gets."""
     step = step_of(evidence)
-    for node in step.operations:
-        sources = step.sources(node)
-        if node.name not in _REGRESSIONS or len(sources) < 2 or "parameter" not in step.roots[sources[0].id]:
-            continue
-        target, known = step.made_by(sources[1]), step.ancestors(sources[0])
+    for node, prediction, given in _regressions(step):
+        target, known = step.made_by(given), step.ancestors(prediction)
         if target.name in _NOISE and all(each is node for each in step.readers(target)):
             verdict = (
-                f"the target of {node.name} in {step.place(node)} is noise that the {target.name} at {target.source} "
-                "draws and nothing else uses: the model can only learn its mean"
+                f"the target of {_named(node)} in {step.place(node)} is noise that the {target.name} at "
+                f"{target.source} draws and nothing else uses: the model can only learn its mean"
             )
         elif target.id in known and _is_noisy(step, target) and _is_given_to_layers(step, target):
             verdict = (
-                f"the target of {node.name} in {step.place(node)} is the sum of data and noise that the model itself "
-                "gets: it learns to return its input"
+                f"the target of {_named(node)} in {step.place(node)} is the sum of data and noise that the model "
+                "itself gets: it learns to return its input"
             )
         else:
             continue
@@ -484,6 +480,30 @@ def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
 
 
 _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_DIFFERENCES, _POWERS = ("sub", "__sub__"), ("pow", "__pow__", "square", "abs")
+
+
+def _regressions(step: RecordedStep) -> Iterator[tuple[Node, Node, Node]]:
+    """Yield the losses of trained predictions, also those that are written out, with the prediction and the target."""
+    for node in step.operations:
+        sources = step.sources(node)[:2]
+        if len(sources) == 2 and node.name in _REGRESSIONS and sources[0].id in step.trained:
+            yield node, sources[0], sources[1]
+        elif len(sources) == 2 and node.name in _DIFFERENCES and _powers_of(step, node):
+            sources.sort(key=lambda each: each.id not in step.trained)
+            if [each.id in step.trained for each in sources] == [True, False]:
+                yield node, sources[0], sources[1]
+
+
+def _powers_of(step: RecordedStep, difference: Node) -> list[Node]:
+    """Return the squares and amounts of a difference that a loss adds up."""
+    return [each for each in step.users(difference) if each.name in _POWERS and step.signs.get(each.id) == {1}]
+
+
+def _named(loss: Node) -> str:
+    return "the squared difference" if loss.name in _DIFFERENCES else loss.name
+
+
 _NOISE = ("randn", "randn_like")
 
 
@@ -521,19 +541,16 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
 def largest_value(evidence: Evidence) -> Iterator[Finding]:
     """Yield the regressions of the largest output of a network to a reward and the largest value of the next state."""
     step = step_of(evidence)
-    for node in step.operations:
-        sources = step.sources(node)
-        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
-            continue
-        best, total = step.made_by(sources[0]), step.made_by(sources[1])
+    for node, prediction, target in _regressions(step):
+        best, total = step.made_by(prediction), step.made_by(target)
         terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
         values = [each for each in terms if "parameter" in step.roots[each.id]]
         is_sum = len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms)
         next_best = [step.graph[each] for each in step.ancestors(values[0])] if is_sum else []
         if _is_largest(best) and any(_is_largest(each) for each in next_best) and best.id not in step.ancestors(total):
             verdict = (
-                f"{node.name} in {step.place(node)} compares the largest of the outputs with a reward plus the largest "
-                "value of the next state, whichever action was taken"
+                f"{_named(node)} in {step.place(node)} compares the largest of the outputs with a reward plus the "
+                "largest value of the next state, whichever action was taken"
             )
             yield found_in(evidence, step.owner(node), verdict)
             return
@@ -562,36 +579,39 @@ def raised_values(evidence: Evidence) -> Iterator[Finding]:
     if kinds.count("optimizer") != 1 or kinds.count("backward") != 1:
         return
     fitted = {}
-    for node in step.operations:
-        layer = _layer_behind(step, node) if node.name in _REGRESSIONS and step.signs.get(node.id) == {1} else None
-        if layer is not None and step.sources(node)[1].id not in step.trained:
+    for node, prediction, target in _regressions(step):
+        layer = _layer_of(step, prediction)
+        is_added = step.signs.get(node.id) == {1} or bool(_powers_of(step, node))
+        if layer is not None and is_added and target.id not in step.trained and _weight_of(step, layer):
             fitted[_weight_of(step, layer)] = node, layer
     for node in step.operations:
-        layer = _layer_behind(step, node) if node.name == "mean" and step.signs.get(node.id) == {-1} else None
-        loss, critic = fitted.get(_weight_of(step, layer), (None, None)) if layer is not None else (None, None)
-        if layer is None or loss is None or critic is None or layer is critic:
+        given = step.sources(node) if node.name == "mean" and step.signs.get(node.id) == {-1} else []
+        layer = _layer_of(step, given[0]) if given else None
+        if layer is None or _weight_of(step, layer) not in fitted:
             continue
+        loss, critic = fitted[_weight_of(step, layer)]
         actor = _trained_by(step, layer) - _trained_by(step, critic)
         if actor and step.owner(layer):
             verdict = (
                 f"the loss has minus the mean output of {step.owner(layer)} in {step.place(node)}, and one optimizer "
-                f"trains both {sorted(actor)[0]} and {step.owner(layer)} with it, which {loss.name} fits: the loss "
-                "falls without bound"
+                f"trains both {sorted(actor)[0]} and {step.owner(layer)} with it, which {_named(loss)} fits: the "
+                "loss falls without bound"
             )
             yield replace(found_in(evidence, step.owner(layer), verdict), others=tuple(sorted(actor)))
             return
 
 
-def _layer_behind(step: RecordedStep, node: Node) -> Node | None:
-    """Return the linear layer whose output, or a column of it, an operation takes."""
-    source = step.behind(node)
+def _layer_of(step: RecordedStep, node: Node) -> Node | None:
+    """Return the linear layer whose output, or a column of it, a node is."""
+    source: Node | None = step.made_by(node)
     while source is not None and source.name in ("getitem", "select"):
         source = step.behind(source)
     return source if source is not None and source.name == "linear" else None
 
 
 def _weight_of(step: RecordedStep, layer: Node) -> int:
-    return next((each.id for each in step.sources(layer) if each.kind == "parameter" and not each.note), -1)
+    """Return the id of the trained weight of a layer; 0 without any."""
+    return next((each.id for each in step.sources(layer) if each.kind == "parameter" and not each.note), 0)
 
 
 @rule(
