@@ -1,6 +1,8 @@
 """A script that lays out a Graphviz document, each of its sheets by itself, and moves titles of frames away from edges.
 
-Graphviz would align the nodes of all sheets, so that a high node on one sheet makes a gap on all others.
+Graphviz would align the nodes of all sheets, so that a high node on one sheet makes a gap on all others. Each sheet is
+laid out with its statements in a few orders. The layout is kept that has the fewest crossings of lines and the fewest
+modules, inputs and outputs to the right of a later one beside them.
 
 It runs in a process of its own and imports neither torch nor this package, so it starts in 0.1 s. Its arguments are the
 path of ``dot``, or the folder of ``pygraphviz``, then the document, and then the paths of the pictures.
@@ -18,9 +20,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ _PART = re.compile(
 )
 _POINT = re.compile(r"(-?[\d.]+(?:e[-+]\d+)?),(-?[\d.]+(?:e[-+]\d+)?)")
 ENDS = re.compile(r"(\w+) -> (\w+)")
+_BOLD = "<b>"  # in the label of a module, an input or an output, but not of a function
 _OURS, _SHEET = "newrank=true", "cluster_sheet_"
 _BETWEEN, _SKIPS = 24.0, 80.0  # points between two sheets, and between the sides of a U-Net
 _BEND, _ARROW = 6.0, 6.0  # points of a bend, and of an arrowhead
@@ -59,6 +62,7 @@ _WEIGHTS = [weights_at(k / 24) for k in range(25)]
 
 Interval = tuple[float, float]
 Point = tuple[float, float]
+Section = tuple[Point, Point]
 Line = list[tuple[Point, ...]]
 """The pieces of a spline: four control points each, or the point of an arrowhead."""
 Widths = dict[str, dict[str, int]]
@@ -166,7 +170,10 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str,
         marked = [_with(edge, _no=str(number)) for number, edge in enumerate(edges)]
         upwards = ["graph [rankdir=BT]"] if sheets.between and len(made) == 1 else []
         settings = [*sheets.settings, 'graph [label=""]', *upwards]
-        source, layout = arranged(renderer, "\n\t".join([*settings, *part, *marked]) + "\n}\n", start)
+        flat = direction in ("LR", "RL")
+        orders = Orders(renderer, settings, part, marked, flat)
+        source, layout = arranged(renderer, orders.source(orders.best(start)), start)
+        source = mirror(source, layout) if orders.is_mirrored(layout) else source
         keep_inside(layout)
         made.append((source.rstrip().removesuffix("}").rstrip().split("\n\t")[len(settings) :], layout))
     if sheets.between:
@@ -197,6 +204,197 @@ def beside_each_other(renderer: str, sheets: Sheets, start: float) -> tuple[str,
     if len(made) == 1 and known != things:
         return "\n\t".join([*settings, *made[0][0]]) + "\n}\n", "dot"
     return "\n\t".join([*settings, *document]) + "\n}\n", "nop2"
+
+
+class Orders:
+    """The layouts of a sheet with its statements in several orders.
+
+    Graphviz places the contents of a frame by the order of their statements, among other things, and knows no rule by
+    which one frame is to the left of another one.
+    """
+
+    def __init__(self, renderer: str, settings: list[str], part: list[str], edges: list[str], flat: bool) -> None:
+        self._renderer, self._settings, self._part, self._edges, self._flat = renderer, settings, part, edges, flat
+        self._turn = children_of(part, only_named=True)
+
+    def best(self, start: float) -> list[str]:
+        """Return the statements in the best order; the processor time since ``start`` limits the search."""
+        best = self._part
+        layout = self._layout(best)
+        faults = self._faults(layout)
+        for change in (self._backwards, self._put_in_turn, self._put_in_turn):
+            before = worked_s()
+            if not faults or before - start > _QUICK_S / 4:
+                break
+            other = change(best, layout)
+            changed = self._layout(other)
+            if (fewer := self._faults(changed)) < faults:
+                best, layout, faults = other, changed, fewer
+        return best
+
+    def source(self, part: list[str]) -> str:
+        """Return the document of the sheet with its statements in some order."""
+        return "\n\t".join([*self._settings, *part, *self._edges]) + "\n}\n"
+
+    def is_mirrored(self, layout: Any) -> bool:
+        """Return True if later modules are to the left of earlier ones more often than to the right."""
+        return not self._flat and len(self._beside(layout)) < 2 * len(self._reversed(layout))
+
+    def _layout(self, part: list[str]) -> Any:
+        return json.loads(draw(self._renderer, self.source(part), ["json0"])[0])
+
+    def _faults(self, layout: Any) -> int:
+        turned = len(self._reversed(layout))
+        turned = turned if self._flat else min(turned, len(self._beside(layout)) - turned)
+        return 2 * crossed(layout) + turned
+
+    def _beside(self, layout: Any) -> list[tuple[str, str]]:
+        """Return the pairs of named nodes and frames that are beside each other in one frame, the earlier one first."""
+        boxes = {**boxes_of(layout), **frame_boxes_of(layout)}
+        low = 0 if self._flat else 1
+        found = []
+        for names in self._turn.values():
+            for one, other in combinations([each for each in names if each in boxes], 2):
+                first, second = boxes[one], boxes[other]
+                common = min(first[low + 2], second[low + 2]) - max(first[low], second[low])
+                if common > min(box[low + 2] - box[low] for box in (first, second)) / 2:
+                    found.append((one, other))
+        return found
+
+    def _reversed(self, layout: Any) -> list[tuple[str, str]]:
+        at = self._places(layout)
+        return [(one, other) for one, other in self._beside(layout) if at[other] < at[one]]
+
+    def _places(self, layout: Any) -> dict[str, float]:
+        """Return the place of each node and frame across the flow, in the order of reading."""
+        boxes = {**boxes_of(layout), **frame_boxes_of(layout)}
+        return {name: -box[3] if self._flat else box[0] for name, box in boxes.items()}
+
+    def _backwards(self, part: list[str], _: Any) -> list[str]:
+        return reordered(part, {name: inside[::-1] for name, inside in children_of(part).items()})
+
+    def _put_in_turn(self, part: list[str], layout: Any) -> list[str]:
+        """Return the statements in the order that would mend the layout, if each was drawn at the place of another."""
+        at = self._places(layout)
+        wrong = [each for pair in self._reversed(layout) for each in pair]
+        now = children_of(part, only_named=True)
+        orders = {}
+        for frame, names in self._turn.items():
+            row = [each for each in names if each in wrong]
+            stated = [each for each in now[frame] if each in row]
+            wanted = dict(zip(sorted(row, key=at.__getitem__), row, strict=True))
+            orders[frame] = [wanted[each] for each in stated]
+        return reordered(part, orders)
+
+
+def blocks_of(statements: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each node or frame with its name and its statements, and other statements with an empty name."""
+    block: list[str] = []
+    depth = 0
+    for statement in statements:
+        block.append(statement)
+        depth += statement.lstrip().startswith("subgraph ") - (statement.strip() == "}")
+        if depth == 0:
+            named = re.match(r'\t*(?:subgraph "?)?(\w+)"? [\[{]', block[0])
+            yield named[1] if named else "", block
+            block = []
+
+
+def children_of(statements: Sequence[str], frame: str = "", *, only_named: bool = False) -> dict[str, list[str]]:
+    """Return the names of the nodes and frames inside each frame, in the order of their statements."""
+    found: dict[str, list[str]] = {}
+    for name, block in blocks_of(statements):
+        is_named = re.fullmatch(r"cluster_[\d_]+", name) or (re.fullmatch(r"n\d+", name) and _BOLD in block[0])
+        if name and (is_named or not only_named):
+            found.setdefault(frame, []).append(name)
+        found |= children_of(block[1:-1], name, only_named=only_named) if len(block) > 1 else {}
+    return found
+
+
+def reordered(statements: Sequence[str], orders: Mapping[str, Sequence[str]], frame: str = "") -> list[str]:
+    """Return statements in which some nodes and frames change places: those of each frame, in their new order."""
+    blocks = dict(enumerate(blocks_of(statements)))
+    inside = {
+        name: block if len(block) == 1 else [block[0], *reordered(block[1:-1], orders, name), block[-1]]
+        for name, block in blocks.values()
+        if name
+    }
+    moving = iter(orders.get(frame, ()))
+    moved = {*orders.get(frame, ())}
+    each = (inside[next(moving) if name in moved else name] if name else block for name, block in blocks.values())
+    return [statement for block in each for statement in block]
+
+
+def crossed(layout: Any) -> int:
+    """Return the number of pairs of lines that cross each other and have no common end."""
+    sections: list[tuple[float, int, tuple[int, int], Section]] = []
+    for number, edge in enumerate(layout.get("edges", ())):
+        spline = "" if edge.get("style") == "invis" else edge.get("pos", "").partition(";")[0]
+        pieces = [piece for piece in line_of(spline) if len(piece) > 1]
+        points = [each for piece in pieces for each in (piece[0], list(points_of([piece]))[len(_WEIGHTS) // 2])]
+        for one, other in pairwise([*points, *(piece[-1] for piece in pieces[-1:])]):
+            sections.append((min(one[0], other[0]), number, (edge["tail"], edge["head"]), (one, other)))
+    found = set()
+    near: list[tuple[float, int, tuple[int, int], Section]] = []
+    for section in sorted(sections):
+        left, number, ends, line = section
+        near = [each for each in near if max(x for x, _ in each[3]) >= left]
+        for _, before, others, other_line in near:
+            pair = min(before, number), max(before, number)
+            if pair not in found and set(ends).isdisjoint(others) and _cross(line, other_line):
+                found.add(pair)
+        near.append(section)
+    return len(found)
+
+
+def _cross(one: Section, other: Section) -> bool:
+    def side(line: Section, point: Point) -> float:
+        (x, y), (to_x, to_y) = line
+        return (to_x - x) * (point[1] - y) - (to_y - y) * (point[0] - x)
+
+    return all(side(a, b[0]) * side(a, b[1]) < 0 for a, b in ((one, other), (other, one)))
+
+
+def mirror(source: str, layout: Any) -> str:
+    """Exchange left and right in a layout, and return its document with the titles of frames between the edges."""
+    ends = [float(each) for each in layout["bb"].split(",")]
+    widths, frames = widths_of(source), dict(frames_of(layout))
+
+    def reflected(point: re.Match[str]) -> str:
+        return f"{ends[0] + ends[2] - float(point[1]):.2f},{point[2]}"
+
+    for each in (*layout.get("objects", ()), *layout.get("edges", ())):
+        for key in {"pos", "lp"} & each.keys():
+            each[key] = _POINT.sub(reflected, each[key])
+        if "bb" in each:
+            left, bottom, right, top = map(float, each["bb"].split(","))
+            each["bb"] = f"{ends[0] + ends[2] - right:.2f},{bottom},{ends[0] + ends[2] - left:.2f},{top}"
+    lines, mirrored = lines_of(layout), dict(frames_of(layout))
+    for each in layout.get("objects", ()):
+        if each["name"] not in widths.keys() & frames.keys():
+            continue
+        old, new, cells = frames[each["name"]], mirrored[each["name"]], widths[each["name"]]
+        # As far from the left border as before, with all of the room behind the title.
+        first = {"left": 1, "right": sum(cells.values()) - 1}
+        found = place(replace(new, middle=new.left + old.middle - old.left), first, lines, 0)
+        text = new.width - sum(cells.values())
+        start = new.left + old.middle - old.left - old.width / 2
+        if start + found["left"] + text < new.right:
+            widths[each["name"]] = found
+            middle = start + (text + sum(found.values())) / 2
+            each["lp"] = f"{middle:.2f},{each['lp'].partition(',')[2]}"
+        else:
+            widths[each["name"]] = {"left": cells["right"], "right": cells["left"]}
+    return with_widths(source, widths)
+
+
+def frame_boxes_of(layout: Any) -> dict[str, tuple[float, ...]]:
+    """Return the left, lower, right and upper end of each frame."""
+    return {
+        each["name"]: tuple(map(float, each["bb"].split(",")))
+        for each in layout.get("objects", ())
+        if "bb" in each and "pos" not in each
+    }
 
 
 def align(first: Any, second: Any, between: Sequence[str]) -> None:

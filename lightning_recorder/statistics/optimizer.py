@@ -310,7 +310,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             self._note_settings(optimizer, parameters)
             for each in self._running_statistics(parameters):
                 self._add(each, "", each.tensor, wanted="buffers")
-            # With hooks, the step is still to come.
+            # If the optimizer has hooks, this runs before its step, so the tensors still have the values to record.
             kept = {} if hasattr(optimizer, "register_step_post_hook") else self._kept
             self._kept = {}
             for each in parameters:

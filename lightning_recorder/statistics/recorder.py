@@ -279,7 +279,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
         """Update the statistics of a function; of a loss the default ones, since most losses are scalars."""
         if self.ignores():
             return
-        # All classes are counted, even if a histogram is a sample: no part has more values than a sample.
+        # Classes are counted without sampling: the tensor is split into parts that are no larger than a sample.
         parts: Sequence[Tensor] = (tensor,)
         if site.path.endswith(CLASS_COUNTS) and (tensor.dim() != 1 or self._sample):
             tensor = tensor.flatten()

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_recorder.graph.layout_process import Frame, crossings, keep_inside, line_of, lines_of, place, points_of
+from lightning_recorder.graph.layout_process import (
+    Frame,
+    children_of,
+    crossed,
+    crossings,
+    keep_inside,
+    line_of,
+    lines_of,
+    mirror,
+    place,
+    points_of,
+    reordered,
+)
 
 # A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
 FRAME = Frame(left=0, right=200, middle=35, width=62, bottom=80, top=100)
@@ -100,3 +112,64 @@ def test_a_line_inside_a_frame_stays_there() -> None:
     inside = "e,50.00,20.00 50.00,80.00 117.00,80.00 117.00,20.00 50.00,20.00"
     assert [each.get("pos") for each in edges] == [inside, leaving, None]
     assert [each.get("lp") for each in edges] == ["129.00,50.0", "170,50", None]
+
+
+def test_lines_that_cross() -> None:
+    """Two lines cross once; lines with a common end, lines beside each other and invisible ones do not cross."""
+
+    def crossing(*ends: tuple[int, int], style: str = "") -> int:
+        falling, rising = "0,100 30,70 60,40 90,10", "0,20 30,45 60,70 90,95"
+        edges = [
+            {"tail": tail, "head": head, "pos": pos} for (tail, head), pos in zip(ends, (falling, rising), strict=True)
+        ]
+        return crossed({"edges": [edges[0], {**edges[1], "style": style}]})
+
+    assert crossing((1, 2), (3, 4)) == 1
+    assert crossing((1, 2), (1, 4)) == 0
+    assert crossing((1, 2), (3, 4), style="invis") == 0
+    beside = [{"tail": at, "head": at + 1, "pos": straight(at, 100, 0)} for at in (10, 20)]
+    assert crossed({"edges": beside}) == 0
+
+
+def test_statements_in_another_order() -> None:
+    """Nodes and frames change places with each other; everything else stays, and each statement is there once."""
+    statements = [
+        "n1 [label=<<b>a</b>>]",
+        'subgraph "cluster_2" {',
+        "\tlabel=two",
+        "\tn3 [label=<<b>c</b>>]",
+        "\tn4 [label=d]",
+        "\tn5 [label=<<b>e</b>>]",
+        "}",
+        "n1 -> n3",
+    ]
+    assert children_of(statements) == {"": ["n1", "cluster_2"], "cluster_2": ["n3", "n4", "n5"]}
+    assert children_of(statements, only_named=True) == {"": ["n1", "cluster_2"], "cluster_2": ["n3", "n5"]}
+    found = reordered(statements, {"": ["cluster_2", "n1"], "cluster_2": ["n5", "n3"]})
+    places = [1, 2, 5, 4, 3, 6, 0, 7]
+    assert found == [statements[place] for place in places]
+
+
+def test_a_mirrored_layout() -> None:
+    """Nodes and lines change sides, and a title stays at the left border, or behind an edge that would cross it."""
+    cells = '<td port="left" width="{}"></td><td>title</td><td port="right" width="{}"></td>'
+    for edge, left in ((170, 30), (120, 1)):
+        frame: dict[str, Any] = {
+            "name": "cluster_1",
+            "bb": "0,0,200,110",
+            "lp": "58,90",
+            "lwidth": "1.39",
+            "lheight": "0.28",
+        }
+        lines: list[dict[str, Any]] = [{"tail": 0, "head": 1, "pos": straight(edge, 120, 60)}]
+        layout: dict[str, Any] = {
+            "bb": "0,0,300,110",
+            "objects": [frame, {"name": "n2", "pos": "50,20"}],
+            "edges": lines,
+        }
+        source = mirror(f"subgraph cluster_1 {{ {cells.format(20, 20)}", layout)
+        assert frame["bb"] == "100.00,0.0,300.00,110.0"
+        assert layout["objects"][1] == {"name": "n2", "pos": "250.00,20"}
+        assert lines[0]["pos"].startswith(f"e,{300 - edge}")
+        assert cells.format(left, 40 - left) in source
+        assert frame["lp"] == "158.00,90"

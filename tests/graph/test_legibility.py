@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -18,6 +19,7 @@ from lightning_recorder import ArgumentError
 from lightning_recorder.graph import (
     Direction,
     Graph,
+    GraphCapture,
     GraphPicture,
     GraphvizRenderer,
     Node,
@@ -590,6 +592,35 @@ def test_other_graphs_have_no_sides() -> None:
         net = Net(forward, **{name: linear() for name in "abcdef"})
         net.register_buffer("mean", torch.ones(4))
         assert sides(fit_view(capture_graph(net, X))) is None
+
+
+def test_calls_beside_each_other_are_in_the_order_of_time(tmp_path: Path) -> None:
+    """The calls of a GAN's discriminator, of which none needs another one, are read from left to right.
+
+    The titles of their frames are at the left, and no line passes through them.
+    """
+    generator = nn.Sequential(linear(), nn.ReLU(), linear(), nn.Tanh())
+    discriminator = nn.Sequential(linear(), nn.LeakyReLU(), nn.Dropout(), nn.Linear(4, 1))
+    net = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
+    with GraphCapture(net, X, scope="training_step") as capture:
+        made = generator(torch.randn(2, 4))
+        one, zero = torch.ones(2, 1), torch.zeros(2, 1)
+        score = F.binary_cross_entropy_with_logits
+        loss = score(discriminator(X), one) + score(discriminator(made.detach()), zero)
+        loss.backward()
+        score(discriminator(made), one).backward()
+    drawing = draw(capture.graph())
+    path = drawing.save(tmp_path / "graph.svg")
+    picture = read_svg(path)
+    frames = [_item(picture, call) for call in drawing.view.module_calls() if call.name == "discriminator"]
+    assert [frame.lines[0].strip() for frame in frames] == [
+        "discriminator",
+        "discriminator (call 2)",
+        "discriminator (call 3)",
+    ]
+    assert all(one.right < other.left for one, other in pairwise(frames))
+    assert all(frame.texts[0].left < (frame.left + frame.right) / 2 for frame in frames)
+    assert set(edges_over_titles(path)) == set()
 
 
 def test_a_line_inside_a_frame_does_not_leave_it(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def latent_scale(evidence: Evidence) -> Iterator[Finding]:
                 f"the loss and the samples in {step.place(sample)} take the {limits[0]} of {scale} for the logarithm "
                 "of the variance, so that the standard deviation is at least 1"
             )
-            yield _about(evidence, mean, scale, verdict, why=_WHY_LIMIT, next=_NEXT_LIMIT)
+            yield replace(_about(evidence, mean, scale, verdict), why=_WHY_LIMIT, next=_NEXT_LIMIT)
             return
         if own is None or None in outside or not outside:
             continue
@@ -210,9 +210,9 @@ _NEXT_LIMIT = (
 )
 
 
-def _about(evidence: Evidence, mean: str, scale: str, verdict: str, **texts: str) -> Finding:
+def _about(evidence: Evidence, mean: str, scale: str, verdict: str) -> Finding:
     """Return a finding about the modules of mean and scale, which may be one."""
-    return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else (), **texts)
+    return replace(found_in(evidence, mean, verdict), others=(scale,) if scale != mean else ())
 
 
 def _sides(step: RecordedStep, sample: Node) -> tuple[Edge, Edge]:

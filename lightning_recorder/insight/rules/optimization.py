@@ -40,7 +40,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
-    left_out = [each for each in _left_out(evidence) if each.note != "frozen"]
+    left_out = [each for each in _left_out(evidence, 1) if each.note != "frozen"]
     if left_out:
         yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
 
@@ -80,12 +80,15 @@ def two_optimizers(evidence: Evidence, *, persistence: int = 2) -> Iterator[Find
         yield shared[0].found(verdict, others=tuple(modules), parameters=more)
 
 
-def _left_out(evidence: Evidence) -> list[Node]:
-    """Return the used weights without a record, of modules that have other parameters with one."""
+def _left_out(evidence: Evidence, dimensions: int = 2) -> list[Node]:
+    """Return the used parameters without a record, of modules that have other ones with a record.
+
+    Weights have two dimensions or more.
+    """
     recorded = {each.name for each in evidence.tensors}
     trained = {each.module for each in evidence.tensors if each.gradient}
     nodes = [node for node in evidence.graph.nodes if node.kind == "parameter"]
-    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= 2]
+    nodes = [node for node in nodes if node.outputs and len(node.outputs[0].shape) >= dimensions]
     nodes = [node for node in nodes if recorded.isdisjoint((node.name, *node.tied))]
     return list({node.name: node for node in nodes if node.name.rpartition(".")[0] in trained}.values())
 
@@ -235,11 +238,14 @@ def _number(text: str) -> float | None:
 def no_longer_tied(evidence: Evidence, *, numel: int = 64) -> Iterator[Finding]:
     """Yield the last layers that begin with the values of an embedding, and have another tensor."""
     begun: dict[tuple[float, ...], View] = {}
-    for each in evidence.weights:
-        values, _ = each.columns("mean", "rms", "min", "max")
-        is_trained = each.numel >= numel and len(values[0]) > 0 and each.gradient.rms.any()
-        is_drawn = is_trained and values[2][0] < values[3][0]  # both may begin at zero
-        if not is_drawn or not (each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)):
+    weights = [
+        each for each in evidence.weights if each.kind == "Embedding" or (each.kind == "Linear" and each.is_last)
+    ]
+    trained = [each for each in weights if each.numel >= numel and each.gradient.rms.any()]
+    # One statistic of all weights after the other: a history keeps the arrays of a few statistics only.
+    columns = [[each.column(name)[0] for each in trained] for name in ("mean", "rms", "min", "max")]
+    for each, *values in zip(trained, *columns, strict=True):
+        if not len(values[0]) or values[2][0] == values[3][0]:  # both may begin at zero
             continue
         first = begun.setdefault((*each.shape, *(float(column[0]) for column in values)), each)
         if first.kind != each.kind:

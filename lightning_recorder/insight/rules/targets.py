@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lightning_recorder.insight.recorded_step import (
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.records.histogram import Histogram
 
 _ANY = ("any",)
 
@@ -238,6 +240,67 @@ def classes_by_error(evidence: Evidence, *, persistence: int = 4, tolerance: flo
                 why = "The binary loss takes the classes for independent, but the entries of a softmax add up to 1."
             yield replace(target.found(verdict), module=step.owner(source), path="", why=why)
             return
+
+
+@rule(
+    "classes-as-numbers",
+    "note",
+    statistic="number of different values, if all targets of a squared or absolute error are whole numbers from 0 on, "
+    "and there is one prediction for each sample",
+    usual="targets with fractions",
+    why="If they are the numbers of classes, the loss takes class 2 for the mean of the classes 1 and 3.",
+    next="For classes, return one output for each class and use cross_entropy. For counts, ratings and other numbers "
+    "with an order, this loss is right.",
+    false_alarms="Counts, ratings and grades that begin at 0, which is why it is a note. Two values, more than twenty, "
+    "and targets whose smallest or largest value is in less than half of the records are left out.",
+    needs=("activations", GRAPH),
+    records=4,
+)
+def classes_as_numbers(
+    evidence: Evidence, *, records: int = 4, fewest: int = 3, most: int = 20, share: float = 0.5
+) -> Iterator[Finding]:
+    """Yield a note about losses for numbers whose targets may be the numbers of classes."""
+    step = step_of(evidence)
+    for node in step.operations:
+        prediction, given = step.comparisons.get(node.id, (*step.sources(node), node, node)[:2])
+        shape = prediction.outputs[0].shape if prediction.outputs else ()
+        is_error = node.name in _SQUARED or (node.id in step.comparisons and "sub" in node.name)
+        if not is_error or not shape or shape[0] < _FEWEST_ROWS or prod(shape[1:]) != 1:
+            continue
+        _, target = sides_of(evidence, step, node)
+        (least, last), steps = target.columns("min", "max")
+        number = int(last.max(initial=0)) + 1
+        if len(steps) < records or not fewest <= number <= most or step.roots[given.id] != {"input"}:
+            continue
+        # Each of the classes is in most batches, but the largest count of a batch differs.
+        ends = min(np.mean(least == 0), np.mean(last == number - 1))
+        source = step.made_by(given)
+        is_whole = source.kind == "input" and bool(source.outputs) and "int" in source.outputs[0].dtype
+        shown = target.histograms()
+        if ends < share or not (is_whole or (shown and all(map(_are_whole, shown)))):
+            continue
+        verdict = (
+            f"the targets of {node.name} in {step.place(node)} are {number} whole numbers, 0 to {number - 1}, and the "
+            "prediction of each sample is one number"
+        )
+        yield replace(target.found(verdict, "max", values=number), module=step.owner(node), path="")
+        return
+
+
+_FEWEST_ROWS = 2
+_EXACT = 10  # below it, a bin of a histogram begins at each whole number, but for 9, which has that of 8
+
+
+def _are_whole(histogram: Histogram) -> bool:
+    """Return True if all values of a histogram are whole numbers from 0 to 9: its sums are those of the bins."""
+    if not histogram.count or histogram.fraction < 1:
+        return False
+    edges = np.maximum(histogram.edges[:-1], 0)[histogram.counts > 0]
+    counts = histogram.counts[histogram.counts > 0]
+    nines = histogram.sum - counts @ edges  # each adds 1 to the sum, and 81 - 64 to that of the squares
+    is_exact = nines == np.round(nines) >= 0 and (nines == 0 or histogram.max == _EXACT - 1)
+    are_squares = math.isclose(histogram.sum_squares, counts @ edges**2 + 17 * nines)
+    return bool(histogram.min >= 0 and histogram.max < _EXACT and is_exact and are_squares and (edges % 1 == 0).all())
 
 
 @rule(

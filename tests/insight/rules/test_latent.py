@@ -313,7 +313,8 @@ class Likelihood(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         deviation = self.limit(self.scale(inputs)).exp()
-        return -torch.distributions.Normal(self.mean(inputs), deviation).log_prob(inputs[:, :4]).mean()
+        loss: Tensor = -torch.distributions.Normal(self.mean(inputs), deviation).log_prob(inputs[:, :4]).mean()
+        return loss
 
 
 @pytest.mark.parametrize(

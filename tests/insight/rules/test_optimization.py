@@ -322,6 +322,15 @@ def test_a_weight_that_is_in_no_optimizer() -> None:
     assert run(None, None, parameters, graph=tied) == []
 
 
+@pytest.mark.parametrize(("note", "rules"), [("", ["not-in-optimizer"]), ("frozen", [])])
+def test_a_bias_that_is_in_no_optimizer(note: str, rules: list[str]) -> None:
+    """A bias that requires a gradient and is never updated is a finding; one that is frozen is none."""
+    graph = with_parameters("b.weight", "a.weight", "a.bias", note=note)
+    found = run(None, None, network("a", "b"), graph=graph)
+    assert [each.rule for each in found] == rules
+    assert all(each.verdict.startswith("a.bias is used, but no optimizer that stepped has it") for each in found)
+
+
 def test_a_weight_that_is_frozen_alone() -> None:
     """A frozen weight beside a trained bias is a finding; it is a note if most weights are frozen."""
     layers: dict[str, Values] = {**network("b"), "a/bias": {"rms": 0.1}, "a/bias.grad": {"rms": 1e-3}}

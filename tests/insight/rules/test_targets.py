@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from lightning_recorder.graph import GraphCapture, capture_graph
 from lightning_recorder.graph.model import Edge, Graph
 from lightning_recorder.insight import RULES, Finding
-from tests.insight.records import Examination, Values, brief, parts, record, run
+from lightning_recorder.records.histogram import EDGES
+from lightning_recorder.reductions import Histogram
+from tests.insight.records import Examination, Values, brief, examined, parts, record, run
 from tests.insight.rules.test_operations import (
     Causal,
     Loss,
@@ -441,6 +444,102 @@ def test_labels_that_are_the_blank(share: float, is_wrong: bool) -> None:
         examination.add(record("activations", step, sites))
     found = [each for each in examination.findings() if each.rule == "output-range"]
     assert [each.verdict for each in found] == ["20% of the labels that ctc_loss gets are the blank"] * is_wrong
+
+
+def of_numbers(
+    target: Tensor, largest: list[float], *, loss: Loss | None = None, outputs: int = 1, values: Sequence[float] = ()
+) -> Examination:
+    """Return a run of a regression whose targets are at most some numbers; their last values are in a histogram."""
+    graph = capture_graph(Step(mlp(outputs), loss or as_numbers), rows, target)
+    found = np.array(values)
+    counts, edges = np.histogram(found, bins=EDGES)
+    kept = Histogram(edges, counts, found.min(), found.max(), found.sum(), (found**2).sum()) if values else None
+    return examined(
+        {"net.2": {}},
+        targets={"mse_loss": {"min": 0.0, "max": largest}},
+        graph=graph,
+        records=len(largest),
+        histograms={("mse_loss", "in.target"): kept} if kept is not None else None,
+    )
+
+
+def as_numbers(y: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error of class numbers."""
+    return F.mse_loss(y.squeeze(-1), target.float())
+
+
+NUMBERED = "are 10 whole numbers, 0 to 9, and the prediction of each sample is one number"
+
+
+def test_classes_as_numbers() -> None:
+    """Class numbers as targets of a squared error are a note that says what was measured; one-hot targets are fine."""
+    (found,) = of_numbers(torch.arange(8), [9.0] * 8).findings()
+    assert brief([found]) == [("note", "classes-as-numbers", "")]
+    assert found.verdict.endswith(NUMBERED)
+
+    def one_hot(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y, F.one_hot(target, 8).float())
+
+    assert of_numbers(torch.arange(8), [1.0] * 8, loss=one_hot, outputs=8).findings() == []
+    assert of_numbers(torch.arange(8), [9.0] * 8, loss=one_hot, outputs=8).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "is_whole"),
+    [
+        ([0, 1, 2, 3, 8, 9, 9], True),
+        ([0, 1, 2, 3, 8, 8, 9.0], True),
+        ([0, 1.125, 2, 9], False),
+        ([0, 2, 8.5, 8.5, 9], False),
+        ([0, 2, 8.5, 9], False),
+    ],
+)
+def test_whole_numbers_of_a_float_target(values: list[float], is_whole: bool) -> None:
+    """The histogram of floats shows if they are whole numbers, also in the bin that 8 and 9 share."""
+    found = of_numbers(torch.randn(8), [9.0] * 8, values=values).findings()
+    assert [each.rule for each in found] == ["classes-as-numbers"] * is_whole
+
+
+def in_one_step(y: Tensor, target: Tensor) -> Tensor:
+    """Return a target that follows from the prediction, as of a value of the next state."""
+    return F.mse_loss(y.squeeze(-1), target.float() + y.detach().squeeze(-1).round())
+
+
+@pytest.mark.parametrize(
+    ("target", "largest", "options"),
+    [
+        (torch.arange(8), [5.0, 9.0, 4.0, 6.0, 5.0, 7.0, 3.0, 4.0], {}),  # counts
+        (torch.arange(8), [1.0] * 8, {}),  # two classes
+        (torch.arange(8), [87.0] * 8, {}),  # ages
+        (torch.randn(8), [9.0] * 8, {}),  # floats without a histogram
+        (torch.randn(8), [2.5] * 8, {"values": [0.0, 1.0, 2.5]}),  # ratings with halves
+        (torch.arange(8), [3.0] * 8, {"loss": in_one_step}),  # values of actions
+        (torch.arange(16).view(8, 2), [9.0] * 8, {"outputs": 2, "loss": F.mse_loss}),  # several numbers
+    ],
+)
+def test_numbers_that_are_no_classes(target: Tensor, largest: list[float], options: dict[str, Any]) -> None:
+    """Counts, ages, two classes, fractions, several outputs and targets of the model itself are fine."""
+    found = of_numbers(target, largest, **options).findings()
+    assert [each.rule for each in found if each.rule == "classes-as-numbers"] == []
+
+
+def test_ratings_that_begin_at_one() -> None:
+    """Ratings from 1 to 5 are fine, since classes begin at 0."""
+    graph = capture_graph(Step(mlp(1), as_numbers), rows, torch.arange(8))
+    assert run(targets={"mse_loss": {"min": 1.0, "max": 5.0}}, graph=graph) == []
+
+
+def test_class_numbers_in_a_loss_that_is_written_out() -> None:
+    """The square of a difference is a squared error, too."""
+    graph = capture_graph(
+        Step(mlp(1), lambda y, target: (y.squeeze(-1) - target).square().mean()), rows, torch.arange(8)
+    )
+    nodes = [replace(node, name="batch[1]") if node.name == "input[1]" else node for node in graph.nodes]
+    examination = Examination(Graph(tuple(nodes), graph.edges))
+    for row in range(8):
+        sites = {("", "batch[1]"): {"min": 0.0, "max": 2.0}, ("net.2", "out"): {}}
+        examination.add(record("activations", row * 10, sites))
+    assert [each.rule for each in examination.findings()] == ["classes-as-numbers"]
 
 
 def squares(prediction: Tensor, target: Tensor) -> Tensor:
