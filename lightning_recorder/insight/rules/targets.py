@@ -592,6 +592,46 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
 
 
 @rule(
+    "exchanged-quantiles",
+    statistic="sign of the error in the loss of quantiles, max(q × e, (q - 1) × e)",
+    usual="e is the target minus the prediction",
+    why="With the other sign, the output for the quantile q learns 1 - q: the upper and the lower one are exchanged.",
+    next="Compute e = target - prediction, or max((1 - q) × e, -q × e) for prediction - target.",
+    false_alarms="Only tensors q and q - 1 count: of two numbers, such as 0.9 and -0.1, either may be the quantile.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def exchanged_quantiles(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses of quantiles whose error has the wrong sign."""
+    step = step_of(evidence)
+    for node in step.operations:
+        parts = step.sources(node) if node.name in ("max", "maximum") else []
+        factors = [step.sources(each) for each in parts if each.name.strip("_") in ("mul", "rmul", "multiply")]
+        if len(parts) != 2 or [len(each) for each in factors] != [2, 2]:
+            continue
+        errors = [each for each in factors[0] if any(each is other for other in factors[1])]
+        levels = [each for one in factors for each in one if each not in errors]
+        if len(errors) == 1 and len(levels) == 2 and (_is_less(step, *levels) or _is_less(step, *levels[::-1])):
+            error, sign = errors[0], 1
+            while error.name in ("neg", "__neg__") and step.sources(error):
+                error, sign = step.sources(error)[0], -sign
+            trained = [each.id in step.trained for each in step.sources(error)] if error.name in _DIFFERENCES else []
+            if trained == ([True, False] if sign > 0 else [False, True]):
+                verdict = (
+                    f"the loss in {step.place(node)} is max(q × e, (q - 1) × e), where e is the prediction minus the "
+                    "target: the outputs learn the quantiles 1 - q"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+def _is_less(step: RecordedStep, one: Node, other: Node) -> bool:
+    """Return True if a tensor is another one, which no parameter gives, minus 1."""
+    is_less = one.name in _DIFFERENCES and setting(one, "other") in ("1", "1.0")
+    return is_less and step.sources(one) == [other] and "parameter" not in step.roots[one.id]
+
+
+@rule(
     "largest-value",
     statistic="which output of a network a regression compares with a reward plus the largest value of the next state",
     usual="the output of the action that was taken",

@@ -699,3 +699,33 @@ def test_values_that_the_actor_raises(
     whole = Graph((*graph.nodes, *steps), (*graph.edges, *(Edge(backward.id, each.id) for each in steps)))
     found = [each for each in Examination(whole).findings() if each.rule == "raised-values"]
     assert brief(found) == [("warning", "raised-values", "critic")] * is_wrong
+
+
+levels = torch.tensor([0.1, 0.5, 0.9])
+
+
+def of_quantiles(error: Tensor, *, opposite: bool = False) -> Tensor:
+    """Return the loss of quantiles of an error, or of the opposite of one."""
+    if opposite:
+        return torch.max((1 - levels) * error, -levels * error).mean()
+    return torch.max(levels * error, (levels - 1) * error).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"),
+    [
+        (lambda y, target: of_quantiles(y - target), True),
+        (lambda y, target: of_quantiles(-(target - y)), True),
+        (lambda y, target: of_quantiles(target - y), False),
+        (lambda y, target: of_quantiles(-(y - target)), False),
+        (lambda y, target: of_quantiles(y - target, opposite=True), False),
+        (lambda y, target: torch.max(0.9 * (y - target), -0.1 * (y - target)).mean(), False),  # the quantile 0.1
+    ],
+)
+def test_quantiles_that_are_exchanged(loss: Loss, is_wrong: bool) -> None:
+    """The error in the loss of quantiles is the target minus the prediction."""
+    found = Examination(capture_graph(Step(mlp(3), loss), rows, torch.randn(8, 1))).findings()
+    assert (
+        brief([each for each in found if each.rule == "exchanged-quantiles"])
+        == [("warning", "exchanged-quantiles", "")] * is_wrong
+    )
