@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_recorder.bins import BIN_SHIFT, CLASSES, FIRST_CLASS_BIN, NO_CLASS_BIN
 from lightning_recorder.records.classes import CLASS_COUNTS
 
-__all__ = ["classes_of_loss", "padding_of", "share_of_next", "sides_of_loss", "some_of"]
+__all__ = ["classes_of_loss", "padding_of", "share_of_ends", "share_of_next", "sides_of_loss", "some_of"]
 
 _MOST_VALUES = 1 << 20
+_FEWEST_POSITIONS = 2
 
 # They compare predictions with each other.
 _WITHOUT_TARGET = ("triplet_margin_loss", "triplet_margin_with_distance_loss")
@@ -194,6 +195,34 @@ def share_of_next(target: Tensor, tokens: Tensor, *, ahead: int = 1) -> Tensor |
     for place in range(ahead):
         counts &= tokens[:, place : place - ahead] != after
     return ((target == after) & counts).sum() / counts.sum().clamp(min=1)
+
+
+def share_of_ends(target: Tensor, tokens: Tensor, end: int) -> Tensor | None:
+    """Return the share of sequences whose first end token behind another token is a target; 0-d.
+
+    Args:
+        target: The targets, as for :func:`share_of_next`.
+        tokens: The tokens, ``[samples, positions]``.
+        end: The token that ends a sequence.
+
+    Returns:
+        The share, -1 if a sequence has no end; None if the numbers of targets and tokens do not fit.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.tensor([[5, 6, 1, 1], [7, 8, 9, 1]])
+        >>> float(share_of_ends(torch.tensor([[6, 1, -100], [8, 9, 1]]), tokens, 1))
+        1.0
+        >>> float(share_of_ends(torch.tensor([[6, -100, -100], [8, 9, -100]]), tokens, 1))
+        0.0
+    """
+    samples, positions = tokens.shape
+    if target.numel() not in (samples * positions, samples * (positions - 1)) or positions < _FEWEST_POSITIONS:
+        return None
+    follows = (tokens[:, 1:] == end) & (tokens[:, :-1] != end)
+    first = follows & (follows.cumsum(1) == 1)
+    share = ((target.reshape(samples, -1)[:, : positions - 1] == end) & first).sum() / samples
+    return torch.where(first.any(1).all(), share, -1.0)
 
 
 def padding_of(tokens: Tensor, padding: int) -> Tensor:

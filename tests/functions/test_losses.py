@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_recorder.functions import FUNCTIONS, ChosenFunctions, FunctionOutputTap
-from lightning_recorder.functions.losses import share_of_next, some_of
+from lightning_recorder.functions.losses import share_of_ends, share_of_next, some_of
 from lightning_recorder.graph import GraphCapture
 from lightning_recorder.reductions import ChannelMoments
 from lightning_recorder.statistics import StatisticsRecorder
@@ -205,3 +205,22 @@ def test_weights_of_classes(loss: Any, weights: Any, of_targets: list[Any]) -> N
 def test_other_weights_are_not_recorded(loss: Any) -> None:
     """Weights of single values, of several outputs and of probabilities are none of classes."""
     assert not [path for _, path in recorded(Weighted(loss)) if "weight" in path]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "share"),
+    [
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, 1, -100, -100], [8, 9, 1, -100]], 1.0),
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, -100, -100, -100], [8, 9, 1, -100]], 0.5),
+        ([[5, 6, 1, 1], [7, 8, 9, 1]], [[6, -100, -100], [8, 9, -100]], 0.0),
+        ([[1, 1, 5, 1], [1, 7, 8, 1]], [[-100, 5, 1], [7, 8, 1]], 1.0),  # padding or a start before the text
+        ([[1, 1, 5, 6], [1, 7, 8, 1]], [[-100, 5, 6], [7, 8, -100]], -1.0),  # a text that does not end
+        ([[5, 1, 6, 1], [7, 1, 8, 1]], [[1, 6, -100], [1, 8, -100]], 1.0),  # the first of two packed texts
+    ],
+)
+def test_ends_among_the_targets(tokens: list[list[int]], targets: list[list[int]], share: float) -> None:
+    """The first end token behind a text counts, with or without a target for the last token."""
+    found = share_of_ends(torch.tensor(targets), torch.tensor(tokens), 1)
+    assert found is not None
+    assert float(found) == share
+    assert share_of_ends(torch.zeros(5), torch.tensor(tokens), 1) is None

@@ -40,7 +40,10 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Finding]:
         if why.startswith("no step") and name not in updated and (name in trained or not trained):
             verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
             yield evidence.view(evidence.parameters, name).found(verdict)
-    left_out = [each for each in _left_out(evidence, 1) if each.note != "frozen"]
+    # Biases may be left out of the records. The groups tell whether the optimizer has no others than those in them.
+    known = sum(int(group.get("parameters", 0)) for group in evidence.parameters.about.get("groups") or ())
+    dimensions = 1 if 0 < known <= len(evidence.tensors) else 2
+    left_out = [each for each in _left_out(evidence, dimensions) if each.note != "frozen"]
     if left_out:
         yield _about_left_out(evidence, left_out, "is used, but no optimizer that stepped has it")
 

@@ -25,6 +25,7 @@ from lightning_recorder.insight.recorded_step import (
     step_of,
 )
 from lightning_recorder.insight.rule import GRAPH, rule
+from lightning_recorder.names import Site
 from lightning_recorder.records.histogram import Histogram
 
 _ANY = ("any",)
@@ -452,6 +453,30 @@ def _inputs_of(step: RecordedStep, node: Node) -> list[Node]:
         elif each is node or keeps_values(each) or each.name in ("getitem", "narrow", "long", "clone", "chunk"):
             todo += step.sources(each)
     return found
+
+
+@rule(
+    "no-end-as-target",
+    statistic="share of sequences whose end token is a target of cross_entropy, if all sequences of a record have one",
+    usual="above 0, since texts end with a target",
+    why="The end token is also that of the padding, whose labels are -100. The model never learns to end a text.",
+    next="Give the padding a token of its own, or choose the labels to ignore by the attention mask, so that the first "
+    "end token counts.",
+    false_alarms="The end token is that in the configuration of the model. Runs in which a sequence does not end, and "
+    "targets that are not the next tokens, are left out.",
+    needs=("activations",),
+    records=4,
+    is_lasting=True,
+)
+def no_end_as_target(evidence: Evidence, *, records: int = 4, share: float = 0.9) -> Iterator[Finding]:
+    """Yield the losses of next tokens whose targets never have the end token that each sequence of the inputs has."""
+    for each in (View(evidence, evidence.losses, site) for site in evidence.losses.places):
+        after = View(evidence, evidence.losses, Site(each.module, "in.target.next")).mean
+        is_never = each.path == "in.target.ends" and len(each.mean) >= records and not each.mean.any()
+        if is_never and len(after) and after.min() > share:
+            verdict = f"all sequences have an end token, and it is never a target of {each.module}"
+            yield replace(each.found(verdict, "mean", share=0.0), path="")
+            return
 
 
 @rule(

@@ -51,7 +51,7 @@ from tests.insight.rules.test_operations import (
 from tests.insight.rules.test_optimization import by, of_student
 from tests.insight.rules.test_own_targets import of_views
 from tests.insight.rules.test_progress import run_of_errors, run_of_shares
-from tests.insight.rules.test_targets import of_adversaries, of_numbers, of_tokens
+from tests.insight.rules.test_targets import of_adversaries, of_ends, of_numbers, of_tokens
 from tests.insight.test_odd_blocks import Stage
 
 CASES: dict[str, Callable[[], Iterator[Evidence]]] = {}
@@ -1383,6 +1383,12 @@ def _() -> Iterator[Evidence]:
 def _() -> Iterator[Evidence]:
     for common, compared, distinct in ((32, 430, 1000), (32, 860, 1000), (31, 430, 1000), (32, 430, 600)):
         yield of_samples(validation=ValidationFacts(1000, distinct, compared, common, 0))
+
+
+@cases("no-end-as-target")
+def _() -> Iterator[Evidence]:
+    for after, records in ((1.0, 4), (1.0, 3), (0.6, 4)):
+        yield of_ends(0.0, after=after, records=records).evidence()
 
 
 @cases("inverted-weights")

@@ -322,11 +322,20 @@ def test_a_weight_that_is_in_no_optimizer() -> None:
     assert run(None, None, parameters, graph=tied) == []
 
 
-@pytest.mark.parametrize(("note", "rules"), [("", ["not-in-optimizer"]), ("frozen", [])])
-def test_a_bias_that_is_in_no_optimizer(note: str, rules: list[str]) -> None:
-    """A bias that requires a gradient and is never updated is a finding; one that is frozen is none."""
+@pytest.mark.parametrize(
+    ("note", "known", "rules"),
+    [
+        ("", 2, ["not-in-optimizer"]),
+        ("", 3, []),  # the optimizer has it, and the records do not
+        ("", None, []),
+        ("frozen", 2, []),
+    ],
+)
+def test_a_bias_that_is_in_no_optimizer(note: str, known: int | None, rules: list[str]) -> None:
+    """A bias that is never updated is a finding if the optimizer has the recorded parameters only."""
     graph = with_parameters("b.weight", "a.weight", "a.bias", note=note)
-    found = run(None, None, network("a", "b"), graph=graph)
+    about = {} if known is None else {"groups": [{"optimizer": "Adam", "parameters": known}]}
+    found = run(None, None, network("a", "b"), graph=graph, about=about)
     assert [each.rule for each in found] == rules
     assert all(each.verdict.startswith("a.bias is used, but no optimizer that stepped has it") for each in found)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_recorder import Outputs, default_recorders, open_recording
 from lightning_recorder.graph import GraphCapture, capture_graph
 from lightning_recorder.graph.model import Edge, Graph
 from lightning_recorder.insight import RULES, Finding
@@ -540,6 +544,72 @@ def test_class_numbers_in_a_loss_that_is_written_out() -> None:
         sites = {("", "batch[1]"): {"min": 0.0, "max": 2.0}, ("net.2", "out"): {}}
         examination.add(record("activations", row * 10, sites))
     assert [each.rule for each in examination.findings()] == ["classes-as-numbers"]
+
+
+def of_ends(ends: float | list[float], *, after: float = 1.0, records: int = 8) -> Examination:
+    """Return a run of a language model with the share of ends that are targets, and that of next tokens."""
+    examination = Examination()
+    for row in range(records):
+        sites = {
+            ("cross_entropy", "in.target.next"): {"mean": after},
+            ("cross_entropy", "in.target.ends"): {"mean": ends if isinstance(ends, float) else ends[row]},
+            ("head", "out"): {},
+        }
+        examination.add(record("activations", row * 10, sites))
+    return examination
+
+
+@pytest.mark.parametrize(
+    ("ends", "after", "rules"),
+    [
+        (0.0, 1.0, ["no-end-as-target"]),
+        (1.0, 1.0, []),
+        ([0.0] * 7 + [0.02], 1.0, []),
+        ([0.0] * 7 + [-1.0], 1.0, []),  # a text that does not end, so that the end token may be padding alone
+        (-1.0, 1.0, []),
+        (0.0, 0.5, []),  # other targets than the next tokens
+    ],
+)
+def test_ends_that_are_ignored_like_padding(ends: float | list[float], after: float, rules: list[str]) -> None:
+    """An end token that each text has, and that is never a target of a language model, is a finding."""
+    assert [each.rule for each in of_ends(ends, after=after).findings()] == rules
+
+
+@pytest.mark.parametrize(("kept", "rules"), [(0, ["no-end-as-target"]), (1, [])])
+def test_ends_of_a_model_of_transformers(kept: int, rules: list[str], tmp_path: Path) -> None:
+    """The end token is read from the configuration of a model, and its labels from its loss."""
+    transformers = pytest.importorskip("transformers")
+    lengths = torch.arange(64) % 5 + 2
+    places = torch.arange(8).expand(64, 8)
+    tokens = torch.where(places < lengths[:, None], torch.randint(2, 12, (64, 8)), 1)
+    labels = torch.where(places < lengths[:, None] + kept, tokens, -100)
+    config = transformers.GPT2Config(vocab_size=12, n_positions=8, n_embd=8, n_layer=1, n_head=2, eos_token_id=1)
+
+    class Language(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = transformers.GPT2LMHeadModel(config)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(batch[0], attention_mask=(batch[1] != -100).long(), labels=batch[1]).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=2,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*default_recorders(outputs=Outputs(plots=False, dumps=False))],
+    ).fit(Language(), DataLoader(TensorDataset(tokens, labels), 16))
+    found = open_recording(tmp_path).run.findings
+    assert [each.rule for each in found if each.rule == "no-end-as-target"] == rules
 
 
 def squares(prediction: Tensor, target: Tensor) -> Tensor:
