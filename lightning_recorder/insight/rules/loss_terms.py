@@ -310,7 +310,7 @@ def _is_same(step: RecordedStep, one: Node, other: Node) -> bool:
     why="The derivative is a constant for the backward pass, so that this term moves no parameter.",
     next="Pass create_graph=True to torch.autograd.grad, or detach the derivative if it is meant to be constant.",
     false_alarms="Derivatives that a layer gets, as in adversarial training, that change a parameter or that weight a "
-    "term are left out.",
+    "term are left out, and so are those of a function without parameters, such as a schedule.",
     needs=(GRAPH,),
     is_lasting=True,
 )
@@ -318,14 +318,16 @@ def derivative_without_graph(evidence: Evidence) -> Iterator[Finding]:
     """Yield the derivatives that a loss gets without their own gradient."""
     step = step_of(evidence)
     for node in evidence.graph.nodes:
-        if node.kind != "backward" or "create_graph" not in node.note:
+        if node.kind != "backward" or "create_graph" not in node.note or "parameter" not in step.roots[node.id]:
             continue
         todo, seen = step.users(node), set[int]()
         while todo:
             user = todo.pop()
             is_layer = any(each.kind == "parameter" for each in step.sources(user))
             # The weight of a term may follow from derivatives, and is a constant then.
-            is_weight = user.name in ("mul", "div") and any(each.id in step.trained for each in step.sources(user))
+            is_weight = user.name in ("mul", "div", "multiply", "divide") and any(
+                each.id in step.trained for each in step.sources(user)
+            )
             if user.id in seen or is_layer or is_weight or user.name.startswith("detach"):
                 continue
             if step.signs.get(user.id):

@@ -80,6 +80,8 @@ def dead_output(
         dead = bool((values[-persistence:] >= zero_fraction).all())
         if not dead and view.kind not in _RELUS:
             continue
+        if view.kind.startswith("Softmax") and values[-persistence:].min() < 1:
+            continue  # its outputs add up to 1: it is sure of one of many
         since = _since(values >= (zero_fraction if dead else nearly), steps)
         if since == steps[0] and len(evidence.gradients) and not view.gradient:
             continue  # a constant that no gradient passes, such as the logarithm of a determinant: nothing has died

@@ -1,15 +1,16 @@
-"""Rules about the value of the loss over the run. They are notes for a run in which nothing else is found."""
+"""Rules about the value of the loss over the run. Those about all of it are notes if nothing else is found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import log, prod, sqrt
 
 import numpy as np
 
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import LOSS_OF_A_GUESS, STILL_FALLS, Finding
-from lightning_recorder.insight.recorded_step import setting, step_of
+from lightning_recorder.insight.recorded_step import setting, shape_of, step_of
 from lightning_recorder.insight.rule import GRAPH, rule
 from lightning_recorder.names import Site
 from lightning_recorder.records.classes import CLASS_COUNTS, classes_in
@@ -29,6 +30,44 @@ def _quarters(values: Floats) -> tuple[Floats, Floats]:
     """Return the mean in each quarter of a run, ``[4]``, and its standard error, ``[4]``."""
     parts = np.array_split(values, 4)
     return np.array([each.mean() for each in parts]), np.array([each.std() / sqrt(len(each)) for each in parts])
+
+
+@rule(
+    "first-loss",
+    statistic="cross-entropy of the first step, against the logarithm of the number of classes",
+    usual="0.3 to 1.5 × that",
+    why="The model is sure before it has learned anything: the weights of the last layer, what they get, or a factor "
+    "of the logits is too large. An embedding of torch has std 1, too much for a last layer.",
+    next="Scale the weights of the last layer, such as std=0.02, or divide the logits, until the first loss is near "
+    "the logarithm of the number of classes.",
+    false_alarms="A run that is resumed has no first step. A loss that is a sum over the samples is left out.",
+    needs=("activations", GRAPH),
+    records=1,
+    explains=dict.fromkeys(
+        ("sudden-change", "gradient-spike", "exploding-gradient", "weight-drift", "scale-jump", "still-falls"), ("any",)
+    ),
+    is_lasting=True,
+)
+def first_loss(evidence: Evidence, *, factor: float = 5.0) -> Iterator[Finding]:
+    """Yield a cross-entropy that is far above the loss of a guess before the first update."""
+    step = step_of(evidence)
+    for node in step.operations:
+        names, shape = (step.function_names.get(node.id, ""), step.owner(node)), shape_of(node)
+        if node.name != "cross_entropy" or not shape or setting(node, "reduction"):
+            continue
+        views = [View(evidence, evidence.results, Site(name, "out")) for name in names]
+        means, steps = next((each.column("mean") for each in views if each), (np.zeros(0), np.zeros(0)))
+        classes = shape[min(1, len(shape) - 1)]
+        if classes < 2 or not len(means) or steps[0] != 0 or not means[0] > factor * log(classes):
+            continue
+        ratio = float(means[0]) / log(classes)
+        verdict = (
+            f"{node.name} in {step.place(node)} is {means[0]:.3g} at step 0, {ratio:.3g} × that of a guess among "
+            f"{classes} classes"
+        )
+        found = next(each for each in views if each).found(verdict, "mean", ratio=ratio, loss=means[0])
+        yield replace(found, module=step.owner(node), path="")
+        return
 
 
 @rule(

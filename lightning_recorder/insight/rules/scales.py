@@ -58,6 +58,7 @@ def _root_of_inputs(weight: View) -> float:
     records=1,
     explains={
         "weights-too-large": ("any",),
+        "first-loss": ("any",),
         "scale-jump": _EVERYTHING_AFTER,
         "saturation": _EVERYTHING_AFTER,
         "attention-collapse": _EVERYTHING_AFTER,
@@ -156,6 +157,7 @@ def norm_growth(
     explains=dict.fromkeys(
         (
             "input-scale",
+            "first-loss",
             "scale-jump",
             "saturation",
             "unlike-siblings",

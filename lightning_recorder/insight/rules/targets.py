@@ -15,7 +15,6 @@ from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.parts import layers_of
 from lightning_recorder.insight.recorded_step import (
-    ELEMENTWISE,
     LOSSES,
     RecordedStep,
     found_in,
@@ -550,20 +549,17 @@ def _follows_each_token(step: RecordedStep, tokens: Node, logits: Node) -> bool:
 def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
     """Yield the regressions whose target is noise that the model does not get, or all that it gets."""
     step = step_of(evidence)
-    for node in step.operations:
-        sources = step.sources(node)
-        if node.name not in _REGRESSIONS or len(sources) < 2 or "parameter" not in step.roots[sources[0].id]:
-            continue
-        target, known = step.made_by(sources[1]), step.ancestors(sources[0])
+    for node, prediction, given in _regressions(step):
+        target, known = step.made_by(given), step.ancestors(prediction)
         if target.name in _NOISE and all(each is node for each in step.readers(target)):
             verdict = (
-                f"the target of {node.name} in {step.place(node)} is noise that the {target.name} at {target.source} "
-                "draws and nothing else uses: the model can only learn its mean"
+                f"the target of {_named(node)} in {step.place(node)} is noise that the {target.name} at "
+                f"{target.source} draws and nothing else uses: the model can only learn its mean"
             )
         elif target.id in known and _is_noisy(step, target) and _is_given_to_layers(step, target):
             verdict = (
-                f"the target of {node.name} in {step.place(node)} is the sum of data and noise that the model itself "
-                "gets: it learns to return its input"
+                f"the target of {_named(node)} in {step.place(node)} is the sum of data and noise that the model "
+                "itself gets: it learns to return its input"
             )
         else:
             continue
@@ -572,6 +568,30 @@ def unknown_noise(evidence: Evidence) -> Iterator[Finding]:
 
 
 _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_DIFFERENCES, _POWERS = ("sub", "__sub__"), ("pow", "__pow__", "square", "abs")
+
+
+def _regressions(step: RecordedStep) -> Iterator[tuple[Node, Node, Node]]:
+    """Yield the losses of trained predictions, also those that are written out, with the prediction and the target."""
+    for node in step.operations:
+        sources = step.sources(node)[:2]
+        if len(sources) == 2 and node.name in _REGRESSIONS and sources[0].id in step.trained:
+            yield node, sources[0], sources[1]
+        elif len(sources) == 2 and node.name in _DIFFERENCES and _powers_of(step, node):
+            sources.sort(key=lambda each: each.id not in step.trained)
+            if [each.id in step.trained for each in sources] == [True, False]:
+                yield node, sources[0], sources[1]
+
+
+def _powers_of(step: RecordedStep, difference: Node) -> list[Node]:
+    """Return the squares and amounts of a difference that a loss adds up."""
+    return [each for each in step.users(difference) if each.name in _POWERS and step.signs.get(each.id) == {1}]
+
+
+def _named(loss: Node) -> str:
+    return "the squared difference" if loss.name in _DIFFERENCES else loss.name
+
+
 _NOISE = ("randn", "randn_like")
 
 
@@ -597,6 +617,46 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
 
 
 @rule(
+    "exchanged-quantiles",
+    statistic="sign of the error in the loss of quantiles, max(q × e, (q - 1) × e)",
+    usual="e is the target minus the prediction",
+    why="With the other sign, the output for the quantile q learns 1 - q: the upper and the lower one are exchanged.",
+    next="Compute e = target - prediction, or max((1 - q) × e, -q × e) for prediction - target.",
+    false_alarms="Only tensors q and q - 1 count: of two numbers, such as 0.9 and -0.1, either may be the quantile.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def exchanged_quantiles(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses of quantiles whose error has the wrong sign."""
+    step = step_of(evidence)
+    for node in step.operations:
+        parts = step.sources(node) if node.name in ("max", "maximum") else []
+        factors = [step.sources(each) for each in parts if each.name.strip("_") in ("mul", "rmul", "multiply")]
+        if len(parts) != 2 or [len(each) for each in factors] != [2, 2]:
+            continue
+        errors = [each for each in factors[0] if any(each is other for other in factors[1])]
+        levels = [each for one in factors for each in one if each not in errors]
+        if len(errors) == 1 and len(levels) == 2 and (_is_less(step, *levels) or _is_less(step, *levels[::-1])):
+            error, sign = errors[0], 1
+            while error.name in ("neg", "__neg__") and step.sources(error):
+                error, sign = step.sources(error)[0], -sign
+            trained = [each.id in step.trained for each in step.sources(error)] if error.name in _DIFFERENCES else []
+            if trained == ([True, False] if sign > 0 else [False, True]):
+                verdict = (
+                    f"the loss in {step.place(node)} is max(q × e, (q - 1) × e), where e is the prediction minus the "
+                    "target: the outputs learn the quantiles 1 - q"
+                )
+                yield found_in(evidence, step.owner(node), verdict)
+                return
+
+
+def _is_less(step: RecordedStep, one: Node, other: Node) -> bool:
+    """Return True if a tensor is another one, which no parameter gives, minus 1."""
+    is_less = one.name in _DIFFERENCES and setting(one, "other") in ("1", "1.0")
+    return is_less and step.sources(one) == [other] and "parameter" not in step.roots[one.id]
+
+
+@rule(
     "largest-value",
     statistic="which output of a network a regression compares with a reward plus the largest value of the next state",
     usual="the output of the action that was taken",
@@ -609,19 +669,16 @@ def _is_given_to_layers(step: RecordedStep, node: Node) -> bool:
 def largest_value(evidence: Evidence) -> Iterator[Finding]:
     """Yield the regressions of the largest output of a network to a reward and the largest value of the next state."""
     step = step_of(evidence)
-    for node in step.operations:
-        sources = step.sources(node)
-        if node.name not in ELEMENTWISE or len(sources) < 2 or sources[1].id in step.trained:
-            continue
-        best, total = step.made_by(sources[0]), step.made_by(sources[1])
+    for node, prediction, target in _regressions(step):
+        best, total = step.made_by(prediction), step.made_by(target)
         terms = step.sources(total) if total.name.strip("_") in ("add", "radd", "iadd") else []
         values = [each for each in terms if "parameter" in step.roots[each.id]]
         is_sum = len(terms) == 2 and len(values) == 1 and any(step.roots[each.id] == {"input"} for each in terms)
         next_best = [step.graph[each] for each in step.ancestors(values[0])] if is_sum else []
         if _is_largest(best) and any(_is_largest(each) for each in next_best) and best.id not in step.ancestors(total):
             verdict = (
-                f"{node.name} in {step.place(node)} compares the largest of the outputs with a reward plus the largest "
-                "value of the next state, whichever action was taken"
+                f"{_named(node)} in {step.place(node)} compares the largest of the outputs with a reward plus the "
+                "largest value of the next state, whichever action was taken"
             )
             yield found_in(evidence, step.owner(node), verdict)
             return
@@ -629,6 +686,60 @@ def largest_value(evidence: Evidence) -> Iterator[Finding]:
 
 def _is_largest(node: Node) -> bool:
     return node.kind == "op" and node.name in ("max", "amax") and len(node.inputs) == 1 and setting(node, "dim") != ""
+
+
+@rule(
+    "raised-values",
+    statistic="layers that a regression fits, and whose mean output the same backward pass raises",
+    usual="the loss of an actor trains the actor alone",
+    why="One loss has the error of the critic and minus its values for the actions of the actor. The critic lowers the "
+    "second part by larger values, for whatever action.",
+    next="Give the actor an optimizer of its own, or freeze the critic's parameters in its loss.",
+    false_alarms="Several optimizers or backward passes are left out, as is a mean that follows from the critic alone.",
+    needs=(GRAPH,),
+    explains=dict.fromkeys(("saturation", "weight-drift", "vanishing-gradient"), _ANY),
+    is_lasting=True,
+)
+def raised_values(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a critic that the loss of the actor trains to give larger values."""
+    step = step_of(evidence)
+    kinds = [node.kind for node in step.graph.nodes]
+    if kinds.count("optimizer") != 1 or kinds.count("backward") != 1:
+        return
+    fitted = {}
+    for node, prediction, target in _regressions(step):
+        layer = _layer_of(step, prediction)
+        is_added = step.signs.get(node.id) == {1} or bool(_powers_of(step, node))
+        if layer is not None and is_added and target.id not in step.trained and _weight_of(step, layer):
+            fitted[_weight_of(step, layer)] = node, layer
+    for node in step.operations:
+        given = step.sources(node) if node.name == "mean" and step.signs.get(node.id) == {-1} else []
+        layer = _layer_of(step, given[0]) if given else None
+        if layer is None or _weight_of(step, layer) not in fitted:
+            continue
+        loss, critic = fitted[_weight_of(step, layer)]
+        actor = _trained_by(step, layer) - _trained_by(step, critic)
+        if actor and step.owner(layer):
+            verdict = (
+                f"the loss has minus the mean output of {step.owner(layer)} in {step.place(node)}, and one optimizer "
+                f"trains both {sorted(actor)[0]} and {step.owner(layer)} with it, which {_named(loss)} fits: the "
+                "loss falls without bound"
+            )
+            yield replace(found_in(evidence, step.owner(layer), verdict), others=tuple(sorted(actor)))
+            return
+
+
+def _layer_of(step: RecordedStep, node: Node) -> Node | None:
+    """Return the linear layer whose output, or a column of it, a node is."""
+    source: Node | None = step.made_by(node)
+    while source is not None and source.name in ("getitem", "select"):
+        source = step.behind(source)
+    return source if source is not None and source.name == "linear" else None
+
+
+def _weight_of(step: RecordedStep, layer: Node) -> int:
+    """Return the id of the trained weight of a layer; 0 without any."""
+    return next((each.id for each in step.sources(layer) if each.kind == "parameter" and not each.note), 0)
 
 
 @rule(

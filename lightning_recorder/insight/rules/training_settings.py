@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.functions import function_of
+from lightning_recorder.graph.model import Node
 from lightning_recorder.graph.unused import joined_names
 from lightning_recorder.insight.evidence import Evidence, View
 from lightning_recorder.insight.finding import Finding
-from lightning_recorder.insight.recorded_step import found_in, joined, listed, step_of
+from lightning_recorder.insight.recorded_step import LOSSES, found_in, joined, listed, setting, step_of
 from lightning_recorder.insight.rule import GRAPH, VALIDATION, rule
 from lightning_recorder.insight.rules.small_updates import FEWEST_VALUES, TOLERANCE, are_new, largest_ratio, total_norms
 from lightning_recorder.records.table import Floats
@@ -416,6 +417,48 @@ _WHY_CLEARED = (
     "before that, or the parameters do not require gradients."
 )
 _NEXT_CLEARED = "Call zero_grad() before backward() or after step(), not between them. Look for requires_grad=False."
+
+
+@rule(
+    "teacher-drops",
+    statistic="dropout in a frozen network whose outputs are the targets of a loss",
+    usual="none: the teacher is in evaluation mode",
+    why="eval() was not called for the teacher, so that its dropout makes other targets for the same sample.",
+    next="Call teacher.eval() before training. Lightning keeps the mode that each module has before fit.",
+    false_alarms="A teacher with the layers of the student, which may be a moving average with dropout on purpose, is "
+    "left out.",
+    needs=(GRAPH,),
+    is_lasting=True,
+)
+def teacher_drops(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the losses whose targets a frozen network with active dropout makes."""
+    step = step_of(evidence)
+    for node in step.operations:
+        sources = step.sources(node)
+        if node.name not in LOSSES or len(sources) < 2 or sources[1].id in step.trained:
+            continue
+        ours, theirs = ([step.graph[each] for each in step.ancestors(side)] for side in sources[:2])
+        dropped = [each for each in theirs if _DROPS.fullmatch(each.name) and setting(each, "p") not in ("0", "0.0")]
+        weights = [each for each in theirs if each.kind == "parameter"]
+        if not dropped or not weights or not all(each.note == "frozen" for each in weights):
+            continue
+        if sorted(_sizes(theirs)) == sorted(_sizes(ours)):
+            continue
+        names = [step.owner(each) for each in sorted(dropped, key=lambda each: each.id)]
+        verdict = (
+            f"the targets of {node.name} in {step.place(node)} pass the dropout of {names[0]}: the frozen network that "
+            "makes them is in training mode"
+        )
+        yield replace(found_in(evidence, names[0], verdict), others=tuple(dict.fromkeys(names[1:])))
+        return
+
+
+_DROPS = re.compile(r"(\w+_)?dropout\d?d?")
+
+
+def _sizes(nodes: list[Node]) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters among some nodes."""
+    return [each.outputs[0].shape for each in nodes if each.kind == "parameter" and each.outputs]
 
 
 @rule(

@@ -1487,6 +1487,12 @@ def test_each_rule_with_limits_has_cases() -> None:
     assert CASES.keys() == {rule.name for rule in RULES if rule.thresholds}
 
 
+@cases("first-loss")
+def _() -> Iterator[Evidence]:
+    for ratio in (4.0, 6.0):
+        yield run_of_shares(ratio * np.log(5), (24, 24), records=4).evidence()
+
+
 @cases("loss-of-a-guess")
 def _() -> Iterator[Evidence]:
     for ratio in (1.0, 0.9, 1.5):

@@ -117,6 +117,28 @@ def test_a_derivative_without_a_gradient(
     assert [each.rule for each in found].count("derivative-without-graph") == is_wrong
 
 
+def test_a_derivative_of_a_function_without_parameters() -> None:
+    """That of a schedule for random times is a constant with create_graph, too."""
+
+    def loss(y: Tensor, x: Tensor) -> Tensor:
+        times = x[:, 0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.cos(times).sum(), times)
+        return (y[:, 0].square() + slope).mean()
+
+    class Scheduled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = loss(self.net(x), x)
+            found.backward()
+            return found
+
+    found = Examination(capture_graph(Scheduled(), rows)).findings()
+    assert "derivative-without-graph" not in [each.rule for each in found]
+
+
 def focal(y: Tensor, target: Tensor, *, of_mean: bool = False, is_exchanged: bool = False) -> Tensor:
     """Return a focal loss, by default the right one."""
     if of_mean:

@@ -27,6 +27,8 @@ from tests.insight.rules.test_operations import Step, mlp, rows
     [
         (1.0, "ReLU", [("warning", "dead-output", "act")]),
         (0.99, "Linear", [("warning", "dead-output", "act")]),
+        (0.995, "Softmax", []),  # sure of one of 200
+        (1.0, "Softmax", [("warning", "dead-output", "act")]),
         (0.96, "ReLU", [("note", "dead-output", "act")]),
         (0.96, "Linear", []),
         (0.9, "ReLU", []),

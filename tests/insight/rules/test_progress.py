@@ -138,3 +138,23 @@ def test_targets_that_are_shuffled(shuffled: bool, tmp_path: Path) -> None:
                 optimizer.step()
                 monitor.log(loss=loss)
     assert ("loss-of-a-guess" in [each.rule for each in open_recording(tmp_path).findings]) is shuffled
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "is_wrong"), [(20.0, {}, True), (4.0, {}, False), (20.0, {"reduction": "sum"}, False)]
+)
+def test_the_first_loss_is_that_of_a_guess(loss: float, options: dict[str, str], is_wrong: bool) -> None:
+    """A mean cross-entropy of 12 times the logarithm of the classes before any training is a finding."""
+    found = [
+        each for each in run_of_shares(loss, (12, 12), records=4, **options).findings() if each.rule == "first-loss"
+    ]
+    assert brief(found) == [("warning", "first-loss", "")] * is_wrong
+    assert [each.numbers["ratio"] for each in found] == pytest.approx([20 / np.log(5)] * is_wrong)
+
+
+def test_a_run_that_is_resumed_has_no_first_loss() -> None:
+    """Its first record is of a later step."""
+    late = Examination(capture_graph(Step(mlp(5), F.cross_entropy), rows, torch.arange(8) % 3))
+    for step in (20, 40):
+        late.add(record("activations", step, {("net.0", "out"): {}, ("cross_entropy", "out"): {"mean": 20.0}}))
+    assert [each for each in late.findings() if each.rule == "first-loss"] == []

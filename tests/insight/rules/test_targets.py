@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recorder import Outputs, default_recorders, open_recording
-from lightning_recorder.graph import capture_graph
-from lightning_recorder.graph.model import Graph
+from lightning_recorder.graph import GraphCapture, capture_graph
+from lightning_recorder.graph.model import Edge, Graph
 from lightning_recorder.insight import RULES, Finding
 from lightning_recorder.records.histogram import EDGES
 from lightning_recorder.reductions import Histogram
@@ -612,18 +612,29 @@ def test_ends_of_a_model_of_transformers(kept: int, rules: list[str], tmp_path: 
     assert [each.rule for each in found if each.rule == "no-end-as-target"] == rules
 
 
+def squares(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return a squared error without a function of torch."""
+    return (prediction - target).pow(2).mean()
+
+
+def amounts(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return an absolute error without a function of torch."""
+    return (target - prediction).abs().mean()
+
+
 class Diffusion(nn.Module):
     """A step of a diffusion model; ``target`` chooses from the data, the noise and their sum."""
 
-    def __init__(self, target: Callable[[Tensor, Tensor, Tensor], Tensor], *, share: float | None = None) -> None:
+    def __init__(self, target: Callable[[Tensor, Tensor, Tensor], Tensor], loss: Loss, share: float | None) -> None:
         super().__init__()
         self.net, self.time, self.target, self.share = nn.Linear(10, 5), nn.Embedding(10, 5), target, share
+        self.loss = loss
 
     def forward(self, x: Tensor) -> Tensor:
         time, noise = torch.randint(0, 10, (8,)), torch.randn_like(x)
         share = (time[:, None] + 1) / 11 if self.share is None else self.share
         noisy = (1 - share) * x + share * noise
-        return F.mse_loss(self.net(torch.cat([noisy, self.time(time)], 1)), self.target(x, noise, noisy))
+        return self.loss(self.net(torch.cat([noisy, self.time(time)], 1)), self.target(x, noise, noisy))
 
 
 @pytest.mark.parametrize(
@@ -639,9 +650,12 @@ class Diffusion(nn.Module):
         (lambda x, noise, noisy: x + 0.1 * torch.randn_like(x), None, ""),
     ],
 )
-def test_noise_as_target(target: Callable[[Tensor, Tensor, Tensor], Tensor], share: float | None, words: str) -> None:
+@pytest.mark.parametrize("loss", [F.mse_loss, squares, amounts])
+def test_noise_as_target(
+    target: Callable[[Tensor, Tensor, Tensor], Tensor], share: float | None, words: str, loss: Loss
+) -> None:
     """The target is the noise that was added, or the data; neither other noise nor the sum."""
-    found = trained_step(Diffusion(target, share=share), rows)
+    found = trained_step(Diffusion(target, loss, share), rows)
     assert brief(found) == [("warning", "unknown-noise", "")] * bool(words)
     assert all(words in each.verdict for each in found)
 
@@ -649,14 +663,15 @@ def test_noise_as_target(target: Callable[[Tensor, Tensor, Tensor], Tensor], sha
 class QLearning(nn.Module):
     """A step of Q learning."""
 
-    def __init__(self, predicted: Callable[[Tensor, Tensor], Tensor], *, has_next: bool = True) -> None:
+    def __init__(self, predicted: Callable[[Tensor, Tensor], Tensor], loss: Loss, *, has_next: bool = True) -> None:
         super().__init__()
+        self.loss = loss
         self.net, self.late, self.predicted, self.has_next = mlp(3), mlp(3), predicted, has_next
 
     def forward(self, x: Tensor, actions: Tensor, rewards: Tensor, following: Tensor) -> Tensor:
         with torch.no_grad():
             target = rewards + 0.9 * self.late(following).max(1).values if self.has_next else rewards
-        return F.smooth_l1_loss(self.predicted(self.net(x), actions), target)
+        return self.loss(self.predicted(self.net(x), actions), target)
 
 
 @pytest.mark.parametrize(
@@ -668,11 +683,14 @@ class QLearning(nn.Module):
         (lambda values, actions: values.max(1).values, False, False),  # a pooling
     ],
 )
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, squares])
 def test_the_largest_value_is_fitted(
-    predicted: Callable[[Tensor, Tensor], Tensor], has_next: bool, is_wrong: bool
+    predicted: Callable[[Tensor, Tensor], Tensor], has_next: bool, is_wrong: bool, loss: Loss
 ) -> None:
     """The reward belongs to the action that was taken, not to the one with the largest value."""
-    found = trained_step(QLearning(predicted, has_next=has_next), rows, classes, torch.randn(8), torch.randn(8, 5))
+    found = trained_step(
+        QLearning(predicted, loss, has_next=has_next), rows, classes, torch.randn(8), torch.randn(8, 5)
+    )
     assert brief(found) == [("warning", "largest-value", "")] * is_wrong
 
 
@@ -704,3 +722,80 @@ def test_targets_that_the_model_sees(
     """The loss of a masked language model counts the tokens that are hidden; that of all tokens has a note."""
     found = trained_step(Masked(targets, is_random=is_random), tokens)
     assert brief(found) == [("note", "seen-targets", "")] * is_wrong
+
+
+class Actor(nn.Module):
+    """A step of an actor and its critic, whose losses one optimizer or two take."""
+
+    def __init__(self, value: Callable[[nn.Module, Tensor], Tensor], loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.actor, self.critic, self.value = mlp(2), nn.Linear(7, 1), value
+
+    def forward(self, x: Tensor, actions: Tensor, rewards: Tensor) -> Tensor:
+        error = self.loss(self.critic(torch.cat([x, actions], 1))[:, 0], rewards)
+        return error - self.value(self.critic, torch.cat([x, self.actor(x)], 1)).mean()
+
+
+def detached(critic: nn.Module, x: Tensor) -> Tensor:
+    parameters = {name: each.detach() for name, each in critic.named_parameters()}
+    found: Tensor = torch.func.functional_call(critic, parameters, (x,))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "optimizers", "is_wrong"),
+    [
+        (lambda critic, x: critic(x), 1, True),
+        (lambda critic, x: -critic(x), 1, False),
+        (lambda critic, x: critic(x.detach()), 1, False),  # no actor
+        (lambda critic, x: critic(x), 2, False),
+        (detached, 1, False),
+    ],
+)
+@pytest.mark.parametrize("loss", [F.mse_loss, squares])
+def test_values_that_the_actor_raises(
+    value: Callable[[nn.Module, Tensor], Tensor], optimizers: int, is_wrong: bool, loss: Loss
+) -> None:
+    """If one optimizer takes both losses, the critic gives larger values instead of the actor better actions."""
+    model, inputs = Actor(value, loss), (rows, torch.randn(8, 2), torch.randn(8))
+    with GraphCapture(model, inputs) as capture:
+        model(*inputs).backward()
+    graph = capture.graph()
+    backward = next(node for node in graph.nodes if node.kind == "backward")
+    steps = [
+        replace(backward, id=len(graph.nodes) + place, kind="optimizer", name="Adam") for place in range(optimizers)
+    ]
+    whole = Graph((*graph.nodes, *steps), (*graph.edges, *(Edge(backward.id, each.id) for each in steps)))
+    found = [each for each in Examination(whole).findings() if each.rule == "raised-values"]
+    assert brief(found) == [("warning", "raised-values", "critic")] * is_wrong
+
+
+levels = torch.tensor([0.1, 0.5, 0.9])
+
+
+def of_quantiles(error: Tensor, *, opposite: bool = False) -> Tensor:
+    """Return the loss of quantiles of an error, or of the opposite of one."""
+    if opposite:
+        return torch.max((1 - levels) * error, -levels * error).mean()
+    return torch.max(levels * error, (levels - 1) * error).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"),
+    [
+        (lambda y, target: of_quantiles(y - target), True),
+        (lambda y, target: of_quantiles(-(target - y)), True),
+        (lambda y, target: of_quantiles(target - y), False),
+        (lambda y, target: of_quantiles(-(y - target)), False),
+        (lambda y, target: of_quantiles(y - target, opposite=True), False),
+        (lambda y, target: torch.max(0.9 * (y - target), -0.1 * (y - target)).mean(), False),  # the quantile 0.1
+    ],
+)
+def test_quantiles_that_are_exchanged(loss: Loss, is_wrong: bool) -> None:
+    """The error in the loss of quantiles is the target minus the prediction."""
+    found = Examination(capture_graph(Step(mlp(3), loss), rows, torch.randn(8, 1))).findings()
+    assert (
+        brief([each for each in found if each.rule == "exchanged-quantiles"])
+        == [("warning", "exchanged-quantiles", "")] * is_wrong
+    )

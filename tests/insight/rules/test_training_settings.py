@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_recorder.graph import GraphCapture, Unused
+from lightning_recorder.graph import GraphCapture, Unused, capture_graph
 from lightning_recorder.insight import RunFacts
 from tests.insight.records import Examination, Values, brief, chain, network, record, run, trained
 
@@ -391,3 +392,30 @@ def test_a_large_first_step_of_a_linear_model(names: tuple[str, ...], is_wrong: 
     layers: dict[str, Values] = {name: {} for name in names}
     found = [each.rule for each in run(layers, None, parameters, graph=chain(*names))]
     assert found == ["learning-rate-too-large"] * is_wrong
+
+
+class Distilled(nn.Module):
+    """A step of a student whose targets a teacher makes."""
+
+    def __init__(self, *, drops: bool, is_copy: bool, is_frozen: bool) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2))
+        size = 3 if is_copy else 8
+        layers = [nn.Linear(4, size), nn.Dropout(0.5)] + ([] if is_copy else [nn.Linear(size, 3)])
+        self.teacher = nn.Sequential(*layers).train(drops).requires_grad_(not is_frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x).softmax(1)
+        return F.kl_div(self.student(x).log_softmax(1), target, reduction="batchmean")
+
+
+@pytest.mark.parametrize(
+    ("drops", "is_copy", "is_frozen", "is_wrong"),
+    [(True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False)],
+)
+def test_a_teacher_in_training_mode(drops: bool, is_copy: bool, is_frozen: bool, is_wrong: bool) -> None:
+    """The dropout of a frozen teacher is a finding, unless the teacher may be a moving average of the student."""
+    model, x = Distilled(drops=drops, is_copy=is_copy, is_frozen=is_frozen), torch.randn(5, 4)
+    found = [each for each in Examination(capture_graph(model, x)).findings() if each.rule == "teacher-drops"]
+    assert brief(found) == [("warning", "teacher-drops", "teacher.1")] * is_wrong
