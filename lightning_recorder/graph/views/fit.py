@@ -44,12 +44,13 @@ def fit_view(
 
     Isolated tensors, the parameters and buffers of closed calls, functions that compute nothing (:data:`PLUMBING`), and
     functions whose results reach neither an output nor the loss are removed. So are functions that compute one number
-    from nothing else. Four or more functions that compute a constant become one node, and repeated blocks are folded. Then the greatest depth at which the view fits is used.
-    Without ``depth``, a block of five or more parts is closed if nearly each part takes the results of all parts before
-    it, and a module with more than half of the parameters is opened further as long as the view fits. In a view with
-    less than half of the nodes, the first closed block of each kind is opened as an example, with those that are equal
-    to it, up to two thirds of the nodes. If not even the smallest view fits, a parameter or buffer that two loops use
-    is drawn in each of them. :attr:`Graph.left_out` counts the functions that were removed.
+    from nothing else. Four or more functions that compute a constant become one node, and repeated blocks are folded.
+    Then the greatest depth at which the view fits is used. Without ``depth``, a block of five or more parts is closed
+    if nearly each part takes the results of all parts before it, and a module with more than half of the parameters is
+    opened further as long as the view fits. In a view with less than half of the nodes, the first closed block of each
+    kind is opened as an example, with those that are equal to it, up to two thirds of the nodes. If not even the
+    smallest view fits, a parameter or buffer that two loops use is drawn in each of them. :attr:`Graph.left_out` counts
+    the functions that were removed.
 
     Args:
         graph: A recorded graph.
@@ -61,7 +62,8 @@ def fit_view(
             modules that call other modules.
         shapes: Show the functions that only change shapes.
         all: Show these, the functions whose results reach neither an output nor the loss, and each function that
-            computes a constant or a number. With all ``parameters``, unused results are shown too, since they may update a buffer.
+            computes a constant or a number. With all ``parameters``, unused results are shown too, since they may
+            update a buffer.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
