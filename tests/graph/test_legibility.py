@@ -263,7 +263,7 @@ def test_a_constant_is_on_the_sheet_of_its_users() -> None:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.encoder(x)
-        queries = (net.queries * 2).exp()
+        queries = torch.stack([(net.queries * 2).exp() for _ in range(net.times)]).sum(0)
         for part in net.decoder:
             x = part(x, queries)
         return x
@@ -274,15 +274,18 @@ def test_a_constant_is_on_the_sheet_of_its_users() -> None:
         )
 
     encoder = nn.Sequential(*(nn.Linear(4 + at, 5 + at) for at in range(16)), nn.Linear(20, 4))
-    net = Net(forward, encoder=encoder, decoder=nn.ModuleList(block() for _ in range(3)))
+    net: Any = Net(forward, encoder=encoder, decoder=nn.ModuleList(block() for _ in range(3)))
     net.queries = nn.Parameter(torch.ones(4))
-    renderer = GraphvizRenderer(draw(net, X).view)
-    sheet = {renderer.graph[number].name: at for number, at in renderer._sheet.items()}
-    assert sheet["encoder.16"] < sheet["decoder.0.one"]
-    assert {sheet[name] for name in ("queries", "mul", "exp")} == {sheet["decoder.0.one"]}
-    leaving = {renderer.graph[source].name for source, _ in renderer._numbers}
-    assert "encoder.16" in leaving
-    assert leaving.isdisjoint(("queries", "mul", "exp"))
+    # Nine equal parts are drawn once, in a frame that stays where it is.
+    for times, moved in ((1, {"queries", "mul", "exp", "stack", "sum"}), (9, {"stack", "sum"})):
+        net.times = times
+        renderer = GraphvizRenderer(draw(net, X).view)
+        sheet = {renderer.graph[number].name: at for number, at in renderer._sheet.items()}
+        assert sheet["encoder.16"] < sheet["decoder.0.one"]
+        assert {sheet[name] for name in moved} == {sheet["decoder.0.one"]}
+        leaving = {renderer.graph[source].name for source, _ in renderer._numbers}
+        assert "encoder.16" in leaving
+        assert leaving.isdisjoint(moved)
 
 
 def test_a_tensor_that_changes_its_sheet_is_named_at_both_ends(tmp_path: Path) -> None:

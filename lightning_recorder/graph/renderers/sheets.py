@@ -234,7 +234,7 @@ class _Plan:
         into: dict[int, set[int]] = {}
         for edge in self._onward:
             users.setdefault(edge.source, set()).add(self._atom[edge.target])
-            into.setdefault(edge.target, set()).add(edge.source)
+            into.setdefault(edge.target, set()).add(self._atom[edge.source])
         inside: dict[int, set[int]] = {}
         for node in self._nodes:
             for call in self._graph.ancestors(node):
